@@ -1,20 +1,19 @@
-"""The calls of one session: ids, what was answered, what is sent again, what has waited too long. Pure.
+"""The calls of one session: their ids, replies, resends and deadlines. Pure.
 
 Rules:
 
 1. Ids ascend from 1 within a session, in the order in which calls are sent. An id is never used twice.
-2. A call that is not answered in time is sent again **with its id**: the server answers a call it has
-   already carried out with the answer it gave then. What is late is sent again at growing intervals.
-3. Every frame says `seen`: all replies up to that id have arrived, so the server may forget them.
+2. A call that is not answered in time is sent again **with its id**, at growing intervals. If the server has already carried it
+   out, it repeats its reply.
+3. Every frame carries `seen`: all replies up to that id have arrived, so the server may forget them.
 4. A call ends once: by its reply, by an error, or by giving up at its deadline.
 5. A notice has no answer. It is kept until a call that was sent after it is answered: frames arrive in order, so that
-   answer proves that the notice was heard. Until then it counts as unanswered for `seen`.
-6. When the way to the server was lost and found, or the server itself was, the client greets it and says nothing else
-   on the new way until that is answered: the server listens to nothing before it has heard the greeting. Then everything
-   that is unanswered is sent again, in order, and waits for no longer than it was to wait at first.
+   answer proves that the server has the notice. Until then the notice counts as unanswered for `seen`.
+6. After a reconnection, to the same server or the next one, the client sends Hello and nothing else until that is answered: the
+   server ignores everything before the Hello. Then it sends all unanswered calls again, in order. Their waits keep their deadlines.
 7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
-   passed) stays here until its reply arrives, so that what the reply gives can be handed back. If it waits at the
-   server, it is sent again with no wait: there it would keep its place before others who want the same.
+   passed) stays here until its reply arrives, so that the reply can be undone. If it waits at the server, it is sent again
+   with no wait: otherwise it would keep its place there before others who want the same.
 """
 
 from __future__ import annotations
@@ -31,15 +30,15 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL
 
 LAST_WAIT_S: Final = 0.1
-"""A wait that was over while the way to the server was lost is asked for once more, this long: it may be served at once."""
+"""Wait of a call whose own wait passed while the connection was lost: it is sent once more, since it may be served at once."""
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
 class PendingCall:
-    """One request on its way and, once `settled`, its outcome.
+    """One request and, when it is settled, its outcome.
 
-    `on_settled` is called once, by whoever drives the calls, after `reply` or `error` was set; None is
-    for a request that is posted: nobody ever waits for it. gave_up: nobody does any more (rule 7).
+    on_settled: called once, after `reply` or `error` was set; None: the request is posted, and nobody waits for
+    it. gave_up: nobody waits any more (rule 7).
     """
 
     __slots__ = (
@@ -73,7 +72,7 @@ class PendingCall:
         return self.reply is not None or self.error is not None
 
     def settle(self, reply: m.Reply | TransferQueueError) -> None:
-        """The outcome is known: keep it and tell the waiter."""
+        """Keep the outcome, and wake the caller."""
         if isinstance(reply, TransferQueueError):
             self.error = reply
         else:
@@ -106,7 +105,7 @@ class PendingCalls:
         return min(next(iter(self._pending), after), next(iter(self._notices), after)) - 1
 
     def send(self, pending: PendingCall, now: float) -> bytes:
-        """Give a call its id; the frame to send."""
+        """Give a call its id. Returns the frame to send."""
         self._last += 1
         pending.id = self._last
         pending.deadline = now + wait_of(pending.request) + ANSWER_S
@@ -116,10 +115,10 @@ class PendingCalls:
         return self._frame(pending.id, pending.payload)
 
     def greet(self, hello: m.Hello, now: float) -> bytes:
-        """The way to the server is another one: the greeting, which alone may be sent until it is answered (rule 6).
+        """The frame of a Hello on a new connection; nothing else may be sent until it is answered (rule 6).
 
-        A Hello that waits for its answer is said again, but as another call: by its id the server knows the last one, and
-        which was said on a way that is given up.
+        A Hello that is unanswered is sent again as another call: by its id the server knows which Hello came last, and on which
+        connection that is given up.
         """
         waiting = [one for one in self._pending.values() if isinstance(one.request, m.Hello)]
         for one in waiting:
@@ -129,7 +128,7 @@ class PendingCalls:
         return frame
 
     def welcomed(self, now: float) -> list[bytes]:
-        """A greeting was answered. If that of the present way was: all that may not have been heard, in order."""
+        """A Hello was answered. If it was that of the present connection: the frames that the server may not have, in order."""
         if self.greeting is None or self.greeting in self._pending:
             return []
         self.greeting = None
@@ -144,23 +143,25 @@ class PendingCalls:
         return self._frame(self._last, payload)
 
     def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
-        """The call that this answers, not settled yet; None if it was answered before. Not for an answer that `is_late`."""
+        """The call that this answers, not settled yet; None if it was answered before. Not for an answer of an earlier server (`is_late`)."""
         self._epoch = answer.epoch
         pending = self._pending.pop(answer.id, None)
-        if pending is not None and not isinstance(pending.request, m.Hello):  # which overtakes what is sent again
+        if pending is not None and not isinstance(
+            pending.request, m.Hello
+        ):  # a Hello overtakes calls that are sent again
             while self._notices and (first := next(iter(self._notices))) < answer.id:  # rule 5
                 del self._notices[first]
         return pending
 
     def is_late(self, answer: m.AnswerFrame) -> bool:
-        """Whether a server that is dead gave this answer (rule 8)."""
+        """Whether this answer is from an earlier life of the server."""
         greeted = answer.id == self.greeting and answer.id in self._pending
         return answer.epoch < self._epoch and not greeted
 
     def late(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
-        """Frames to send again, and calls whose callers have waited long enough.
+        """Frames to send again, and calls whose deadline has passed.
 
-        The latter stay here (rule 7); they are named once.
+        Each such call is returned once, and stays here (rule 7).
         """
         again: list[bytes] = []
         overdue: list[PendingCall] = []
@@ -179,7 +180,7 @@ class PendingCalls:
         return again, overdue
 
     def hurried(self, pending: PendingCall, now: float) -> bytes | None:
-        """The frame that ends the wait of a call at the server, whose caller went away; None if it does not wait there."""
+        """The frame that ends the wait of a call at the server; None if it does not wait there."""
         if pending.id not in self._pending or not wait_of(pending.request):
             return None
         pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=0.0))
@@ -193,7 +194,7 @@ class PendingCalls:
         return self._agenda[0][0] if self._agenda else None
 
     def everything(self, now: float) -> list[bytes]:
-        """All calls and notices that may not have been heard, in order (rule 6)."""
+        """The frames of all calls and notices that the server may not have, in order (rule 6)."""
         for pending in self._pending.values():
             if (waits := wait_of(pending.request)) > 0:
                 left = max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))

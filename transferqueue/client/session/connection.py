@@ -1,9 +1,8 @@
 """One session with a server: a thread that owns the channel, and calls from any other thread.
 
-Every other thread only appends to a queue and rings the channel's bell, so no lock guards anything here:
-the I/O thread alone touches the channel and the calls. (Finalizers run wherever the garbage collector
-does, also in the middle of this code; a lock here would one day be taken twice.) A caller waits on a bare
-lock that the I/O thread lets go: the cheapest way that Python has to sleep and be woken.
+Other threads only append to a queue and wake the I/O thread, which alone touches the channel and the calls. So no lock guards
+anything here. (Finalizers run wherever the garbage collector does, also in the middle of this code: a lock would one day be taken
+twice.) A caller waits on a bare lock that the I/O thread releases: the cheapest way in Python to sleep and be woken.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ class Connection:
         self._calls = PendingCalls()
         self._hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = lambda _: None
-        """Told each `Welcome`, also that of a server that took the place of the first. Runs in the I/O thread."""
+        """Called with each `Welcome`, also with that of a later server. Runs in the I/O thread."""
         self._ways = 0
-        """How many times the way to the server was found."""
+        """How many connections to the server the channel has made."""
         self._durable = False
         self._inbox: deque[PendingCall] = deque()
         self._left: deque[PendingCall] = deque()
@@ -104,7 +103,7 @@ class Connection:
         return reply
 
     def greet_again(self, hello: m.Hello, deadline: Deadline) -> m.Welcome:
-        """Say Hello of the same session with other words, now and whenever the server is found again."""
+        """Say another Hello for the same session, now and after each reconnection."""
         self._hello = hello
         reply = self.call(hello, deadline)
         if not isinstance(reply, m.Welcome):
@@ -114,9 +113,9 @@ class Connection:
     def call(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
         """Send a request and wait for its reply; raises what the server refused it with.
 
-        An interrupt ends the wait at once and leaves the connection usable: the reply is handed back when
-        it comes. So does the deadline, whatever the server does (see `unanswered`); without one it is `Unreachable` if there is
-        no reply long after the request's own wait has passed.
+        An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does the deadline,
+        whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there is no reply long after
+        the request's own wait has passed.
         """
         gate = threading.Lock()
         gate.acquire()
@@ -172,23 +171,23 @@ class Connection:
             raise
 
     def post(self, request: m.Request) -> None:
-        """Send a request that nobody waits for. For finalizers too: takes no lock, raises nothing, and does
-        nothing once the connection is over or in a forked child."""
+        """Send a request without waiting for its reply. Finalizers may call it: it takes no lock, raises nothing, and does nothing
+        after the end of the connection or in a forked child."""
         if os.getpid() == self._pid and self._over is None:
             self._inbox.append(PendingCall(request))
             self._bell.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """One pin of each block is not needed any more. For finalizers too, like `post`.
+        """Return one pin of each block. Finalizers may call it, like `post`.
 
-        blocks: emptied when they are sent, so that a finalizer that was interrupted may give the same list again.
+        blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """
         if os.getpid() == self._pid and self._over is None:
             self._unpinned.append(blocks)
             self._bell.set()
 
     def end_waits(self, why: TransferQueueError) -> None:
-        """From now on no call waits at the server. What can be answered at once is; what waits, or would have to, ends with `why`."""
+        """From now on no call waits at the server. Calls that wait, or would have to, end with `why`; others are answered as before."""
         self._why_no_waits, self._waits_end_now = why, True
         self._bell.set()
 
@@ -197,8 +196,8 @@ class Connection:
         self._why_no_waits, self._waits_end_now = None, False
 
     def keep(self, kept: RenewedLease, lease_s: float) -> None:
-        """The lease, which lasts `lease_s` from now, is renewed until it is over or its time limit has passed. For finalizers
-        too, like `post`."""
+        """Renew this lease, which lasts `lease_s` from now, until it ends or its time limit has passed. Finalizers may call it, like
+        `post`."""
         if os.getpid() != self._pid or self._over is not None:
             return
         kept.begin(self._clock(), lease_s)
@@ -218,7 +217,7 @@ class Connection:
         return self._over
 
     def close(self) -> None:
-        """Say goodbye and stop. Whoever waits is told `Disconnected`. Again, or in a forked child: nothing."""
+        """Say goodbye and stop. Calls that wait end with `Disconnected`. Again, or in a forked child: nothing."""
         if os.getpid() != self._pid or self._thread.ident is None:
             return
         self._closing = True
@@ -234,13 +233,13 @@ class Connection:
                 f"{os.getpid()}; connect again there (or start workers with spawn)"
             )
         self._inbox.append(pending)
-        if self._over is not None:  # the thread may have emptied the inbox for the last time before
+        if self._over is not None:  # the I/O thread may have emptied the inbox for the last time
             self._fail_inbox(self._over)
         else:
             self._bell.set()
 
     def _give_up(self, pending: PendingCall, deadline: Deadline) -> NoReturn:
-        """The caller's time has passed: its wait ends as an interrupted one does, with the error that says so."""
+        """End a call whose deadline has passed, as an interrupt would, with the error that says so."""
         self._abandon(pending)
         raise unanswered(pending.request, self.address, deadline.wait_s)
 
@@ -296,7 +295,7 @@ class Connection:
             raise mismatch_of(frame, address=self.address, package=package) or error from None
 
     def _has_work(self) -> bool:
-        """Cheap: between an answer and the caller whom it woke lies what this thread still does before it sleeps."""
+        """Kept cheap: this thread runs it after each reply, while the caller that the reply woke waits for the interpreter."""
         return bool(
             self._inbox or self._left or self._unpinned or self._backlog or self._closing or self._waits_end_now
         )
@@ -331,7 +330,7 @@ class Connection:
             self._judge_server(now)
 
     def _next_check(self) -> float:
-        """When something is due though nobody asks for anything."""
+        """When the next heartbeat, resend or renewal is due."""
         due = self._spoke_at + HEARTBEAT_S
         for other in (self._calls.next_late(), self._keeper.next_due()):
             if other is not None:
@@ -339,7 +338,7 @@ class Connection:
         return min(due, self._goodbye_by) if self._goodbye is not None else due
 
     def _renew(self, kept: RenewedLease, lease_s: float, now: float) -> None:
-        """Ask for one more term of a lease. Sent again like any call; a server that comes back in time answers it."""
+        """Ask for one more term of a lease. The request is resent like any call, so a server that restarts in time answers it."""
 
         def settled() -> None:
             if isinstance(pending.error, UsageError | LeaseExpired):
@@ -352,24 +351,24 @@ class Connection:
         self._send(self._calls.send(pending, now), now)
 
     def _send(self, frame: bytes, now: float) -> None:
-        """Unless the server would not listen: what must be heard is in the calls, and sent when it does."""
+        """Send a frame, unless a greeting is unanswered: the calls keep the frame, and send it after the greeting."""
         if self._calls.greeting is None:
             self._say(frame, now)
 
     def _say(self, frame: bytes, now: float) -> None:
-        """In order, always: what the channel does not take now goes first when it next does (an answer came, or
-        the time of a heartbeat)."""
+        """Send a frame in order. A frame that the channel does not take now is sent first at the next turn (a reply came, or a
+        heartbeat is due)."""
         if self._channel.is_lost:
-            return  # nothing is kept twice: what must be heard is in the calls, and sent when the way is found
+            return  # the calls keep the frame, and send it after the reconnection
         self._backlog.append(frame)
         self._spoke_at = now
         self._flush()
 
     def _found_way(self, now: float) -> None:
-        """The way to the server, or to the one that took its place, is there (again): greet it."""
+        """The channel has connected to the server, or to the next one: greet it."""
         self._ways = self._channel.ways
         if self._ways == 1 or self._hello is None:
-            return  # what was said first is on its way
+            return  # the first Hello was sent already
         self._backlog.clear()
         self._say(self._calls.greet(self._hello, now), now)
 
@@ -382,10 +381,10 @@ class Connection:
             self._backlog.popleft()
 
     def _judge_server(self, now: float) -> None:
-        """Called while nothing else is said. The kernel says at once whether a server of this machine lives; from
-        another machine only an answer can, so one is asked for when somebody waits and nothing was heard."""
+        """Find out whether the server lives, while nothing else is sent. For a server of this machine the kernel says so; a server of
+        another machine is probed if a call waits and no reply has come for long."""
         if self._durable:
-            return  # it comes back; until then each call waits as long as it may
+            return  # it is started again; until then each call waits as long as it may
         served = is_served(self._channel.address)
         if served is None:
             self._probe(now)
@@ -469,7 +468,7 @@ class Connection:
             _log.error("%s, which nobody waits for, was refused: %s", m.tag_of(pending.request), error)
 
     def _leave(self, pending: PendingCall, now: float) -> None:
-        """The caller of `pending` went away, perhaps after the reply came."""
+        """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the server."""
         pending.on_settled = None
         pending.gave_up = True
         if pending.reply is not None:
@@ -478,7 +477,7 @@ class Connection:
             self._hurry(pending, now)
 
     def _hurry(self, pending: PendingCall, now: float) -> None:
-        """Have the server answer at once what it can, and refuse what it cannot."""
+        """End the wait of a call at the server: it answers at once, or refuses."""
         if (frame := self._calls.hurried(pending, now)) is not None:
             self._send(frame, now)
 
@@ -498,7 +497,7 @@ class Connection:
         )
 
     def _say_goodbye(self, now: float) -> None:
-        """Everyone who waits is told at once; the server hears it last, after what was posted before."""
+        """End all calls at once, and say goodbye to the server after everything that was posted before."""
         if self._goodbye is None:
             closed = Disconnected(f"the queue at {self.address} was closed")
             for pending in self._calls.drain():
@@ -527,12 +526,14 @@ def _result(pending: PendingCall) -> m.Reply:
         try:
             raise pending.error
         finally:
-            pending.error = None  # it knows this frame, and what the caller put: it must not be kept by what it knows
+            pending.error = (
+                None  # the error holds this frame, and so what the caller put: the frame must not hold the error
+            )
     if pending.reply is None:
         raise InternalError(f"{m.tag_of(pending.request)} was settled without a reply")
     return pending.reply
 
 
 def _copy(error: TransferQueueError) -> TransferQueueError:
-    """One exception object per waiter: each gets its own traceback."""
+    """A copy of the error for each caller, so that each has its own traceback."""
     return copy.copy(error)
