@@ -1,16 +1,16 @@
-"""Snapshots on disk: a directory of Arrow files that anything can read, named and checked by a manifest.
+"""The directory of a snapshot: Arrow files that any program can read, with a manifest that lists and checks them.
 
-The law:
+The rules:
 
 - ``PATH/000007/`` is one snapshot: Arrow IPC files, ``MANIFEST.json``, and the manifest's own checksum beside it. The manifest
-  has the size and the xxh3-64 of every file; it is written last.
-- A snapshot is made in ``PATH/.new-…``, every file and directory synced, and then renamed: it is there whole or not at
-  all, and those before it are touched only after that, when more than `keep` are there.
-- Nothing is read before all checksums have been compared. A difference is `Corruption`, naming the file.
-- Files are foreign input. A file is read only if it is a regular file inside the snapshot, reached over no link, of the size that
-  the manifest tells, and has the columns that its reader expects; Arrow checks every buffer of it (offsets, lengths, UTF-8,
-  indices) before a value is looked at. Whatever does not fit is `Corruption`, naming the file and what is wrong.
-- Directories are 0700 and files 0600, whatever the umask; so are the directories made on the way to `PATH`.
+  contains the size and the xxh3-64 of every file. It is written last.
+- A snapshot is written in ``PATH/.new-…``; every file and directory is synced, and then the directory is renamed. So it exists
+  completely or not at all. Only after that are older ones removed, if there are more than `keep`.
+- All checksums are compared before anything is read. A difference is `Corruption`, with the name of the file.
+- Files are untrusted input. A file is read only if it is a regular file inside the snapshot, reached over no link, of the size in the
+  manifest, with the columns that its reader expects. Arrow checks each of its buffers (offsets, lengths, UTF-8, indices) before a
+  value is used. Anything else is `Corruption`, with the name of the file and the problem.
+- Directories are 0700 and files 0600, whatever the umask; so are parent directories that have to be made.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
 FORMAT: Final = 1
 MANIFEST_BYTES_MAX: Final = 256 * MIB
-"""A manifest is read whole. One of 4,096 tables with 65,536 spans of ordinals each is larger, and no table has so many."""
+"""The largest manifest that is read. 4,096 tables with 65,536 spans of ordinals each would need more; no table has so many."""
 _NUMBER: Final = re.compile(r"[0-9]{6,}")
 _NAME: Final = re.compile(r"[a-z0-9-]+(?:/[a-z0-9-]+)*\.arrow")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -59,7 +59,7 @@ class _Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Hashed:
-    """A file that Arrow writes to, while its checksum is taken."""
+    """A file to which Arrow writes, and which computes its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -97,10 +97,10 @@ class _Hashed:
 
 
 class SnapshotWriter:
-    """A snapshot that is being made under `parent`. `publish` makes it one; `abandon` removes it.
+    """Writes a snapshot under `parent`. `publish` completes it, `abandon` removes it.
 
-    progress: told how many bytes were just written; what it raises ends the work. All methods raise `OutOfMemory` where the
-    disk is full, and `UsageError` where it cannot be written to.
+    progress: called with the number of bytes just written; an exception that it raises ends the job. All methods raise `OutOfMemory`
+    if the disk is full, and `UsageError` if it cannot be written to.
     """
 
     def __init__(self, parent: Path, progress: Callable[[int], None]) -> None:
@@ -108,62 +108,62 @@ class SnapshotWriter:
         self._files: dict[str, FileEntry] = {}
         with _disk(parent):
             make_directories(parent)
-            for left in parent.glob(".new-*"):  # of a writer that died: there is one at a time
-                shutil.rmtree(left)
-            self._made = parent / f".new-{secrets.token_hex(4)}"
-            self._made.mkdir(mode=0o700)
+            for stale in parent.glob(".new-*"):  # left by a writer that died: only one runs at a time
+                shutil.rmtree(stale)
+            self._directory = parent / f".new-{secrets.token_hex(4)}"
+            self._directory.mkdir(mode=0o700)
 
     def write(self, name: str, schema: Any, batches: Iterable[Any]) -> None:
-        """One Arrow IPC file of record batches."""
+        """Write an Arrow IPC file of record batches."""
         import pyarrow as pa
 
-        path = self._made / name
+        path = self._directory / name
         rows = 0
         with _disk(self._parent):
             make_directories(path.parent)
             with _private(path) as file:
-                hashed, told = _Hashed(file), 0
+                hashed, reported = _Hashed(file), 0
                 options = pa.ipc.IpcWriteOptions(allow_64bit=True)  # a tensor may have more than 2^31 elements
                 with pa.ipc.new_file(pa.PythonFile(hashed, "w"), schema, options=options) as out:
                     for batch in batches:
                         out.write_batch(batch)
                         rows += batch.num_rows
-                        # Here, not in `_Hashed.write`: Arrow keeps an error that passes through it, and the frames with it.
-                        self._progress(hashed.nbytes - told)
-                        told = hashed.nbytes
-                self._progress(hashed.nbytes - told)
+                        # Not in `_Hashed.write`: Arrow would keep an exception that passes through it, with its frames.
+                        self._progress(hashed.nbytes - reported)
+                        reported = hashed.nbytes
+                self._progress(hashed.nbytes - reported)
                 file.flush()
                 os.fsync(file.fileno())
         self._files[name] = FileEntry(hashed.nbytes, rows, hashed.hexdigest())
 
     def publish(self, about: msgspec.Struct, keep: int) -> Path:
-        """The snapshot is there, and of all the newest `keep` stay. about: what the manifest says beside the files."""
+        """Complete the snapshot, and keep only the newest `keep` of all. about: the contents of the manifest beside the files."""
         manifest = msgspec.json.format(
             msgspec.json.encode(_Manifest(FORMAT, msgspec.Raw(msgspec.json.encode(about)), self._files)), indent=1
         )
         with _disk(self._parent):
             for name, data in ((MANIFEST, manifest), (DIGEST, xxhash.xxh3_64_hexdigest(manifest).encode())):
-                with _private(self._made / name) as file:
+                with _private(self._directory / name) as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-            for directory in [one for one in self._made.rglob("*") if one.is_dir()] + [self._made]:
+            for directory in [path for path in self._directory.rglob("*") if path.is_dir()] + [self._directory]:
                 sync_directory(directory)
-            there = numbered(self._parent)
-            path = self._parent / f"{int(there[-1].name) + 1 if there else 1:06d}"
-            self._made.rename(path)
+            existing = numbered(self._parent)
+            path = self._parent / f"{int(existing[-1].name) + 1 if existing else 1:06d}"
+            self._directory.rename(path)
             sync_directory(self._parent)
-            for old in there[: max(0, len(there) + 1 - keep)]:
+            for old in existing[: max(0, len(existing) + 1 - keep)]:
                 shutil.rmtree(old)
         return path
 
     def abandon(self) -> None:
-        """Leave nothing. After `publish`: nothing."""
-        shutil.rmtree(self._made, ignore_errors=True)
+        """Remove the unfinished snapshot. Does nothing after `publish`."""
+        shutil.rmtree(self._directory, ignore_errors=True)
 
 
 class SnapshotReader:
-    """A snapshot that was found whole: `open` compares every checksum first."""
+    """Reads a snapshot. `open` compares every checksum first."""
 
     def __init__(self, path: Path, about: bytes, files: dict[str, FileEntry]) -> None:
         self.path, self.about, self.files = path, about, files
@@ -172,24 +172,24 @@ class SnapshotReader:
     def open(
         cls, path: Path, progress: Callable[[int], None], started: Callable[[int], None] = lambda _: None
     ) -> SnapshotReader:
-        """The snapshot at `path`, or the newest under it. started: told how many bytes all files have, before they are read.
-        progress: told how many bytes were just compared.
+        """Open the snapshot at `path`, or the newest under it. started: called with the size of all files, before they are read.
+        progress: called with the number of bytes just compared.
 
-        `NotFound` if there is none; `Corruption` names the file that is not as it was written.
+        `NotFound` if there is none; `Corruption` names the file that differs from what was written.
         """
-        found = _chosen(path)
-        manifest = _read_manifest(found)
+        directory = _chosen(path)
+        manifest = _read_manifest(directory)
         started(sum(entry.bytes for entry in manifest.files.values()))
         for name, entry in manifest.files.items():
-            _compare(found, name, entry, progress)
-        return cls(found, bytes(manifest.about), manifest.files)
+            _compare(directory, name, entry, progress)
+        return cls(directory, bytes(manifest.about), manifest.files)
 
     def rows(self, name: str) -> int:
-        """Rows of a file, as the manifest tells."""
+        """The number of rows of a file, from the manifest."""
         return self._entry(name).rows
 
     def batches(self, name: str, types: Mapping[str, Any], optional: Container[str] = ()) -> Iterator[Any]:
-        """The record batches of a file, mapped, each checked: of these columns (name -> Arrow type), in any order.
+        """The record batches of a file, mapped and checked. types: its columns (name -> Arrow type), in any order.
 
         optional: columns that an older version did not write.
         """
@@ -211,12 +211,12 @@ class SnapshotReader:
                 raise self.wrong(name, f"it has {rows} rows; the manifest says {entry.rows}")
 
     def wrong(self, name: str, what: str) -> Corruption:
-        """The error for a file that holds what it cannot hold."""
+        """The error for a file with wrong contents."""
         return Corruption(f"snapshot file {self.path / name}: {what}; restore another snapshot")
 
     @contextmanager
     def reading(self, name: str) -> Iterator[None]:
-        """What Arrow and numpy say of a file that they cannot read is `Corruption` of that file."""
+        """Turn errors of Arrow and numpy about a file into `Corruption` of that file."""
         try:
             yield
         except (Corruption, GeneratorExit):
@@ -252,17 +252,17 @@ class SnapshotReader:
 
 def numbered(parent: Path) -> list[Path]:
     """The snapshots under a directory, oldest first."""
-    found = [one for one in parent.iterdir() if _NUMBER.fullmatch(one.name)] if parent.is_dir() else []
-    return sorted(found, key=lambda one: int(one.name))
+    snapshots = [path for path in parent.iterdir() if _NUMBER.fullmatch(path.name)] if parent.is_dir() else []
+    return sorted(snapshots, key=lambda path: int(path.name))
 
 
 def _chosen(path: Path) -> Path:
     if (path / MANIFEST).is_file():
         return path
-    there = [one for one in numbered(path) if not one.is_symlink()]
-    if not there:
+    existing = [snapshot for snapshot in numbered(path) if not snapshot.is_symlink()]
+    if not existing:
         raise NotFound(f"there is no snapshot at {path}; name the directory that one was written to")
-    return there[-1]
+    return existing[-1]
 
 
 def _read_manifest(path: Path) -> _Manifest:
@@ -296,26 +296,28 @@ def _small_file(path: Path, name: str) -> bytes:
 
 @contextmanager
 def _opened(path: Path, name: str) -> Iterator[BinaryIO]:
-    """A file of the snapshot, for reading. `Corruption` if it is none, or lies elsewhere."""
+    """Open a file of the snapshot for reading. `Corruption` if it is no regular file, or outside of the snapshot."""
     where = path / name
     try:
         if Path(os.path.realpath(where)) != Path(os.path.realpath(path)) / name:
             raise Corruption(
                 f"snapshot file {where} is reached over a link; a snapshot holds its files itself: restore another"
             )
-        fd = os.open(where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe would be waited for
+        fd = os.open(
+            where, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+        )  # O_NONBLOCK: opening a pipe would block
         with os.fdopen(fd, "rb") as file:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
                 raise Corruption(f"snapshot file {where} is not a regular file; restore another")
             yield file
     except PeerError:
-        raise  # Corruption, which is an OSError; and what `progress` raises
+        raise  # Corruption is an OSError too; and errors that `progress` raises
     except OSError as error:
         raise Corruption(f"snapshot file {where} cannot be read: {error.strerror}; restore another") from error
 
 
 def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[int], None]) -> None:
-    found, path = xxhash.xxh3_64(), snapshot / name
+    digest, path = xxhash.xxh3_64(), snapshot / name
     with _opened(snapshot, name) as file:
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
@@ -324,11 +326,11 @@ def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[in
                 "before it"
             )
         while data := file.read(_CHUNK):
-            found.update(data)
+            digest.update(data)
             progress(len(data))
-    if found.hexdigest() != entry.xxh3:
+    if digest.hexdigest() != entry.xxh3:
         raise Corruption(
-            f"snapshot file {path} is not as it was written: its checksum is {found.hexdigest()} instead of {entry.xxh3}; "
+            f"snapshot file {path} is not as it was written: its checksum is {digest.hexdigest()} instead of {entry.xxh3}; "
             "restore the snapshot before it"
         )
 
