@@ -6,9 +6,9 @@ from pathlib import Path
 from tests.server.nodes import Bench, Client, Watched
 from transferqueue.limits import MIB
 from transferqueue.schema import Field, layout
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.node import Coordinator
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.checksum import checksum

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import zmq
 
 from transferqueue.limits import FRAMES_DRAINED_MAX
-from transferqueue.server.node import Coordinator
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.turn_times import Meter
 from transferqueue.transport import Wakeup

@@ -13,7 +13,7 @@ from typing import Final, Protocol
 
 from transferqueue.errors import listing
 from transferqueue.ledger.rows.blocks import ExtentState
-from transferqueue.server.node import Coordinator
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions import liveness
 from transferqueue.server.sessions.sessions import decode_hello
 from transferqueue.wire import messages as m

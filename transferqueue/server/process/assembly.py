@@ -11,12 +11,12 @@ from pathlib import Path
 
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Descriptor, Loop, ProcessExits
-from transferqueue.server.node import Coordinator
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint

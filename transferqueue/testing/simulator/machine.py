@@ -13,9 +13,9 @@ from typing import Final
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.node import Coordinator
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
@@ -249,11 +249,11 @@ class SimServer:
     # ------------------------------------------------------------ the watcher
 
     def watch(self, session: int, pidfd: int) -> None:
-        """See `node.Watcher`."""
+        """See `Watcher`."""
         self._watched[pidfd] = session
 
     def unwatch(self, pidfd: int) -> None:
-        """See `node.Watcher`."""
+        """See `Watcher`."""
         self._watched.pop(pidfd, None)
 
     def process_ended(self, number: int) -> None:

@@ -13,7 +13,7 @@ from transferqueue.errors import TransferQueueError
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
-from transferqueue.server.node import Coordinator
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulator.copied import ReplicatedShardsJob
 from transferqueue.testing.simulator.job import SimJob
 from transferqueue.testing.simulator.kept import ManualRetentionJob
