@@ -9,8 +9,8 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.node import Coordinator
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport import this_host
