@@ -1,11 +1,11 @@
-"""One moment of a deployment as Prometheus text. Pure: from `Stats` to bytes.
+"""Write the statistics of a deployment as Prometheus text. Pure: from `Stats` to bytes.
 
-The law:
+Rules:
 
-- Nothing is kept between two moments, so a scrape shows what the server says, and a restart of it is a reset of its counters.
+- Nothing is kept between two scrapes. A scrape shows the server's statistics, and a restart of the server resets its counters.
 - Names follow docs/OBSERVING.md, with ``transferqueue_`` and the place before them, and Prometheus' rules: base units (bytes,
-  seconds) at the end, ``_total`` after what only grows, one label for each word of the place (table, task, channel).
-- What is not known has no sample: an age of nothing is no 0.
+  seconds) at the end, ``_total`` after counters, one label for each word of the place (table, task, channel).
+- An unknown value has no sample: the age of nothing is not 0.
 - The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line a
   sample, so it is written here, and read back in a test by Prometheus' own library.
 """
@@ -29,7 +29,7 @@ Sample = tuple[Labels, float | None]
 
 
 class Family(NamedTuple):
-    """A metric, without its prefix: what it is, and a sample for each set of labels."""
+    """A metric without its prefix: its type, its help, and a sample for each set of labels."""
 
     name: str
     kind: Kind

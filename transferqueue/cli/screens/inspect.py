@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, fit, grid_line, heading, wrap
-from transferqueue.observe import units as q
+from transferqueue.observe import units
 from transferqueue.observe.answers.stats import TableStats
 from transferqueue.observe.answers.tables import FieldTerms, TableDescription, TaskTerms
 
@@ -23,7 +23,7 @@ def tables_lines(tables: Mapping[str, TableStats], width: int) -> list[Text]:
         GridColumn(heading="live", cells=_counts([table.rows_live for table in every])),
         GridColumn(heading="done", cells=_counts([table.rows_done for table in every])),
         GridColumn(heading="dropped", cells=_counts([table.rows_dropped for table in every])),
-        GridColumn(heading="bytes", cells=[Text(q.size(table.bytes)) for table in every]),
+        GridColumn(heading="bytes", cells=[Text(units.size(table.bytes)) for table in every]),
         GridColumn(heading="version", cells=[_version(table) for table in every], rank=2),
         GridColumn(heading="oldest", cells=[_age(table) for table in every], rank=3),
         GridColumn(heading="", cells=[_sealed(table) for table in every], rank=1, left=True),
@@ -45,9 +45,9 @@ def terms_lines(terms: TableDescription, width: int) -> list[Text]:
 
 def _headline(terms: TableDescription, width: int) -> list[Text]:
     stats = terms.stats
-    bound = f" of {q.size(terms.bytes_limit)}" if terms.bytes_limit else ""
+    bound = f" of {units.size(terms.bytes_limit)}" if terms.bytes_limit else ""
     first = Text(terms.name, style="bold").append(
-        f" · {q.count(stats.rows_live)} of {q.count(terms.rows_limit)} rows · {q.size(stats.bytes)}{bound}",
+        f" · {units.count(stats.rows_live)} of {units.count(terms.rows_limit)} rows · {units.size(stats.bytes)}{bound}",
         style="not bold",
     )
     if stats.sealed:
@@ -55,9 +55,11 @@ def _headline(terms: TableDescription, width: int) -> list[Text]:
     lines = [first, *_statement("retention", terms.retention, width)]
     if terms.pacing:
         lines += _statement("pacing", terms.pacing, width)
-    dropped = ", ".join(f"{reason} {q.count(rows)}" for reason, rows in stats.dropped.items())
-    fates = f"{q.count(stats.rows_put)} put = {q.count(stats.rows_live)} live + {q.count(stats.rows_done)} done"
-    fates += f" + {q.count(stats.rows_dropped)} dropped" + (f" ({dropped})" if dropped else "")
+    dropped = ", ".join(f"{reason} {units.count(rows)}" for reason, rows in stats.dropped.items())
+    fates = (
+        f"{units.count(stats.rows_put)} put = {units.count(stats.rows_live)} live + {units.count(stats.rows_done)} done"
+    )
+    fates += f" + {units.count(stats.rows_dropped)} dropped" + (f" ({dropped})" if dropped else "")
     return [*lines, *_statement("rows", fates, width)]
 
 
@@ -88,7 +90,7 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
     columns = [
         GridColumn(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
         GridColumn(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
-        GridColumn(heading="lease", cells=[Text(q.span(task.lease_s)) for task in tasks]),
+        GridColumn(heading="lease", cells=[Text(units.span(task.lease_s)) for task in tasks]),
         GridColumn(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
         GridColumn(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
     ]
@@ -119,7 +121,7 @@ def _grid(columns: Sequence[GridColumn], rows: int, width: int) -> list[Text]:
 
 
 def _counts(numbers: list[int]) -> list[Text]:
-    return [Text(q.count(number), style="" if number else "bright_black") for number in numbers]
+    return [Text(units.count(number), style="" if number else "bright_black") for number in numbers]
 
 
 def _names(names: list[str]) -> Text:
@@ -131,7 +133,7 @@ def _version(table: TableStats) -> Text:
 
 
 def _age(table: TableStats) -> Text:
-    return Text("–", style="bright_black") if table.age_s is None else Text(q.span(table.age_s))
+    return Text("–", style="bright_black") if table.age_s is None else Text(units.span(table.age_s))
 
 
 def _sealed(table: TableStats) -> Text:

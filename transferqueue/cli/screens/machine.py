@@ -7,7 +7,7 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import wrap
-from transferqueue.observe import units as quantities
+from transferqueue.observe import units
 from transferqueue.observe.machine.check import Section
 from transferqueue.observe.machine.result import Check, worst
 
@@ -43,8 +43,6 @@ def verdict(checks: list[Check]) -> Text:
         case "ok":
             return Text("This machine is ready for a queue.", style="green")
         case "warn":
-            return Text(
-                f"This machine can run a queue; {quantities.plural(warned, 'thing')} to improve.", style="yellow"
-            )
+            return Text(f"This machine can run a queue; {units.plural(warned, 'thing')} to improve.", style="yellow")
         case _:
-            return Text(f"A queue will not run here: {quantities.plural(failed, 'thing')} to mend.", style="red")
+            return Text(f"A queue will not run here: {units.plural(failed, 'thing')} to mend.", style="red")

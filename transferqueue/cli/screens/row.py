@@ -8,7 +8,7 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, fit, flow, grid_line, heading
-from transferqueue.observe import units as q
+from transferqueue.observe import units
 from transferqueue.observe.answers.row import RowField, RowLife, RowTask
 
 _STYLES: Final = {
@@ -43,7 +43,7 @@ def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
     ]
     if life.age_s is not None:
         by = f" by {_who(life.put_by, labels)}" if life.put_by else ""
-        pieces.append(Text(f"put {q.span(life.age_s)} ago{by}"))
+        pieces.append(Text(f"put {units.span(life.age_s)} ago{by}"))
     return [*flow(pieces, width, indent=2), *flow([Text("  "), *_facts(life)], width, indent=2)]
 
 
@@ -58,7 +58,7 @@ def _facts(life: RowLife) -> list[Text]:
     if life.policy_version != _UNSET:
         newest = f" to {life.policy_version_max}" if life.policy_version_max > life.policy_version else ""
         words.append(f"policy version {life.policy_version}{newest}")
-    words += [q.plural(life.tokens, "token")] if life.tokens > 0 else []
+    words += [units.plural(life.tokens, "token")] if life.tokens > 0 else []
     words += [f"priority {life.priority:g}"] if life.priority else []
     words += [f"{name}={value}" for name, value in life.tags.items()]
     return [Text(word) for word in words]
@@ -83,7 +83,7 @@ def _value(field: RowField) -> Text:
         return Text("missing", style="yellow")
     if field.inline:
         return Text(str(field.value))
-    size = f", {q.size(field.bytes)}" if field.bytes is not None else ""
+    size = f", {units.size(field.bytes)}" if field.bytes is not None else ""
     return Text(f"block {field.block}{size}, slot {field.slot}", style="dim")
 
 
@@ -106,7 +106,7 @@ def _attempts(task: RowTask) -> Text:
 
 def _standing(task: RowTask, labels: Mapping[int, str]) -> str:
     if task.lease is not None:
-        left = f", {q.span(task.left_s)} left" if task.left_s is not None else ""
+        left = f", {units.span(task.left_s)} left" if task.left_s is not None else ""
         return f"by {_who(task.session, labels)}{left}"
     if task.state == "pending" and task.lacks:
         return f"lacks {', '.join(task.lacks)}"
@@ -118,7 +118,7 @@ def _events(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
     if not events:
         return [Text("its life is forgotten", style="dim")]
     columns = [
-        GridColumn(heading="when", cells=[Text(f"{q.span(event.ago_s)} ago", style="dim") for event in events]),
+        GridColumn(heading="when", cells=[Text(f"{units.span(event.ago_s)} ago", style="dim") for event in events]),
         GridColumn(heading="what", cells=[Text(event.what) for event in events], left=True),
         GridColumn(heading="task", cells=[Text(event.task) for event in events], left=True),
         GridColumn(heading="by", cells=[Text(_who(event.session, labels)) for event in events], rank=1, left=True),

@@ -7,7 +7,7 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
-from transferqueue.observe import units as q
+from transferqueue.observe import units
 from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame, TableRates
 
@@ -34,7 +34,7 @@ def top_lines(frame: StatsFrame, width: int) -> list[Text]:
 def _head(frame: StatsFrame, width: int) -> list[Text]:
     server = frame.stats.server
     left = Text(frame.address, style="bold cyan")
-    right = Text(f"up {q.span(server.uptime_s)} · {q.plural(frame.stats.sessions, 'session')}", style="dim")
+    right = Text(f"up {units.span(server.uptime_s)} · {units.plural(frame.stats.sessions, 'session')}", style="dim")
     arena = _arena("arena ", server.used_bytes, server.capacity_bytes)
     return [*spread(left, right, width), arena, *_shards(server), *_turns(server)]
 
@@ -44,15 +44,15 @@ def _turns(server: ServerStats) -> list[Text]:
     requests = server.turns.get("request")
     if requests is None or not requests.late:
         return []
-    of = ", ".join(f"{subject} {q.count(count)}" for subject, count in sorted(requests.late.items()))
-    worst = f"the longest {q.span(requests.busiest_s)} for {requests.busiest_of}"
-    return [Text(f"{q.plural(sum(requests.late.values()), 'late turn')} ({of}), {worst}", style="yellow")]
+    of = ", ".join(f"{subject} {units.count(count)}" for subject, count in sorted(requests.late.items()))
+    worst = f"the longest {units.span(requests.busiest_s)} for {requests.busiest_of}"
+    return [Text(f"{units.plural(sum(requests.late.values()), 'late turn')} ({of}), {worst}", style="yellow")]
 
 
 def _arena(name: str, used: int, capacity: int) -> Text:
     share = used / capacity if capacity else 0.0
     text = Text(name).append_text(bar(share, _BAR, style=_level(share)))
-    return text.append(f" {q.size(used)} of {q.size(capacity)}")
+    return text.append(f" {units.size(used)} of {units.size(capacity)}")
 
 
 def _shards(server: ServerStats) -> list[Text]:
@@ -64,7 +64,7 @@ def _shards(server: ServerStats) -> list[Text]:
         sum(one.capacity_bytes for one in server.shards),
     )
     drain = ", ".join(str(one.shard) for one in server.shards if one.drains)
-    text = _arena("shards ", used, capacity).append(f" in {q.plural(len(server.shards), 'further shard')}")
+    text = _arena("shards ", used, capacity).append(f" in {units.plural(len(server.shards), 'further shard')}")
     return [text.append(f" · {drain} drains", style="yellow") if drain else text]
 
 
@@ -102,11 +102,11 @@ def _troubles(table: TableStats, width: int) -> list[Text]:
 
 def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]:
     pieces = [Text(name, style="bold"), _of("rows", table.rows_live, table.rows_limit)]
-    pieces.append(Text(q.size(table.bytes) + (f" of {q.size(table.bytes_limit)}" if table.bytes_limit else "")))
+    pieces.append(Text(units.size(table.bytes) + (f" of {units.size(table.bytes_limit)}" if table.bytes_limit else "")))
     if rates:
-        pieces.append(Text(f"{q.rate(rates.put_s)} in/s"))
+        pieces.append(Text(f"{units.rate(rates.put_s)} in/s"))
     if table.age_s is not None:
-        pieces.append(Text(f"oldest {q.span(table.age_s)}"))
+        pieces.append(Text(f"oldest {units.span(table.age_s)}"))
     if table.version >= 0:
         pieces.append(Text(f"version {table.version}"))
     if table.outstanding_limit is not None:
@@ -117,7 +117,7 @@ def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]
 
 
 def _of(noun: str, amount: int, limit: int) -> Text:
-    full = Text(f"{q.count(amount)} of {q.count(limit)} {noun}")
+    full = Text(f"{units.count(amount)} of {units.count(limit)} {noun}")
     if limit and amount >= limit:
         full.stylize("bold yellow")
     return full
@@ -151,15 +151,15 @@ def _task(table: TableStats, name: str) -> Text:
 
 
 def _number(number: int, style: str = "") -> Text:
-    return Text(q.count(number), style=style if number else "bright_black")
+    return Text(units.count(number), style=style if number else "bright_black")
 
 
 def _rate(per_s: float | None) -> Text:
-    return Text(q.rate(per_s), style="" if per_s else "bright_black")
+    return Text(units.rate(per_s), style="" if per_s else "bright_black")
 
 
 def _age(task: TaskStats) -> Text:
-    return Text("–", style="bright_black") if task.age_s is None else Text(q.span(task.age_s))
+    return Text("–", style="bright_black") if task.age_s is None else Text(units.span(task.age_s))
 
 
 def _fates(table: TableStats, width: int) -> list[Text]:
@@ -170,7 +170,9 @@ def _fates(table: TableStats, width: int) -> list[Text]:
         pieces = [_lag(lag, rows / handed) for lag, rows in lags[:_LAGS_SHOWN]]
         lines += flow([Text("  staleness", style="dim"), *pieces], width, between="  ", indent=13)
     if table.dropped:
-        pieces = [Text(f"{reason} {q.count(rows)}", style="yellow") for reason, rows in table.dropped.items() if rows]
+        pieces = [
+            Text(f"{reason} {units.count(rows)}", style="yellow") for reason, rows in table.dropped.items() if rows
+        ]
         lines += flow([Text("  dropped  ", style="dim"), *pieces], width, between="  ", indent=13)
     return lines
 
@@ -189,7 +191,7 @@ def _channels(frame: StatsFrame, width: int) -> list[Text]:
         pieces = [
             Text("weights ", style="dim").append(name, style="bold not dim"),
             Text(f"version {channel.newest}"),
-            Text(q.size(channel.bytes)),
+            Text(units.size(channel.bytes)),
             Text("applied " + (", ".join(applied) or "by nobody")),
         ]
         lines += flow(pieces, width, indent=2)
@@ -215,6 +217,6 @@ def _wait(wait: Waiting, width: int) -> list[Text]:
     pieces = [
         Text("  ").append(wait.label or f"session {wait.session}", style="bold"),
         Text(f"{wait.request.lower()} {target}".rstrip()),
-        Text(f"{q.span(wait.waited_s)}, {q.span(wait.left_s)} left", style="dim"),
+        Text(f"{units.span(wait.waited_s)}, {units.span(wait.left_s)} left", style="dim"),
     ]
     return [*flow(pieces, width, indent=4), *wrap(Text(wait.why), width, indent=4)]

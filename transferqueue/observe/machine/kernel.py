@@ -20,7 +20,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-from transferqueue.observe import units as quantities
+from transferqueue.observe import units
 from transferqueue.observe.machine.result import Check, fail, ok, tried
 
 _PROBE_BYTES: Final = 16 * mmap.PAGESIZE
@@ -88,7 +88,7 @@ def try_memfd() -> str:
         removed = _removed_bytes(descriptor)
     finally:
         os.close(descriptor)
-    return f"reachable through /proc; a punched hole returned {quantities.size(removed)}"
+    return f"reachable through /proc; a punched hole returned {units.size(removed)}"
 
 
 def try_eventfd() -> str:
@@ -106,7 +106,7 @@ def try_eventfd() -> str:
 def try_remove(memory: Path) -> str:
     """Write pages of a file in `memory`, punch them out, and see the file shrink."""
     with _probe_file(memory) as descriptor:
-        return f"a punched hole in {memory} returned {quantities.size(_removed_bytes(descriptor))}"
+        return f"a punched hole in {memory} returned {units.size(_removed_bytes(descriptor))}"
 
 
 def try_fallocate(memory: Path) -> str:

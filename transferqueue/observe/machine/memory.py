@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.limits import ARENA_BYTES_DEFAULT, ARENA_STEP_BYTES
-from transferqueue.observe import units as quantities
+from transferqueue.observe import units
 from transferqueue.observe.machine.result import Check, fail, ok, warn
 
 _CGROUP_LIMITS: Final = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
@@ -35,14 +35,14 @@ def shared_memory(wanted: int, memory: Path) -> Check:
         return warn(subject, found, f"mount a tmpfs at {memory}")
     room = os.statvfs(memory)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    found = f"{memory}: {quantities.size(free)} free of {quantities.size(size)}"
+    found = f"{memory}: {units.size(free)} free of {units.size(size)}"
     if free >= wanted:
-        return ok(subject, f"{found}; an arena may ask for {quantities.size(wanted)}")
-    units = quantities.size(wanted).replace(" ", "").removesuffix("iB")
+        return ok(subject, f"{found}; an arena may ask for {units.size(wanted)}")
+    size_text = units.size(wanted).replace(" ", "").removesuffix("iB")
     return warn(
         subject,
-        f"{found}; an arena may ask for {quantities.size(wanted)}: it will be smaller, or a memfd",
-        f"mount -o remount,size={units} {memory}; in Docker: --shm-size={units.lower()}",
+        f"{found}; an arena may ask for {units.size(wanted)}: it will be smaller, or a memfd",
+        f"mount -o remount,size={size_text} {memory}; in Docker: --shm-size={size_text.lower()}",
     )
 
 
@@ -58,12 +58,12 @@ def machine_memory(wanted: int) -> Check:
 def graded_room(where: str, *, free: int, size: int, wanted: int) -> Check:
     """Free bytes against an arena's ceiling: ok, less than it, or not even one step of growth."""
     subject = "memory"
-    found = f"{where}{quantities.size(free)} free of {quantities.size(size)}"
+    found = f"{where}{units.size(free)} free of {units.size(size)}"
     remedy = "give the machine or container more memory, or serve with a smaller --arena-bytes"
     if free < ARENA_STEP_BYTES:
-        return fail(subject, f"{found}; an arena grows by {quantities.size(ARENA_STEP_BYTES)} at a time", remedy)
+        return fail(subject, f"{found}; an arena grows by {units.size(ARENA_STEP_BYTES)} at a time", remedy)
     if free < wanted:
-        return warn(subject, f"{found}; an arena may ask for {quantities.size(wanted)}", remedy)
+        return warn(subject, f"{found}; an arena may ask for {units.size(wanted)}", remedy)
     return ok(subject, found)
 
 
@@ -89,9 +89,9 @@ def _address_space(wanted: int) -> Check:
         return ok(subject, "unlimited")
     needed = 2 * wanted
     if soft < needed:
-        found = f"{quantities.size(soft)}; each client maps the arena twice, {quantities.size(needed)}"
+        found = f"{units.size(soft)}; each client maps the arena twice, {units.size(needed)}"
         return fail(subject, found, "ulimit -v unlimited")
-    return ok(subject, quantities.size(soft))
+    return ok(subject, units.size(soft))
 
 
 def _overcommit() -> Check:

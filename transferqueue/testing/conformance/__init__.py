@@ -1,1 +1,1 @@
-"""Conformance kits: what generators, learners and stages must do, for adapters of any engine."""
+"""Conformance kits: checks that every generator, learner, stage, backing and store must pass, for adapters of any engine."""

@@ -1,4 +1,4 @@
-"""What every backing of a shard must do (`storage.backing`): the checks, and what they need to know of one.
+"""Checks that every backing of a shard must pass (`storage.memory.backing`), and the subject that they test.
 
 Used as the checks of generators are (`conformance.generators`), with a `BackingSubject`.
 """
@@ -23,17 +23,17 @@ class BackingSubject(Protocol):
     """A backing under test. Each check opens one of its own."""
 
     def open(self) -> AbstractContextManager[Backing]:
-        """Give one of at least 64 MiB, with nothing in it, for as long as the context lasts."""
+        """Open an empty backing of at least 64 MiB for the time of the context."""
 
     def used_bytes(self, backing: Backing) -> int:
-        """Say what is kept now, by what keeps it: the file system, or the store."""
+        """The bytes kept now, as the file system or the store reports them."""
 
     def lose(self, backing: Backing) -> None:
-        """Make what is kept go away, as an accident would. `adapters.protocols.Unsupported` if nothing can."""
+        """Destroy the kept bytes, as an accident would. `adapters.protocols.Unsupported` if that cannot be done."""
 
 
 def content(nbytes: int, seed: int = 0) -> U8:
-    """Bytes of which no two stretches are alike."""
+    """Bytes of which no two ranges are equal."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, dtype=np.uint8)
 
 
@@ -53,11 +53,11 @@ class PendingWrite:
 
     @property
     def done(self) -> bool:
-        """Whether all of it is settled."""
+        """Whether all frames of the write are settled."""
         return not len(self._left)
 
     def frame(self, *, settle: bool = True) -> None:
-        """The next frame arrives; not to settle it: it turns out to be another than was sent."""
+        """Write the next frame. Without settling it, the frame counts as damaged on its way."""
         frame, self._left = self._left[:FRAME_BYTES], self._left[FRAME_BYTES:]
         while len(frame):
             frame = frame[self._write.fill(_giving(frame)) :]
@@ -83,7 +83,7 @@ def _same(backing: Backing, place: Range, data: U8, rule: str) -> None:
 
 
 def what_was_settled_is_read_to_the_byte(subject: BackingSubject) -> None:
-    """Of any size, at any place, several in one extent, whole or in part, and all at once."""
+    """Writes of any size, at any place, several in one extent, are read whole or in part, and all at once."""
     with subject.open() as backing:
         backing.ensure(0, 48 << 20)
         at, written = 0, []
@@ -103,7 +103,7 @@ def what_was_settled_is_read_to_the_byte(subject: BackingSubject) -> None:
 
 
 def pieces_that_lie_together_are_read_as_one(subject: BackingSubject) -> None:
-    """A range may lie in what several writes brought."""
+    """A range may span several writes."""
     with subject.open() as backing:
         backing.ensure(0, 1 << 20)
         data = content(3000)
@@ -114,7 +114,7 @@ def pieces_that_lie_together_are_read_as_one(subject: BackingSubject) -> None:
 
 
 def what_was_not_settled_counts_for_nothing(subject: BackingSubject) -> None:
-    """A write that was given up, however far it was, is followed by another into the same place."""
+    """After a write is abandoned at any point, another write into the same place succeeds."""
     with subject.open() as backing:
         backing.ensure(0, 32 << 20)
         place, data = Range(1, 0, 20 * FRAME_BYTES), content(20 * FRAME_BYTES, 1)
@@ -127,7 +127,7 @@ def what_was_not_settled_counts_for_nothing(subject: BackingSubject) -> None:
 
 
 def a_write_that_comes_twice_changes_nothing(subject: BackingSubject) -> None:
-    """Whole or in part, at once or late: a frame may have been under way for long."""
+    """Reads of a whole write or a part of it, at once or late, since a frame may be under way for long."""
     with subject.open() as backing:
         backing.ensure(0, 32 << 20)
         place, data = Range(1, 0, 20 * FRAME_BYTES + 5), content(20 * FRAME_BYTES + 5)
@@ -143,7 +143,7 @@ def a_write_that_comes_twice_changes_nothing(subject: BackingSubject) -> None:
 
 
 def writes_take_turns(subject: BackingSubject) -> None:
-    """Several are under way at once, in one extent and in others."""
+    """Several writes are under way at once, in one extent and in several."""
     with subject.open() as backing:
         backing.ensure(0, 48 << 20)
         places = [Range(1, 0, 3 << 20), Range(1, 3 << 20, 5 << 20), Range(2, 16 << 20, 4 << 20)]
@@ -157,7 +157,7 @@ def writes_take_turns(subject: BackingSubject) -> None:
 
 
 def what_is_forgotten_shows_in_no_extent_after_it(subject: BackingSubject) -> None:
-    """The same place, lent again under another number, has what is written there then; and nothing comes up again."""
+    """A place that is granted again under another number contains the new bytes, and never the old ones."""
     with subject.open() as backing:
         backing.ensure(0, 8 << 20)
         for extent in range(1, 6):
@@ -170,7 +170,7 @@ def what_is_forgotten_shows_in_no_extent_after_it(subject: BackingSubject) -> No
 
 
 def what_is_forgotten_is_free(subject: BackingSubject) -> None:
-    """Its room is taken from what keeps it while it is needed, and is given back: once its pages are, where it has pages."""
+    """The backing takes room from the file system or store while bytes are kept, and returns it: with its pages, where it has pages."""
     with subject.open() as backing:
         before = subject.used_bytes(backing)
         for extent in range(1, 5):
@@ -192,7 +192,7 @@ def what_is_forgotten_is_free(subject: BackingSubject) -> None:
 
 
 def what_was_read_stays_as_it_is(subject: BackingSubject) -> None:
-    """While others write, read and are forgotten."""
+    """While other places are written, read and forgotten."""
     with subject.open() as backing:
         backing.ensure(0, 48 << 20)
         place, data = Range(1, 0, 8 << 20), content(8 << 20)
@@ -238,7 +238,7 @@ def orders_come_while_bytes_move(subject: BackingSubject) -> None:
 
 
 def what_is_beyond_its_end_is_refused(subject: BackingSubject) -> None:
-    """Room for more than it has is not promised."""
+    """A backing does not promise more room than it has."""
     with subject.open() as backing:
         for offset, nbytes in ((backing.capacity, PAGE_BYTES), (-PAGE_BYTES, PAGE_BYTES), (0, backing.capacity + 1)):
             try:
@@ -250,7 +250,7 @@ def what_is_beyond_its_end_is_refused(subject: BackingSubject) -> None:
 
 
 def it_is_closed_in_any_state(subject: BackingSubject) -> None:
-    """With a write under way and bytes held, twice; and what was kept takes no room any more, where that is its own."""
+    """Closing works with a write under way and bytes held, and twice. The kept bytes then take no room, where the backing owns it."""
     with subject.open() as backing:
         before = subject.used_bytes(backing)
         backing.ensure(0, 16 << 20)
@@ -264,7 +264,7 @@ def it_is_closed_in_any_state(subject: BackingSubject) -> None:
 
 
 def what_is_lost_is_told(subject: BackingSubject) -> None:
-    """Reading it is an error of the peer, each time, within a minute; no other bytes are given."""
+    """Each read of lost bytes is an error of the peer, within a minute, and never returns other bytes."""
     with subject.open() as backing:
         backing.ensure(0, 8 << 20)
         place = Range(1, 0, 4 << 20)

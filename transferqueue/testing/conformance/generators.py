@@ -1,4 +1,4 @@
-"""What every generator must do: the checks, and what they need to know of an engine.
+"""Checks that every generator must pass, and the subject that they test.
 
 Use it in the tests of an adapter::
 
@@ -42,17 +42,17 @@ _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
 _LONG_TOKENS: Final = 200
 _TRIES: Final = 5
-"""What must find completions running is tried again where a fast engine had finished all of them."""
+"""Tries of a check that needs running completions: a fast engine may have finished all of them."""
 
 
 class GeneratorSubject(Protocol):
-    """An engine under test, and the truth about its model."""
+    """An engine under test, with reference results of its model."""
 
     stop_ids: tuple[int, ...]
     """Four tokens that end a completion, likely enough that one in about ten to forty draws is one of them."""
 
     def open(self) -> Generator:
-        """Return the engine with weights 0, stamped version 0. It may be the same engine every time, put back."""
+        """Return the engine with weights 0 as version 0. It may be the same engine every time, reset."""
 
     def prompts(self) -> Sequence[Ids]:
         """Return eight prompts or more, of different lengths; 200 tokens after the longest fit the engine's context."""
@@ -86,7 +86,7 @@ def _short(subject: GeneratorSubject) -> Sampling:
 
 
 def _long(subject: GeneratorSubject) -> Sampling:
-    """The first of a request is finished early, and the last late: what comes between finds some of them running."""
+    """Requests whose first completion ends early and whose last ends late, so that a call in between finds completions running."""
     return Sampling(tokens_max=_LONG_TOKENS, stop_ids=subject.stop_ids[:1])
 
 
@@ -207,12 +207,12 @@ def misfitting_weights_change_nothing(subject: GeneratorSubject) -> None:
 
 
 def pause_keeps(subject: GeneratorSubject) -> None:
-    """`KEEP`: what runs stands still, and goes on after resume. Twice is once."""
+    """`KEEP`: running completions stop, and continue after resume. A second pause changes nothing."""
     _keep(subject, lambda engine: None)
 
 
 def weights_change_while_paused(subject: GeneratorSubject) -> None:
-    """What `KEEP` kept goes on under the weights that came meanwhile."""
+    """Completions that `KEEP` stopped continue under weights that were loaded meanwhile."""
     _keep(subject, lambda engine: engine.update_weights(subject.weights(1), 1))
 
 
@@ -247,12 +247,12 @@ def requests_wait_while_paused(subject: GeneratorSubject) -> None:
 
 
 def pause_aborts_and_another_goes_on(subject: GeneratorSubject) -> None:
-    """`ABORT`: what runs is handed out as it is; gone on with, it is one completion."""
+    """`ABORT`: running completions are returned as they are. Continued later, each is one completion."""
     _abort(subject, lambda engine: None)
 
 
 def another_goes_on_under_other_weights(subject: GeneratorSubject) -> None:
-    """A completion that was cut short, gone on with after an update, is one under two versions."""
+    """A completion that was cut short and continued after an update is one completion under two versions."""
     _abort(subject, lambda engine: engine.update_weights(subject.weights(1), 1))
 
 
@@ -286,7 +286,7 @@ def _cut(subject: GeneratorSubject, engine: Generator, prompts: Sequence[Prompt]
 
 
 def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:
-    """What a length limit ended is gone on with after an update; the limit counts what was begun, and each token keeps its weights."""
+    """A completion that a length limit ended continues after an update. The limit counts its earlier tokens, and each token keeps its version."""
     with opened(subject) as engine:
         prompts, sampling = _prompts(subject), replace(_short(subject), tokens_max=4)
         begun = [
@@ -308,7 +308,7 @@ def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:
 
 
 def pause_waits(subject: GeneratorSubject) -> None:
-    """`WAIT`: what runs is finished first."""
+    """`WAIT`: running completions are finished first."""
     with opened(subject) as engine:
         prompts = _prompts(subject, samples=2)
         with closing(engine.generate(prompts, _long(subject))) as completions:
@@ -395,7 +395,7 @@ GENERATOR_CHECKS: Final[tuple[Callable[[GeneratorSubject], None], ...]] = (
 
 @contextmanager
 def _pausing(engine: Generator, mode: Pause) -> Iterator[None]:
-    """Pause from another thread: one that waits for completions only comes into force while they are taken."""
+    """Pause from another thread: a pause that waits for completions takes effect only while they are consumed."""
     failures: list[TransferQueueError] = []
 
     def pause() -> None:

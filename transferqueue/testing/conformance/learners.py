@@ -1,4 +1,4 @@
-"""What every learner must do: the checks, and what they need to know of one.
+"""Checks that every learner must pass, and the subject that they test.
 
 Used as the checks of generators are (`conformance.generators`), with a `LearnerSubject`.
 """
@@ -48,7 +48,7 @@ def _differ(before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor
 
 
 def a_step_raises_the_version_by_one(subject: LearnerSubject) -> None:
-    """Steps are counted."""
+    """The learner counts its steps."""
     learner = subject.open()
     versions = [learner.version]
     for batch in subject.batches():
@@ -58,7 +58,7 @@ def a_step_raises_the_version_by_one(subject: LearnerSubject) -> None:
 
 
 def figures_are_finite_numbers(subject: LearnerSubject) -> None:
-    """What a step returns can be logged and compared."""
+    """The results of a step can be logged and compared."""
     figures = subject.open().step(subject.batches()[0])
     require(bool(figures), "a step gives figures")
     require(all(isinstance(name, str) and math.isfinite(value) for name, value in figures.items()), "finite", figures)
@@ -73,7 +73,7 @@ def a_step_changes_the_weights(subject: LearnerSubject) -> None:
 
 
 def the_same_batches_teach_the_same(subject: LearnerSubject) -> None:
-    """Two learners that take the same steps have the same weights."""
+    """Two learners that take the same steps have equal weights."""
     learners = [subject.open() for _ in range(2)]
     for learner in learners:
         for batch in subject.batches():
@@ -100,7 +100,7 @@ def weights_can_be_read_again(subject: LearnerSubject) -> None:
 
 
 def weights_travel_by_a_channel(subject: LearnerSubject) -> None:
-    """What is published is what is pulled."""
+    """Pulled weights equal the published weights."""
     learner = subject.open()
     learner.step(subject.batches()[0])
     with tq.connect("embedded") as queue:

@@ -1,4 +1,4 @@
-"""The capability matrix: what the kits found, kept as records and written into a page.
+"""The capability matrix: the outcomes of the kits, stored as records and written into a page.
 
 A record is one file, ``KIND-ADAPTER.json``, of one run of one kit on one subject. A page gets a table for each kind,
 between two markers; nothing in it is written by hand::
@@ -26,7 +26,7 @@ END: Final = "<!-- /conformance -->"
 
 
 class MatrixRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """What one kit found of one subject. against: engine and version. on: day of the run, ISO 8601."""
+    """The outcomes of one kit for one subject. against: engine and version. on: day of the run, ISO 8601."""
 
     adapter: str
     kind: str
@@ -52,7 +52,7 @@ def save(record: MatrixRecord, directory: Path) -> None:
 
 
 def load(directory: Path) -> list[MatrixRecord]:
-    """All records of a directory, by name; `UsageError` for a file that is none."""
+    """All records of a directory, by name. `UsageError` for a file that is not a record."""
     return [_read(path) for path in sorted(directory.glob("*.json"))]
 
 
@@ -93,7 +93,7 @@ def _verdict(record: MatrixRecord, check: str) -> str:
 
 
 def _reasons(records: Sequence[MatrixRecord]) -> list[str]:
-    """Why each "no" is one, in the adapter's own words."""
+    """The reason of each "no", as the adapter gives it."""
     found = {
         f"- `{record.adapter}`: {outcome.text}"
         for record in records
@@ -113,7 +113,7 @@ def written(page: str, tables: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the tables, or with ``--check`` tell whether they are as the records say."""
+    """Write the tables, or with ``--check`` report whether they agree with the records."""
     parser = argparse.ArgumentParser(prog="python -m transferqueue.testing.conformance.matrix", description=__doc__)
     parser.add_argument("--records", type=Path, required=True, help="directory of records")
     parser.add_argument("--into", type=Path, required=True, help="Markdown page with the two markers")

@@ -1,4 +1,4 @@
-"""What a conformance kit found: one outcome a check, and how a check says that an engine cannot."""
+"""The outcomes of a conformance kit: one for each check, and how a check reports that an engine does not support something."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class Verdict(enum.Enum):
 
     PASSED = "yes"
     UNSUPPORTED = "no"
-    """The engine said so (`Unsupported`), as it must."""
+    """The engine raised `Unsupported`, as it must."""
     FAILED = "FAILED"
 
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """One check of one subject. text: what the engine said, or the traceback."""
+    """The outcome of one check of one subject. text: the text of the engine, or the traceback."""
 
     check: str
     verdict: Verdict
@@ -33,7 +33,7 @@ class CheckOutcome:
 
 
 class RuleBroken(AssertionError):
-    """A rule of the kit was broken; the text says which, and what was seen."""
+    """A rule of the kit was broken; the text says which, and how."""
 
 
 def require(holds: bool, rule: str, seen: object = "") -> None:
@@ -48,7 +48,7 @@ def run(checks: Iterable[Callable[[S], None]], subject: S) -> list[CheckOutcome]
 
 
 def judge(check: Callable[[S], None], subject: S) -> CheckOutcome:
-    """Run one check; whatever it raises is its outcome."""
+    """Run one check; an error that it raises becomes its outcome."""
     try:
         check(subject)
     except Unsupported as error:

@@ -1,4 +1,4 @@
-"""What every stage must do: the checks, run through a queue, and what they need to know of one.
+"""Checks that every stage must pass, run through a queue, and the subject that they test.
 
 Used as the checks of generators are (`conformance.generators`), with a `StageSubject`.
 """
@@ -25,10 +25,10 @@ class StageSubject(Protocol):
     """A stage under test."""
 
     repeats: bool
-    """Whether the same row gives the same results every time, whatever rows it comes with."""
+    """Whether a row gives the same results every time, whatever other rows are in its batch."""
 
     def open(self) -> StageFunction:
-        """Return the stage, ready to be called. It may be the same one every time."""
+        """Return the stage, ready to be called. It may return the same stage every time."""
 
     def columns(self) -> Mapping[str, Any]:
         """Return six rows, as `Table.put` takes them, with the fields that the stage needs. No two are alike."""
@@ -46,7 +46,7 @@ def _filled(subject: StageSubject, stage: StageFunction) -> Iterator[tq.Table]:
 
 
 def _serve(table: tq.Table, stage: StageFunction, rows: int) -> None:
-    """Serve all rows, `rows` at a time; `Broken` with what the stage raised."""
+    """Serve all rows, `rows` at a time; `RuleBroken` with the error that the stage raised."""
     events: list[Event] = []
     work = flow.Stage(task=table.tasks[_TASK], rows=rows, at_least=1, stall_s=_STALL_S)
     try:
@@ -60,7 +60,7 @@ def _serve(table: tq.Table, stage: StageFunction, rows: int) -> None:
 
 
 def _given(table: tq.Table, stage: StageFunction) -> list[dict[str, Any]]:
-    """What each row was given, plain."""
+    """The results of each row, as plain values."""
     columns = table.read(fields=tuple(stage.gives))
     return [
         dict(zip(stage.gives, row, strict=True)) for row in zip(*(columns[n].list() for n in stage.gives), strict=True)
@@ -75,7 +75,7 @@ def _plain(value: Any) -> Any:
 
 
 def it_says_what_it_needs_and_gives(subject: StageSubject) -> None:
-    """Names of fields; none is both."""
+    """The stage names the fields that it needs and gives; no field is both."""
     stage = subject.open()
     for names in (stage.needs, stage.gives):
         require(not isinstance(names, str) and bool(names), "needs and gives are sequences of names", names)
@@ -104,7 +104,7 @@ def it_can_be_called_again(subject: StageSubject) -> None:
 
 
 def a_row_does_not_depend_on_its_batch(subject: StageSubject) -> None:
-    """The same row, alone or among others, gets the same."""
+    """A row gets the same results alone and among others."""
     if not subject.repeats:
         raise Unsupported("draws at random: the same row may get something else the next time")
     stage = subject.open()

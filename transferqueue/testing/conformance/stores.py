@@ -1,4 +1,4 @@
-"""What every store must do that a shard keeps its bytes in (`storage.objects.ObjectStore`): the checks, and what they need to know.
+"""Checks that every store for the bytes of a shard must pass (`storage.memory.object_store.ObjectStore`), and the subject that they test.
 
 Used as the checks of generators are (`conformance.generators`), with a `StoreSubject`.
 """
@@ -23,10 +23,10 @@ class StoreSubject(Protocol):
     """A store under test, with room for 64 MiB."""
 
     def open(self) -> ObjectStore:
-        """Connect to it once more: what another put is seen."""
+        """Connect once more; objects of other connections are visible."""
 
     def used_bytes(self) -> int:
-        """Say what is in it, by what the store itself says."""
+        """The contents of the store, as the store reports them."""
 
     def fill(self) -> None:
         """Leave no room for 1 MiB more. `adapters.protocols.Unsupported` if that cannot be done here."""
