@@ -265,7 +265,7 @@ def test_columns_come_from_the_first_replica_that_has_them() -> None:
     clients[2].ack(given[2], columns=clients[2].columns(4, ["out"], {"n": 9.0}))
     found = clients[0].lease("y", 4)
     (part,) = found.reply.content.parts
-    slots = run_length.each_ascending(part.slot_of_row, "<i4", 4).tolist()
+    slots = run_length.decode_ascending(part.slot_of_row, "<i4", 4).tolist()
     assert sorted(zip(found.rows, found.column("n"), slots, strict=True)) == [
         (0, 1.0, 3),
         (1, 2.0, 2),

@@ -308,7 +308,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The places of the task's fields are those of the last commit that wrote them."""
         blocks = self.world.ledger.state.core.blocks.blocks
         for part in reply.reply.content.parts:
-            at = run_length.encode_rows(part.block_of_row, "<i4", len(reply.rows))
+            at = run_length.decode_constant(part.block_of_row, "<i4", len(reply.rows))
             for name in part.fields:
                 found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
                 assert found == [self.model.rows[row].fields[name] for row in reply.rows]

@@ -1,10 +1,10 @@
-"""One number for each row of a reply, in the fewest items that say it.
+"""One number for each row of a reply, in the fewest items.
 
-The law: numbers of n rows travel as n items, or as one. One stands for all where they are *alike* (`encode_constant`, `encode_rows`), and
-is the first of them where each is one more than the one before (`encode_ascending`, `each_ascending`). Of one row both forms are
-the same bytes. Whoever reads knows n, so nothing else is said; what has neither length is no message.
+Invariants: the numbers of n rows travel as n items, or as one. One item stands for all rows where the numbers are equal (`encode_constant`,
+`decode_constant`), and is the first of them where each number is one more than the one before (`encode_ascending`, `decode_ascending`). The two
+forms of one row are the same bytes. The reader knows n; data of neither length is refused.
 
-Most facts of most batches are alike, and most batches are one run of one block: so a reply of 1,024 rows is 9 KB, not 70.
+Most facts of most batches are equal, and most batches are one run of one block: a reply of 1,024 rows is 9 KB, not 70.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Numbers = npt.NDArray[Any]
 
 
 def encode_constant(values: Numbers) -> bytes:
-    """For `encode_rows`. Compared as bytes: what comes out is exactly what went in, NaN and minus zero too, at a tenth of numpy's time."""
+    """Read by `decode_constant`. Values are compared as bytes, at a tenth of numpy's time: NaN and minus zero survive."""
     data = values.tobytes()
     first = data[: values.itemsize]
     return first if data == first * values.size else data
 
 
 def encode_ascending(values: Numbers) -> bytes:
-    """For `each_ascending`."""
+    """Read by `decode_ascending`."""
     data = values.tobytes()
     if values.size > 1 and int(values[-1]) - int(values[0]) == values.size - 1:
         run = np.arange(values[0], int(values[0]) + values.size, dtype=values.dtype)
@@ -35,14 +35,14 @@ def encode_ascending(values: Numbers) -> bytes:
     return data
 
 
-def encode_rows(data: bytes, dtype: str, rows: int) -> Numbers:
-    """The number of each of `rows` rows, in memory of its own. `ProtocolError` if `data` is not that of so many."""
+def decode_constant(data: bytes, dtype: str, rows: int) -> Numbers:
+    """The numbers of `rows` rows, `[rows]` of `dtype`, as a copy. `ProtocolError` if `data` has neither `rows` items nor one."""
     values = _items(data, dtype, rows)
     return values.copy() if values.size == rows else np.full(rows, values[0])
 
 
-def each_ascending(data: bytes, dtype: str, rows: int) -> Numbers:
-    """As `encode_rows`, of what `encode_ascending` gave."""
+def decode_ascending(data: bytes, dtype: str, rows: int) -> Numbers:
+    """The same for data that `encode_ascending` made."""
     values = _items(data, dtype, rows)
     return values.copy() if values.size == rows else np.arange(values[0], values[0] + rows, dtype=values.dtype)
 

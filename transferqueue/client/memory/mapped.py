@@ -164,6 +164,6 @@ def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPl
         return RowPlacement.of_run(blocks, block, first, rows)
     return RowPlacement(
         blocks,
-        run_length.encode_rows(part.block_of_row, "<i4", rows),
-        run_length.each_ascending(part.slot_of_row, "<i4", rows),
+        run_length.decode_constant(part.block_of_row, "<i4", rows),
+        run_length.decode_ascending(part.slot_of_row, "<i4", rows),
     )

@@ -254,8 +254,8 @@ def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list
     places = np.unique(place_of_block)
     if places.size == 1:
         return [(int(places[0]), None, part)]
-    block_of_row = run_length.encode_rows(part.block_of_row, "<i4", rows)
-    slot_of_row = run_length.each_ascending(part.slot_of_row, "<i4", rows)
+    block_of_row = run_length.decode_constant(part.block_of_row, "<i4", rows)
+    slot_of_row = run_length.decode_ascending(part.slot_of_row, "<i4", rows)
     found: list[tuple[int, Rows, m.ReplyColumns]] = []
     for one in places.tolist():
         there = place_of_block == one

@@ -59,8 +59,8 @@ class RequestedRows(msgspec.Struct, frozen=True):
 def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
     """The rows to ask for: a stored row that several rows of the reply share is sent once."""
     blocks, slots = (
-        run_length.encode_rows(part.block_of_row, "<i4", rows),
-        run_length.each_ascending(part.slot_of_row, "<i4", rows),
+        run_length.decode_constant(part.block_of_row, "<i4", rows),
+        run_length.decode_ascending(part.slot_of_row, "<i4", rows),
     )
     keys = blocks.astype(np.int64) << 32 | slots
     index = np.arange(len(keys), dtype=np.int32)

@@ -77,42 +77,42 @@ class RowsBase(ProcessBound):
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row ids ``[rows]``."""
-        return run_length.encode_rows(self._content.rows, "<i8", len(self))
+        return run_length.decode_constant(self._content.rows, "<i8", len(self))
 
     @cached_property
     def policy_version(self) -> NDArray[np.int64]:
         """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
-        return run_length.encode_rows(self._content.policy_version, "<i8", len(self))
+        return run_length.decode_constant(self._content.policy_version, "<i8", len(self))
 
     @cached_property
     def policy_version_max(self) -> NDArray[np.int64]:
         """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
-        return run_length.encode_rows(self._content.policy_version_max, "<i8", len(self))
+        return run_length.decode_constant(self._content.policy_version_max, "<i8", len(self))
 
     @cached_property
     def group_id(self) -> NDArray[np.int64]:
         """Group of each row ``[rows]``; -1: none."""
-        return run_length.encode_rows(self._content.group_id, "<i8", len(self))
+        return run_length.decode_constant(self._content.group_id, "<i8", len(self))
 
     @cached_property
     def group_size(self) -> NDArray[np.int32]:
         """Rows that the group of each row has when it is whole ``[rows]``."""
-        return run_length.encode_rows(self._content.group_size, "<i4", len(self))
+        return run_length.decode_constant(self._content.group_size, "<i4", len(self))
 
     @cached_property
     def ordinal(self) -> NDArray[np.int64]:
         """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
-        return run_length.encode_rows(self._content.ordinal, "<i8", len(self))
+        return run_length.decode_constant(self._content.ordinal, "<i8", len(self))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of each row ``[rows]``, as told or taken at the put."""
-        return run_length.encode_rows(self._content.tokens, "<i8", len(self))
+        return run_length.decode_constant(self._content.tokens, "<i8", len(self))
 
     @cached_property
     def priority(self) -> NDArray[np.float64]:
         """Priority of each row ``[rows]``."""
-        return run_length.encode_rows(self._content.priority, "<f8", len(self))
+        return run_length.decode_constant(self._content.priority, "<f8", len(self))
 
     @property
     def keys(self) -> RowKeys:

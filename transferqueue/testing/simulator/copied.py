@@ -208,8 +208,8 @@ class ReplicatedShardsJob(SimJob):
         """The stamps of the rows, in order. Each must have been put."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts
-        blocks = run_length.encode_rows(part.block_of_row, "<i4", rows).tolist()
-        slots = run_length.each_ascending(part.slot_of_row, "<i4", rows).tolist()
+        blocks = run_length.decode_constant(part.block_of_row, "<i4", rows).tolist()
+        slots = run_length.decode_ascending(part.slot_of_row, "<i4", rows).tolist()
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)
