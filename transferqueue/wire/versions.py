@@ -1,6 +1,6 @@
 """The number of the protocol that a frame speaks, and what the two ends say when their numbers differ. Pure.
 
-The law (docs/COMPATIBILITY.md):
+Invariants (docs/COMPATIBILITY.md):
 
 1. A frame is a MessagePack array, and its first item is the number of the protocol. So a call begins with the bytes
    ``0x95 n`` and an answer with ``0x94 n``, for as long as n is below 128.
