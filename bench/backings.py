@@ -2,7 +2,7 @@
 
     python -m bench.backings --store mooncake://127.0.0.1:50051 --store file:///var/tmp/rows [--out RECORD]
 
-- `arena`: a further shard with an arena of its own, which sends from there; any other: one with its bytes in that store.
+- `arena`: a remote shard with an arena of its own, which sends from there; any other: one with its bytes in that store.
 - `put`, `get`: 33.5 MB of one dense field, each get of rows that nobody has read before, compared with what was put;
   `put_of_arena`, `get_of_arena`: the arena's seconds of the same turn over theirs.
 - `small_put`, `small_get`: one row of 1 KiB, the latter by its lease.
@@ -43,7 +43,7 @@ START_S = 60.0
 
 @contextmanager
 def deployed(store: str) -> Iterator[tq.Queue]:
-    """A server with one further shard, and a client that maps nothing; store: "": the shard has an arena."""
+    """A server with one remote shard, and a client that maps nothing; store: "": the shard has an arena."""
     with ExitStack() as made:
         server = Server(tcp=True)
         made.callback(server.stop)

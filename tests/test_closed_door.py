@@ -25,7 +25,7 @@ ALLOWED = {
     ("cluster/stores/mooncake.py", "socket.create_connection"),
     # the host of that address: sends nothing, asks the kernel which of this machine's addresses it would send from
     ("cluster/shard.py", "asked.connect"),
-    # the host that the user gave, at the port that Welcome told; or a further shard, at the place that the server which the
+    # the host that the user gave, at the port that Welcome told; or a remote shard, at the place that the server which the
     # user named has checked and told (SECURITY.md)
     ("transport/bulk/zeromq.py", "self._socket.connect"),
     ("transport/bulk/tcp.py", "connection.connect_ex"),

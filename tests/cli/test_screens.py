@@ -254,6 +254,6 @@ def test_further_shards_are_one_line_that_says_who_leaves():
     ]
     lines = top_lines(frame(ADDRESS, None, stats(server=server(shards=shards))), 80)
     (line,) = [line.plain for line in lines if line.plain.startswith("shards")]
-    assert line.endswith("6 GiB of 24 GiB in 3 further shards · 2 drains")
+    assert line.endswith("6 GiB of 24 GiB in 3 remote shards · 2 drains")
     assert len(line) <= 80
     assert not [line for line in top_lines(frame(ADDRESS, None, stats()), 80) if line.plain.startswith("shards")]

@@ -51,7 +51,7 @@ class ShardProcess(AbstractContextManager["ShardProcess"]):
 
 
 def shards(queue: tq.Queue) -> list[dict[str, Any]]:
-    """What the server says of its further shards."""
+    """What the server says of its remote shards."""
     found: list[dict[str, Any]] = queue.stats()["server"]["shards"]
     return found
 

@@ -228,7 +228,7 @@ def test_a_snapshot_says_which_shards_to_drain_first(server: Served) -> None:
     with ShardProcess(server.tcp), tq.connect(server.ipc) as queue:
         await_shards(queue, 1)
         put_into_all(queue, make(queue), 1)
-        with pytest.raises(tq.errors.UsageError, match=r"lie in further shards \(1\).*transferqueue shard drain"):
+        with pytest.raises(tq.errors.UsageError, match=r"lie in remote shards \(1\).*transferqueue shard drain"):
             queue.snapshot("s")
 
 

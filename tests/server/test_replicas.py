@@ -48,7 +48,7 @@ def test_a_table_needs_as_many_shards_as_it_has_replicas(bench):
     refused = client.ask(REPLICATED)
     assert refused.error == "Impossible"
     assert refused.text == (
-        'table "t" would keep each block in replicas=2 shards, and 1 lend memory: 2 > 1; start further shards '
+        'table "t" would keep each block in replicas=2 shards, and 1 lend memory: 2 > 1; start remote shards '
         "(transferqueue shard), or make it with fewer replicas"
     )
     assert client.ask(m.ListTables()).names == []

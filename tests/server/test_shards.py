@@ -1,4 +1,4 @@
-"""Further shards, as the coordinator keeps their books: a process joins with memory, is lent, drains, dies."""
+"""Remote shards, as the coordinator keeps their books: a process joins with memory, is lent, drains, dies."""
 
 import os
 import struct

@@ -64,7 +64,7 @@ def _shards(server: ServerStats) -> list[Text]:
         sum(one.capacity_bytes for one in server.shards),
     )
     drain = ", ".join(str(one.shard) for one in server.shards if one.drains)
-    text = _arena("shards ", used, capacity).append(f" in {units.plural(len(server.shards), 'further shard')}")
+    text = _arena("shards ", used, capacity).append(f" in {units.plural(len(server.shards), 'remote shard')}")
     return [text.append(f" · {drain} drains", style="yellow") if drain else text]
 
 

@@ -150,7 +150,7 @@ def finish_commit(region: WriteRegion | None, commit: Operation[R]) -> Operation
 def write(
     client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.GrantPurpose, replicas: int = 1
 ) -> Operation[WriteRegion]:
-    """Write the blocks into one region, and copies of it into further shards, `replicas` in all."""
+    """Write the blocks into one region, and copies of it into remote shards, `replicas` in all."""
     region = yield from _written(client, blocks, deadline, [], use)
     try:
         while len(region.copies) + 1 < replicas:

@@ -110,7 +110,7 @@ class Queue(QueueBase):
         return self._together(self._each(lambda: self._look("sessions")))
 
     def drain_shard(self, number: int) -> None:
-        """Lend nothing more of a further shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
+        """Lend nothing more of a remote shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
         the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
         run_sync(self._client.connection, tables.drain_shard(number))
 

@@ -112,7 +112,7 @@ def deploy_ray(
     nothing. state: an absolute path on the node; a later deployment with the same path continues from it. None: a directory that
     is removed with the deployment. arena_bytes, snapshots: as of `transferqueue serve`.
 
-    shards: further shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node except the
+    shards: remote shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node except the
     server's, which has its own arena. shard_bytes: the most that each may hold. The bytes in a shard are lost with its node, unless
     the table has `replicas`; the deployment goes on.
 

@@ -96,7 +96,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A further shard: its number, what people call it, its arena, and whether it is to leave."""
+    """A remote shard: its number, what people call it, its arena, and whether it is to leave."""
 
     shard: int
     label: str

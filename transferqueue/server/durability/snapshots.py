@@ -247,7 +247,7 @@ class SnapshotJobs:
         contents = self._ledger.take_snapshot(now)
         if remote := {at.shard for at in contents.blocks.values()} - {SHARD}:
             raise UsageError(
-                f"snapshot {path} refused: rows of it lie in further shards ({listing(remote)}), and only the server's own "
+                f"snapshot {path} refused: rows of it lie in remote shards ({listing(remote)}), and only the server's own "
                 "memory is written to snapshots; drain those first (transferqueue shard drain NUMBER)"
             )
         extents = {at.extent for at in contents.blocks.values()}

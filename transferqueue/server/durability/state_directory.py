@@ -159,7 +159,7 @@ class StateDirectory:
         """`UsageError` for a shard at level ``disk``: the memory of another process does not survive a reboot."""
         if hello.shard is not None and self.level.survives_reboot:
             raise UsageError(
-                "shard refused: durability disk survives a reboot, and the memory of a further shard does not; serve with "
+                "shard refused: durability disk survives a reboot, and the memory of a remote shard does not; serve with "
                 "--durability process, or give the server itself a larger --arena-bytes"
             )
 

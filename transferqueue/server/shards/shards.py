@@ -208,7 +208,7 @@ class ShardRegistry:
         if replicas > lending:
             raise Impossible(
                 f'table "{table}" would keep each block in replicas={replicas} shards, and {lending} lend memory: '
-                f"{replicas} > {lending}; start further shards (transferqueue shard), or make it with fewer replicas"
+                f"{replicas} > {lending}; start remote shards (transferqueue shard), or make it with fewer replicas"
             )
 
     def _ranked(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
@@ -254,7 +254,7 @@ class ShardRegistry:
             f"shard {number}: {shard.used:,} of {shard.offer.capacity:,} bytes" + (", drains" if shard.draining else "")
             for number, shard in sorted(self._remote.items())
         )
-        return f"{own}. Nor is one in a further shard ({others})"
+        return f"{own}. Nor is one in a remote shard ({others})"
 
     # ------------------------------------------------------------ tickets
 

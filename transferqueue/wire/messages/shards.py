@@ -20,11 +20,11 @@ class ShardList(Message, tag="Shards"):
 
 @request(reply=ShardList, roles=WORKERS, repeat="again", reads=True, verb="")
 class ListShards(Message):
-    """Which further shards there are. Answer: Shards."""
+    """Which remote shards there are. Answer: Shards."""
 
 
 class ShardEndpoint(Message, tag="ShardAt"):
-    """A further shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
+    """A remote shard. path: of its arena, where this session maps it; else "": its bytes cross from `endpoint`.
 
     key: public key of CURVE to expect there; "": none.
     """
