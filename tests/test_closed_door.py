@@ -16,7 +16,7 @@ DIALS = {"connect", "connect_ex", "create_connection", "create_datagram_endpoint
 ALLOWED = {
     # the address that the user gave, checked by parse_address
     ("transport/control/zeromq.py", "self._socket.connect"),
-    ("transport/control/unix_socket.py", "dialled.connect"),
+    ("transport/control/unix_socket.py", "connecting.connect"),
     ("transport/control/channel.py", "inproc.connect"),
     ("client/client.py", "dial"),
     ("cluster/shard.py", "dial"),
