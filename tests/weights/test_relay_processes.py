@@ -149,6 +149,7 @@ def test_a_relay_that_is_killed_in_the_middle_of_a_version_leaves_nothing_and_th
         versions.close()
 
 
+@pytest.mark.long
 def test_a_host_whose_server_is_killed_with_its_relay_begins_anew(directory: Path) -> None:
     with served(private(directory, "a")) as origin, tq.connect(origin.ipc) as trainer:
         trainer.weights("policy").publish(1, model())
@@ -188,6 +189,7 @@ def free_port(directory: Path) -> int:
         return int(before.tcp.rpartition(":")[2])
 
 
+@pytest.mark.long
 def test_relays_go_on_when_their_source_was_started_again_with_nothing_and_only_changes_cross(directory: Path) -> None:
     at, port = private(directory, "a"), free_port(directory)
     with ExitStack() as opened:
@@ -205,6 +207,7 @@ def test_relays_go_on_when_their_source_was_started_again_with_nothing_and_only_
             assert found.changed() == {"w5"}
 
 
+@pytest.mark.long
 def test_replicas_and_relay_of_a_durable_host_wait_for_its_next_life_and_only_changes_cross(directory: Path) -> None:
     at, port = private(directory, "b"), free_port(directory)
     durable = ("--durability", "process", "--state", str(directory / "state"), "--arena-bytes", "64MiB")

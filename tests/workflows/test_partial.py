@@ -193,11 +193,12 @@ def test_a_job_in_parts_trains_on_exactly_its_rows(tmp_path: Path) -> None:
     assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [
-        pytest.param(JobSettings(learning=SMALL, filter_zero_advantage=True), marks=pytest.mark.long),
+        JobSettings(learning=SMALL, filter_zero_advantage=True),
         JobSettings(
             learning=SMALL, filter_zero_advantage=True, partial=2, mode="sync", max_staleness=0, depth=0, rollouts=2
         ),
