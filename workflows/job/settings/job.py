@@ -92,12 +92,12 @@ class RewardSettings(_Table):
 
 
 class AlgorithmSettings(_Table):
-    """What is learned. kind decides the defaults of aggregate, ratio and clip_high that are left out (see `resolve`)."""
+    """What is learned. kind decides what is left open here: empty texts, None, and 0 for clip_low and clip_high (see `defaults.filled`)."""
 
     kind: AlgorithmKind
     std: Literal["sample", "population", "none", ""] = ""
     std_eps: float = 1e-4
-    clip_low: float = 0.2
+    clip_low: float = 0.0
     clip_high: float = 0.0
     dual_clip: float = 0.0
     ratio: Literal["token", "sequence", ""] = ""
