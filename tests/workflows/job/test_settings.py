@@ -1,0 +1,279 @@
+"""A job file: what it may say, what it leaves open, and what is refused before anything starts."""
+
+import re
+import tomllib
+
+import msgspec
+import pytest
+
+from transferqueue.errors import Impossible, NotFound, TransferQueueError, UsageError
+from transferqueue.workflows.job.settings.changes import apply
+from transferqueue.workflows.job.settings.job import DataSettings, EngineSettings, Job, ModelSettings
+from transferqueue.workflows.job.settings.read import checked, job_from_file, job_from_values
+from transferqueue.workflows.job.settings.write import job_as_toml
+
+GRPO = """
+model = { path = "models/tiny" }
+data = { path = "data/sums.jsonl", template = "{question}" }
+engine = [{ kind = "transformers" }]
+reward = [{ function = "my_rewards:exact" }]
+algorithm = { kind = "grpo", old = "trainer", tis_max = 2.0 }
+"""
+PPO = """
+steps = 500
+model = { path = "models/sft" }
+data = { path = "data/prompts.parquet" }
+engine = [{ kind = "vllm", count = 2 }]
+sampling = { group_size = 1 }
+reward = [{ model = "models/reward" }]
+algorithm = { kind = "ppo", kl = 0.05, kl_in = "reward", kl_estimator = "k1", minibatches = 4 }
+reference = { path = "models/sft" }
+critic = { path = "models/reward" }
+trainer = { prompts_per_step = 128, parallel = "fsdp2", ranks = 4 }
+"""
+DISTILL = """
+model = { path = "models/Qwen2.5-0.5B" }
+data = { path = "data/prompts.jsonl" }
+engine = [{ kind = "vllm" }]
+sampling = { group_size = 1 }
+algorithm = { kind = "distill", top_k = 64, direction = "forward" }
+teacher = { path = "models/Qwen2.5-7B" }
+"""
+SFT = """
+model = { path = "models/base" }
+data = { path = "data/answers.jsonl", response = "answer" }
+algorithm = { kind = "sft" }
+"""
+
+
+@pytest.fixture
+def job_file(tmp_path):
+    def written(text):
+        path = tmp_path / "job.toml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return written
+
+
+# What the file says (the changes to it), and the words of the refusal.
+REFUSED = [
+    # keys
+    (GRPO, "trainer.micro_token=1024", "trainer.micro_token: micro_tokens?"),
+    (GRPO, "optim={lr=1e-6}", "optim: there is no such table; see critic.lr, trainer.lr"),
+    (GRPO, "data.lr=1e-6", "data.lr: see critic.lr, trainer.lr"),
+    (GRPO, "trainer.learning_rate=1e-6", "trainer.learning_rate: see trainer.lr"),
+    (GRPO, "trainer.num_generations=4", "see sampling.group_size"),
+    (GRPO, "stepps=3", "stepps: steps?"),
+    (GRPO, "engine.0.slot=3", "engine.0.slot: slots?"),
+    (GRPO, "wholly_unknown=3", "wholly_unknown: there is no such key; there are model, data"),
+    # values of one key
+    (GRPO, "trainer.ranks=two", "trainer.ranks='two': give int, got str"),
+    (GRPO, "trainer.ranks=2.5", "trainer.ranks=2.5: give int, got float"),
+    (GRPO, "pacing.mode=asynch", "pacing.mode='asynch': give sync, delayed, async; async?"),
+    (GRPO, "engine.0.kind=vlm", "engine.0.kind='vlm': give transformers, vllm, .* ; vllm?"),
+    (GRPO, "sampling.temperature=0", "sampling.temperature=0.0: give more than 0"),
+    (GRPO, "trainer.lr=-1e-6", "trainer.lr=-1e-06: give more than 0"),
+    (GRPO, "trainer.lr=nan", "trainer.lr=nan: give more than 0"),
+    (GRPO, "steps=0", "steps=0: give at least 1"),
+    (GRPO, "algorithm.tis_max=0.5", "tis_max=0.5: give 0, or at least 1"),
+    (GRPO, "model.dtype=float8", "model.dtype='float8': give float32, bfloat16, float16"),
+    (GRPO, 'model.path=""', 'model.path="": it must be given'),
+    (GRPO, 'reward.0.function="exact"', "reward.0.function='exact' is not named as \"module:function\""),
+    (GRPO, "engine.1.count=2", "engine.1.count: '1' is no place in an array of 1"),
+    # what contradicts
+    (PPO, 'critic.path=""', 'kind="ppo" needs critic.path'),
+    (GRPO, 'critic.path="models/x"', "critic.path='models/x' is read by ppo alone"),
+    (DISTILL, 'teacher.path=""', 'kind="distill" needs teacher.path'),
+    (GRPO, 'teacher.path="models/x"', "teacher.path='models/x' is read by distill alone"),
+    (GRPO, 'reference.path="models/x"', "reference.path='models/x' with algorithm.kl=0: nothing reads"),
+    (GRPO, "sampling.top_p=0.9", "top_p=0.9: log-probs of a cut distribution .* set sampling.top_p=1"),
+    (GRPO, "algorithm.old=rollout", 'tis_max=2 with old="rollout": the mismatch would count twice'),
+    (GRPO, "reward=[]", "kind='grpo' needs a reward"),
+    (
+        GRPO,
+        "reward.0.model=models/x",
+        "reward.0 has function and model of function, model and environment; give exactly one",
+    ),
+    (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
+    (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
+    (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: give a finite number other than 0"),
+    (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
+    (SFT, 'data.response=""', 'kind="sft" needs data.response'),
+    (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
+    (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
+    (DISTILL, "algorithm.top_k=0", 'direction="forward" with top_k=0'),
+    (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
+    (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),
+    (GRPO, "algorithm.epochs=2 ; trainer.stream=on", 'epochs=2, minibatches=1 with stream="on"'),
+    (GRPO, "trainer.ranks=2", 'ranks=2 with parallel="single"'),
+    (GRPO, "engine.0.url=http://x", "engine.0.url='http://x' with kind='transformers', which runs here"),
+    (GRPO, "engine.0.kind=openai", "engine.0.kind='openai' needs engine.0.url"),
+    (GRPO, "engine.0.tensor_parallel=2", 'tensor_parallel=2 with kind="transformers"'),
+    (GRPO, "trainer.warmup=100", "warmup=100 of steps=100"),
+    (GRPO, "algorithm.overlong_buffer=600", "overlong_buffer=600 is more than tokens_max=512"),
+    # what could never progress
+    (GRPO, "sampling.group_size=1", "group_size=1 with grpo: all advantages are 0"),
+    (GRPO, "algorithm.kind=rloo ; sampling.group_size=1", "group_size=1 with rloo"),
+    (PPO, "algorithm.filter_equal=true", "filter_equal with group_size=1"),
+    (GRPO, "algorithm.minibatches=33", "minibatches=33 of prompts_per_step=32"),
+    (GRPO, 'trainer={parallel="ddp", ranks=33}', "ranks=33 share prompts_per_step=32"),
+    (GRPO, "trainer.at_least=33", "at_least=33 is more than the prompts_per_step=32"),
+    (GRPO, "engine=[]", "engine=[] with kind='grpo': nothing would generate"),
+    (GRPO, "engine.0.serves=tail", "every engine serves 'tail'"),
+    (GRPO, "trainer.micro_tokens=1535", "1024 + tokens_max=512 = 1536 tokens; give at least 1536"),
+    (PPO, "critic.tokens=1000", "critic.tokens=1000 is under one row"),
+    (
+        GRPO,
+        "pacing.mode=sync ; pacing.max_staleness=1",
+        "mode='sync' with depth=None and max_staleness=1: .* 0 of both",
+    ),
+    (GRPO, "pacing.mode=sync ; pacing.depth=1", "mode='sync' with depth=1"),
+    (GRPO, "pacing.mode=delayed ; pacing.depth=2", "a one-step delay is 1 of both"),
+    (
+        GRPO,
+        "pacing.max_staleness=0",
+        "mode='async' with depth=None and max_staleness=0: nothing could be generated ahead",
+    ),
+    (GRPO, "pacing.over_sample=1.5", "over_sample=1.5 with mode='async'"),
+    (
+        GRPO,
+        "pacing={mode='sync', over_sample=2.5, max_staleness=1}",
+        "over_sample=2.5 with max_staleness=1: .* 2 versions later",
+    ),
+    (GRPO, "pacing.mode=sync ; weights.every=2", 'weights.every=2 with mode="sync"'),
+    (
+        DISTILL,
+        "checkpoint.every=400 ; queue.memory_gib=2",
+        "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or checkpoint.every=",
+    ),
+    (GRPO, "sampling.group_size=8192 ; queue.memory_gib=0.05", "a group of 8192 rows has up to"),
+    (GRPO, "trainer.prompts_per_step=4096 ; queue.memory_gib=0.5", "are 65,536 rows, up to"),
+]
+
+
+@pytest.mark.parametrize(("text", "change", "words"), REFUSED, ids=[change for _, change, _ in REFUSED])
+def test_a_job_is_refused_with_key_value_rule_and_remedy(job_file, text, change, words):
+    with pytest.raises(UsageError, match=".*".join(map(re.escape, words.split(" .* ")))):
+        job_from_file(job_file(text), set=change.split(" ; "))
+
+
+def test_what_could_never_progress_is_another_error_than_a_contradiction(job_file):
+    with pytest.raises(Impossible):
+        job_from_file(job_file(GRPO), set=["sampling.group_size=1"])
+    with pytest.raises(TransferQueueError) as caught:
+        job_from_file(job_file(PPO), set=['critic.path=""'])
+    assert not isinstance(caught.value, Impossible)
+
+
+@pytest.mark.parametrize("text", [GRPO, PPO, DISTILL, SFT], ids=["grpo", "ppo", "distill", "sft"])
+def test_the_files_of_the_manual_are_jobs_and_resolve_to_themselves(job_file, text):
+    job = job_from_file(job_file(text))
+    assert job.name == "job"
+    assert checked(job) == job
+    assert job_from_values(tomllib.loads(job_as_toml(job))) == job
+
+
+def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):
+    job = job_from_file(job_file(GRPO))
+    assert (job.algorithm.std, job.algorithm.aggregate, job.algorithm.clip_high) == ("sample", "rows", 0.2)
+    assert (job.pacing.depth, job.pacing.max_staleness, job.trainer.stream) == (1, 1, "on")
+    assert job.model.tokenizer == "models/tiny"
+    sync = job_from_file(job_file(GRPO), set=["pacing.mode=sync"])
+    assert (sync.pacing.depth, sync.pacing.max_staleness) == (0, 0)
+    ahead = job_from_file(job_file(GRPO), set=["pacing.max_staleness=3"])
+    assert (ahead.pacing.depth, ahead.pacing.max_staleness) == (3, 3)
+    ppo = job_from_file(job_file(PPO))
+    assert (ppo.trainer.stream, ppo.critic.dtype, ppo.teacher.dtype) == ("off", "bfloat16", "")
+
+
+def test_a_kl_term_without_a_reference_takes_the_model_as_it_begins(job_file):
+    job = job_from_file(job_file(GRPO), set=["algorithm.kl=0.04"])
+    assert job.reference.path == "models/tiny"
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        ("trainer.lr=2e-6", 2e-6),
+        ("trainer.lr=1", 1),
+        ("data.path=data/other.jsonl", "data/other.jsonl"),
+        ('data.path="with space.jsonl"', "with space.jsonl"),
+        ("sampling.stop=['a', 'b']", ["a", "b"]),
+        ("weights.background=false", False),
+    ],
+)
+def test_a_change_is_toml_and_a_bare_word_a_text(change, value):
+    values: dict = {}
+    apply(values, change)
+    table, key = change.partition("=")[0].split(".")
+    assert values == {table: {key: value}}
+
+
+def test_tables_merge_and_arrays_are_replaced():
+    values = tomllib.loads(PPO)
+    apply(values, "trainer={ranks=2}")
+    apply(values, 'reward=[{function="a:b"}]')
+    apply(values, "engine.0.count=3")
+    assert values["trainer"] == {"prompts_per_step": 128, "parallel": "fsdp2", "ranks": 2}
+    assert values["reward"] == [{"function": "a:b"}]
+    assert values["engine"] == [{"kind": "vllm", "count": 3}]
+
+
+def test_an_engine_that_the_file_leaves_out_can_be_changed():
+    values: dict = {}
+    apply(values, "engine.0.count=2")
+    assert values == {"engine": [{"count": 2}]}
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ("trainer.lr", "is not key=value"),
+        ("=3", "is not key=value"),
+        ("trainer..lr=3", "is not key=value"),
+        ("trainer.lr=2e-6\nranks=3", "more than one value"),
+        ("trainer.lr=a b", "not TOML"),
+        ("steps.more=1", "below a value that is no table"),
+    ],
+)
+def test_a_change_that_is_none_is_refused(change, words):
+    with pytest.raises(UsageError, match=words):
+        apply({"steps": 1}, change)
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path, job_file):
+    with pytest.raises(NotFound, match="does not exist"):
+        job_from_file(tmp_path / "none.toml")
+    with pytest.raises(UsageError, match="is not TOML"):
+        job_from_file(job_file("model = ["))
+    with pytest.raises(UsageError, match="cannot be read"):
+        job_from_file(tmp_path)
+    with pytest.raises(UsageError, match="over 1,048,576 bytes"):
+        job_from_file(job_file("#" * (1 << 20) + "\n"))
+    with pytest.raises(UsageError, match=r"model\.path: it must be given"):
+        job_from_file(job_file("model = {}"))
+    with pytest.raises(UsageError, match="algorithm: it must be given"):
+        job_from_file(job_file('model = { path = "x" }\ndata = { path = "y" }'))
+
+
+def test_a_job_made_in_python_passes_the_same_rules(job_file):
+    job = job_from_file(job_file(GRPO))
+    worse = msgspec.structs.replace(job, sampling=msgspec.structs.replace(job.sampling, top_p=0.5))
+    with pytest.raises(UsageError, match="cut distribution"):
+        checked(worse)
+
+
+def test_a_written_job_keeps_every_value(job_file):
+    text = GRPO + '[data.columns]\nanswer = "the \\"solution\\"\\n"\n'
+    text = text.replace('data = { path = "data/sums.jsonl", template = "{question}" }\n', '[data]\npath = "p"\n')
+    job = job_from_values(tomllib.loads(GRPO))
+    odd = msgspec.structs.replace(
+        job,
+        data=DataSettings(path="p", columns={'odd "name"': "sol\nution\t\x7f"}),
+        engine=(EngineSettings(kind="vllm", options={"deep": {"list": [1, 2.5, True, {"a": "b"}]}, "empty": {}}),),
+        model=ModelSettings(path="ünïcode\\path"),
+    )
+    assert isinstance(odd, Job)
+    read = job_from_values(tomllib.loads(job_as_toml(checked(odd))))
+    assert read == checked(odd)

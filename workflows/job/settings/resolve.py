@@ -1,0 +1,64 @@
+"""Fills in what a job leaves open: an empty text, None, "auto". No torch here.
+
+What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model decides.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeVar
+
+from msgspec.structs import replace
+
+from transferqueue.workflows.job.settings.defaults import filled, updates
+from transferqueue.workflows.job.settings.job import Job, ScorerSettings
+
+Scorer = TypeVar("Scorer", bound=ScorerSettings)
+
+_AHEAD: Final = {"sync": 0, "delayed": 1, "async": 1}
+"""Depth of each mode."""
+
+
+def resolve(job: Job) -> Job:
+    """Return `job` with nothing left open that the job itself decides. Resolving twice changes nothing."""
+    algorithm = filled(job.algorithm)
+    job = replace(job, algorithm=algorithm, name=job.name or f"{algorithm.kind}-{_last(job.model.path)}")
+    job = replace(job, model=replace(job.model, tokenizer=job.model.tokenizer or job.model.path))
+    job = replace(job, pacing=replace(job.pacing, depth=_depth(job), max_staleness=_staleness(job)))
+    job = replace(job, trainer=replace(job.trainer, stream=_stream(job)))
+    return replace(
+        job,
+        reference=_scorer(job.reference, job, job.model.path if algorithm.kl > 0 else ""),
+        critic=_scorer(job.critic, job, ""),
+        teacher=_scorer(job.teacher, job, ""),
+    )
+
+
+def _last(path: str) -> str:
+    return path.rstrip("/").rpartition("/")[2]
+
+
+def _depth(job: Job) -> int:
+    if job.pacing.depth is not None:
+        return job.pacing.depth
+    ahead = _AHEAD[job.pacing.mode]
+    return max(ahead, job.pacing.max_staleness or 0) if job.pacing.mode == "async" else ahead
+
+
+def _staleness(job: Job) -> int:
+    if job.pacing.max_staleness is not None:
+        return job.pacing.max_staleness
+    ahead = _AHEAD[job.pacing.mode] if job.pacing.depth is None else job.pacing.depth
+    begun_early = -int(-job.pacing.over_sample // 1) - 1
+    return max(ahead, begun_early)
+
+
+def _stream(job: Job) -> str:
+    """Begin with the rows that are ready, unless the step needs the whole batch first."""
+    if job.trainer.stream != "auto":
+        return job.trainer.stream
+    return "off" if job.algorithm.whiten or updates(job.algorithm) > 1 else "on"
+
+
+def _scorer(scorer: Scorer, job: Job, path: str) -> Scorer:
+    scorer = replace(scorer, path=scorer.path or path)
+    return replace(scorer, dtype=scorer.dtype or job.model.dtype) if scorer.path else scorer

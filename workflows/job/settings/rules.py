@@ -1,0 +1,345 @@
+"""What a job must satisfy before anything starts: rules between its tables, each refusal with its arithmetic. No torch here.
+
+A rule is a function that raises. `UsageError` says that two settings contradict each other or that one is read by nobody;
+`Impossible` that the job could never progress. Ranges of single numbers: `transferqueue.workflows.job.settings.ranges`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, updates
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.ranges import check_ranges
+from transferqueue.workflows.job.settings.sizes import (
+    GIB,
+    batch_rows,
+    group_rows,
+    row_bytes,
+    rows_ahead,
+    rows_kept,
+    tokens_of_row,
+)
+
+_FUNCTION: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_SERVED: Final = ("vllm_server", "sglang_server", "openai")
+_DTYPES: Final = ("float32", "bfloat16", "float16")
+
+
+def check(job: Job) -> None:
+    """Raise `UsageError` or `Impossible` for the first rule that `job` breaks. Open settings are read as `resolve` would fill them."""
+    check_ranges(job)
+    for rule in _RULES:
+        rule(job)
+
+
+# ---------------------------------------------------------------- models and data
+
+
+def _paths(job: Job) -> None:
+    for key, path in (("model.path", job.model.path), ("data.path", job.data.path)):
+        if not path.strip():
+            raise UsageError(f'{key}="": it must be given')
+
+
+def _dtypes(job: Job) -> None:
+    dtypes = {
+        "model.dtype": job.model.dtype,
+        "reference.dtype": job.reference.dtype,
+        "critic.dtype": job.critic.dtype,
+        "teacher.dtype": job.teacher.dtype,
+        "trainer.master_dtype": job.trainer.master_dtype,
+        "trainer.logits_dtype": job.trainer.logits_dtype,
+        "weights.dtype": job.weights.dtype,
+    }
+    for key, dtype in dtypes.items():
+        if dtype and dtype not in _DTYPES:
+            raise UsageError(f"{key}={dtype!r}: give {', '.join(_DTYPES)}")
+
+
+def _data(job: Job) -> None:
+    if job.algorithm.kind == "sft" and not job.data.response:
+        raise UsageError(
+            'kind="sft" needs data.response: the column with the answers to learn; set data.response="response"'
+        )
+    if job.algorithm.kind != "sft" and job.data.response:
+        raise UsageError(
+            f"data.response={job.data.response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets the column "
+            "by its name, or by data.columns"
+        )
+
+
+def _models_of_the_kind(job: Job) -> None:
+    kind = job.algorithm.kind
+    if kind == "ppo" and not job.critic.path:
+        raise UsageError(
+            'kind="ppo" needs critic.path: a model whose values the advantages are over; for one without a critic see kind="reinforce_pp"'
+        )
+    if kind != "ppo" and job.critic.path:
+        raise UsageError(f"critic.path={job.critic.path!r} is read by ppo alone, and kind={kind!r}; leave it out")
+    if kind == "distill" and not job.teacher.path:
+        raise UsageError('kind="distill" needs teacher.path: the model to learn from')
+    if kind != "distill" and job.teacher.path:
+        raise UsageError(f"teacher.path={job.teacher.path!r} is read by distill alone, and kind={kind!r}; leave it out")
+    if job.reference.path and not job.algorithm.kl:
+        raise UsageError(
+            f"reference.path={job.reference.path!r} with algorithm.kl=0: nothing reads its log-probs; set algorithm.kl"
+        )
+
+
+# ---------------------------------------------------------------- rewards and sampling
+
+
+def _rewards(job: Job) -> None:
+    kind = job.algorithm.kind
+    if defaults_of(kind).rewarded and not job.reward:
+        raise UsageError(f'kind={kind!r} needs a reward: reward = [{{ function = "module:function" }}]')
+    if kind == "sft" and job.reward:
+        raise UsageError(
+            'reward with kind="sft": it learns from data.response, and nothing is generated that could be scored; leave it out'
+        )
+    for place, reward in enumerate(job.reward):
+        given = [name for name in ("function", "model", "environment") if getattr(reward, name)]
+        if len(given) != 1:
+            raise UsageError(
+                f"reward.{place} has {' and '.join(given) or 'none'} of function, model and environment; give exactly one"
+            )
+        named = reward.function or reward.environment
+        if named and not _FUNCTION.fullmatch(named):
+            raise UsageError(f'reward.{place}.{given[0]}={named!r} is not named as "module:function"')
+        if not math.isfinite(reward.weight) or not reward.weight:
+            raise UsageError(f"reward.{place}.weight={reward.weight}: give a finite number other than 0")
+    if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
+        raise UsageError(
+            f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; give it alone"
+        )
+
+
+def _groups(job: Job) -> None:
+    kind, size = job.algorithm.kind, job.sampling.group_size
+    if defaults_of(kind).compares and size == 1:
+        others = ", ".join(f'"{name}"' for name, other in KINDS.items() if other.rewarded and not other.compares)
+        raise Impossible(
+            f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: {others}"
+        )
+    if job.algorithm.filter_equal and size == 1:
+        raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
+
+
+def _sampling(job: Job) -> None:
+    if job.sampling.top_p < 1 and job.algorithm.kind != "sft":
+        raise UsageError(
+            f"top_p={job.sampling.top_p:g}: log-probs of a cut distribution are not those of the trained model; set sampling.top_p=1"
+        )
+    if job.algorithm.overlong_buffer > job.sampling.tokens_max:
+        raise UsageError(
+            f"overlong_buffer={job.algorithm.overlong_buffer} is more than tokens_max={job.sampling.tokens_max}: it is the last part of a response"
+        )
+
+
+# ---------------------------------------------------------------- the algorithm
+
+
+def _corrections(job: Job) -> None:
+    algorithm = job.algorithm
+    if algorithm.tis_max and algorithm.old == "rollout":
+        raise UsageError(
+            f'tis_max={algorithm.tis_max:g} with old="rollout": the mismatch would count twice, in the ratio and in its weight; set algorithm.old="trainer"'
+        )
+    if algorithm.kind in ("sft", "distill") and (algorithm.tis_max or algorithm.dual_clip):
+        raise UsageError(
+            f"tis_max={algorithm.tis_max:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its loss has no ratio; leave them out"
+        )
+    if algorithm.clip_high and algorithm.clip_low and algorithm.clip_high < algorithm.clip_low:
+        raise UsageError(
+            f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow less than a worse one shrinks"
+        )
+
+
+def _kl(job: Job) -> None:
+    algorithm = job.algorithm
+    if algorithm.kl and algorithm.kind == "sft":
+        raise UsageError(
+            f'kl={algorithm.kl:g} with kind="sft": nothing is drawn, so there is no divergence to estimate; leave it out'
+        )
+    if algorithm.kl and algorithm.kl_in == "reward" and not defaults_of(algorithm.kind).rewarded:
+        raise UsageError(f'kl_in="reward" with kind={algorithm.kind!r}, which has no reward; set kl_in="loss"')
+
+
+def _distillation(job: Job) -> None:
+    algorithm = job.algorithm
+    if algorithm.kind != "distill" and algorithm.top_k:
+        raise UsageError(f"top_k={algorithm.top_k} is read by distill alone, and kind={algorithm.kind!r}; leave it out")
+    if algorithm.kind == "distill" and algorithm.direction == "forward" and not algorithm.top_k:
+        raise UsageError(
+            'direction="forward" with top_k=0: it is a sum over the teacher\'s most probable tokens; set algorithm.top_k=64'
+        )
+
+
+def _updates(job: Job) -> None:
+    algorithm, trainer = job.algorithm, job.trainer
+    if algorithm.minibatches > trainer.prompts_per_step:
+        raise Impossible(
+            f"minibatches={algorithm.minibatches} of prompts_per_step={trainer.prompts_per_step}: some would have no prompt; give at most {trainer.prompts_per_step}"
+        )
+    if (
+        trainer.stream == "on"
+        and algorithm.whiten is not False
+        and (algorithm.whiten or defaults_of(algorithm.kind).whiten)
+    ):
+        raise UsageError(
+            'whiten with stream="on": whitening needs the batch; use stream="auto", or set algorithm.whiten=false'
+        )
+    if trainer.stream == "on" and updates(algorithm) > 1:
+        raise UsageError(
+            f'epochs={algorithm.epochs}, minibatches={algorithm.minibatches} with stream="on": several updates need the batch; use stream="auto"'
+        )
+
+
+# ---------------------------------------------------------------- trainer and engines
+
+
+def _tokens(job: Job) -> None:
+    longest = tokens_of_row(job)
+    passes = {"trainer.micro_tokens": job.trainer.micro_tokens}
+    passes |= {
+        f"{name}.tokens": getattr(job, name).tokens
+        for name in ("reference", "critic", "teacher")
+        if getattr(job, name).path
+    }
+    for key, tokens in passes.items():
+        if tokens < longest:
+            raise Impossible(
+                f"{key}={tokens} is under one row: prompt_tokens_max={job.data.prompt_tokens_max} + "
+                f"tokens_max={job.sampling.tokens_max} = {longest} tokens; give at least {longest}"
+            )
+
+
+def _ranks(job: Job) -> None:
+    trainer = job.trainer
+    if trainer.parallel == "single" and trainer.ranks > 1:
+        raise UsageError(
+            f'ranks={trainer.ranks} with parallel="single": one process trains; set trainer.parallel="fsdp2" or "ddp"'
+        )
+    if trainer.ranks > trainer.prompts_per_step:
+        raise Impossible(
+            f"ranks={trainer.ranks} share prompts_per_step={trainer.prompts_per_step}: some would have no prompt; give at most as many ranks"
+        )
+    if trainer.at_least > trainer.prompts_per_step:
+        raise Impossible(
+            f"at_least={trainer.at_least} is more than the prompts_per_step={trainer.prompts_per_step} of a step"
+        )
+    if trainer.warmup >= job.steps > 1 and trainer.warmup:
+        raise UsageError(
+            f"warmup={trainer.warmup} of steps={job.steps}: lr={trainer.lr:g} would never be reached; give fewer"
+        )
+
+
+def _engines(job: Job) -> None:
+    if job.algorithm.kind == "sft":
+        return
+    if not job.engine:
+        raise Impossible(
+            f'engine=[] with kind={job.algorithm.kind!r}: nothing would generate; give engine = [{{ kind = "transformers" }}]'
+        )
+    for place, engine in enumerate(job.engine):
+        if engine.kind in _SERVED and not engine.url:
+            raise UsageError(
+                f'engine.{place}.kind={engine.kind!r} needs engine.{place}.url, such as "http://127.0.0.1:8000"'
+            )
+        if engine.kind not in _SERVED and engine.url:
+            raise UsageError(
+                f"engine.{place}.url={engine.url!r} with kind={engine.kind!r}, which runs here; kinds with a url are {', '.join(_SERVED)}"
+            )
+        if engine.kind == "transformers" and engine.tensor_parallel > 1:
+            raise UsageError(
+                f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="transformers", which uses one device; set kind="vllm"'
+            )
+    classes = {engine.serves for engine in job.engine}
+    if len(classes) == 1 and classes != {"any"}:
+        raise Impossible(
+            f"every engine serves {classes.pop()!r}: rows of the other class would wait for ever; let one serve any"
+        )
+
+
+# ---------------------------------------------------------------- pacing
+
+
+def _pacing(job: Job) -> None:
+    pacing = job.pacing
+    at_hand = f"mode={pacing.mode!r} with depth={pacing.depth} and max_staleness={pacing.max_staleness}"
+    surplus = math.ceil(pacing.over_sample) - 1
+    if pacing.mode == "sync" and (pacing.depth or (pacing.max_staleness and not surplus)):
+        raise Impossible(f"{at_hand}: a synchronous job has 0 of both, and one that over-samples may have staleness")
+    if pacing.mode == "delayed" and (pacing.depth not in (None, 1) or pacing.max_staleness not in (None, 1)):
+        raise Impossible(f'{at_hand}: a one-step delay is 1 of both; mode="async" takes others')
+    if pacing.mode == "async" and (pacing.depth == 0 or pacing.max_staleness == 0):
+        raise Impossible(f'{at_hand}: nothing could be generated ahead; give at least 1 of both, or mode="sync"')
+    if pacing.over_sample > 1 and pacing.mode != "sync":
+        raise Impossible(
+            f'over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: a job with depth begins more than a batch anyway; set mode="sync", or more depth'
+        )
+    if pacing.max_staleness is not None and surplus > pacing.max_staleness:
+        raise Impossible(
+            f"over_sample={pacing.over_sample:g} with max_staleness={pacing.max_staleness}: the last rows begun would be trained "
+            f"{surplus} versions later; give at least that"
+        )
+    if pacing.mode == "sync" and job.weights.every > 1:
+        raise Impossible(
+            f'weights.every={job.weights.every} with mode="sync": rows would be generated with weights up to {job.weights.every - 1} steps old; set 1, or mode="async"'
+        )
+
+
+# ---------------------------------------------------------------- memory
+
+
+def _memory(job: Job) -> None:
+    memory, row = int(job.queue.memory_gib * GIB), row_bytes(job)
+    group = group_rows(job) * row
+    if group > memory:
+        raise Impossible(
+            f"a group of {group_rows(job)} rows has up to {_gib(group)} ({row:,} bytes a row: prompt_tokens_max="
+            f"{job.data.prompt_tokens_max}, tokens_max={job.sampling.tokens_max}); memory_gib={job.queue.memory_gib:g}"
+        )
+    ahead = rows_ahead(job)
+    if ahead * row > memory:
+        raise Impossible(
+            f"prompts_per_step={job.trainer.prompts_per_step} × group_size={group_rows(job)}, with the batches ahead, are {ahead:,} rows, up to {_gib(ahead * row)}; "
+            f"memory_gib={job.queue.memory_gib:g}"
+        )
+    kept = rows_kept(job)
+    if kept * row > memory:
+        top_k = f", top_k={job.algorithm.top_k}" if job.algorithm.top_k else ""
+        steps = max(1, int((memory / row - ahead) // batch_rows(job)))
+        raise Impossible(
+            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {_gib(kept * row)}; memory_gib={job.queue.memory_gib:g}; "
+            f"set queue.memory_gib={math.ceil(kept * row / GIB)}, or checkpoint.every={steps}"
+        )
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.1f} GiB"
+
+
+_RULES: Final[tuple[Callable[[Job], None], ...]] = (
+    _paths,
+    _dtypes,
+    _data,
+    _models_of_the_kind,
+    _rewards,
+    _groups,
+    _sampling,
+    _corrections,
+    _kl,
+    _distillation,
+    _updates,
+    _ranks,
+    _engines,
+    _pacing,
+    _tokens,
+    _memory,
+)

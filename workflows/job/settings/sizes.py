@@ -1,0 +1,79 @@
+"""How many rows and bytes a job holds at most, by arithmetic alone. No torch here."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, tasks_of
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, Job
+
+GIB: Final = 1 << 30
+_TOKEN_BYTES: Final = {
+    "response_ids": 4,
+    "token_versions": 4,
+    "rollout_logprobs": 4,
+    "loss_mask": 1,
+    "ref_logprobs": 4,
+    "prox_logprobs": 4,
+    "values": 4,
+    "returns": 4,
+    "token_advantages": 4,
+}
+"""Bytes of one response token in each column that has a value for each token."""
+_PAIR_BYTES: Final = 8
+"""Bytes of a teacher's token: its id and its log-prob."""
+
+
+def group_rows(job: Job) -> int:
+    """Rows of a prompt: the samples of its group; for sft, the example."""
+    return 1 if job.algorithm.kind == "sft" else job.sampling.group_size
+
+
+def batch_rows(job: Job) -> int:
+    """Rows of a trainer step."""
+    return job.trainer.prompts_per_step * group_rows(job)
+
+
+def depth(job: Job) -> float:
+    """Batches that may be outstanding beyond the current one: the depth of the mode, and the surplus of over-sampling."""
+    by_mode = 0 if job.pacing.mode == "sync" else 1
+    return (by_mode if job.pacing.depth is None else job.pacing.depth) + surplus_prompts(
+        job
+    ) / job.trainer.prompts_per_step
+
+
+def surplus_prompts(job: Job) -> int:
+    """Prompts that over-sampling begins beyond those of a batch."""
+    prompts = job.trainer.prompts_per_step
+    return -int(-job.pacing.over_sample * prompts // 1) - prompts
+
+
+def rows_ahead(job: Job) -> int:
+    """Rows that may be live and not yet trained."""
+    return round((depth(job) + 1) * batch_rows(job))
+
+
+def rows_kept(job: Job) -> int:
+    """Rows that may be live: those ahead, and those trained that wait for their checkpoint."""
+    return job.checkpoint.every * batch_rows(job) + rows_ahead(job)
+
+
+def row_bytes(job: Job) -> int:
+    """Bytes of a row whose prompt and response have all the tokens that they may have."""
+    return 4 * job.data.prompt_tokens_max + job.sampling.tokens_max * token_bytes(job.algorithm)
+
+
+def token_bytes(algorithm: AlgorithmSettings) -> int:
+    """Bytes that the columns of a row hold for each token of its response."""
+    columns = {column for read in columns_of(algorithm).values() for column in read}
+    if names.ADVANTAGE in tasks_of(algorithm):
+        columns |= set(advantage_columns(algorithm))
+    columns |= {"response_ids"} if algorithm.kind == "sft" else {"response_ids", "rollout_logprobs", "token_versions"}
+    pairs = max(1, algorithm.top_k) * _PAIR_BYTES if algorithm.kind == "distill" else 0
+    return sum(_TOKEN_BYTES.get(column, 0) for column in columns) + pairs
+
+
+def tokens_of_row(job: Job) -> int:
+    """Tokens of the longest row."""
+    return job.data.prompt_tokens_max + job.sampling.tokens_max
