@@ -9,6 +9,12 @@ TABLE: Final = "rollouts"
 POLICY: Final = f"{TABLE}/policy"
 """Weight channel of the trained policy, and clock of the table; its name starts with the table's, so both have the same home coordinator."""
 
+DATA: Final = "data"
+"""Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of messages), and the
+columns that rewards or environments ask for, by the names that they use."""
+REWARD_TERMS: Final = "reward_terms"
+"""Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward does not apply."""
+
 ROLLOUT: Final = "rollout"
 REWARD: Final = "reward"
 REFERENCE: Final = "reference"
