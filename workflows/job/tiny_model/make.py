@@ -1,0 +1,139 @@
+"""Makes tiny models and the data of their task in directories, offline."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Final, Literal, NamedTuple
+
+import torch
+
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.workflows.job.tiny_model import warmup
+from transferqueue.workflows.job.tiny_model.tasks import TASKS, problems
+from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
+
+Kind = Literal["qwen3", "classifier", "value"]
+
+
+class _Recipe(NamedTuple):
+    """How a kind of model is made: its class in transformers, what it is trained on, when it is good enough."""
+
+    architecture: str
+    loss: Callable[[Any, warmup.PaddedRows], torch.Tensor]
+    measure: Callable[[Any, warmup.PaddedRows], float]
+    judged: bool
+    until: float
+    figure: str
+
+
+KINDS: Final[Mapping[str, _Recipe]] = {
+    "qwen3": _Recipe(
+        "AutoModelForCausalLM", warmup.answer_loss, warmup.expected_reward, False, 0.35, "expected reward"
+    ),
+    "classifier": _Recipe(
+        "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, True, 0.95, "accuracy"
+    ),
+    "value": _Recipe(
+        "AutoModelForTokenClassification", warmup.value_loss, warmup.value_fit, True, 0.6, "share of variance explained"
+    ),
+}
+"""qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
+
+
+def config(tokenizer: Any, **changes: Any) -> Any:
+    """Return the configuration of a tiny Qwen3, of about 140,000 parameters. changes: other values of its fields."""
+    import transformers
+
+    fields = {
+        "vocab_size": -(-len(tokenizer) // 16) * 16,
+        "hidden_size": 64,
+        "intermediate_size": 192,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": True,
+        "initializer_range": 0.08,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "use_cache": True,
+    }
+    return transformers.Qwen3Config(**{**fields, **changes})
+
+
+def make(
+    directory: str | Path,
+    *,
+    kind: Kind = "qwen3",
+    task: str = "sort",
+    steps: int = 0,
+    until: float | None = None,
+    seed: int = 0,
+    **changes: Any,
+) -> float:
+    """Write a model and its tokenizer into `directory`; return its held-out figure (0.0 without a warm-up).
+
+    steps: most steps of the warm-up, each of 64 rows. until: held-out figure at which it ends earlier; of a policy, the expected
+    reward at temperature 1. changes: of the configuration. Weights are float32 and a function of the arguments.
+    Raises `NotFound` for an unknown kind or task and `UsageError` for a negative number of steps, before anything is written.
+    """
+    import transformers
+
+    if kind not in KINDS:
+        raise NotFound(f'kind "{kind}" is unknown; there are {listing(KINDS)}')
+    if task not in TASKS:
+        raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
+    if steps < 0:
+        raise UsageError(f"steps={steps}: give 0 for random weights, or a positive number")
+    recipe, tokenizer = KINDS[kind], build_tokenizer()
+    own: dict[str, Any] = {} if kind == "qwen3" else {"num_labels": 1, "tie_word_embeddings": False}
+    own |= {"classifier_dropout": 0.0} if kind == "value" else {}
+    torch.manual_seed(seed)
+    model = getattr(transformers, recipe.architecture).from_config(config(tokenizer, **{**own, **changes}))
+    figure = _trained(model, tokenizer, recipe, task, steps, until, seed) if steps else 0.0
+    model.save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+    return figure
+
+
+def _trained(
+    model: Any, tokenizer: Any, recipe: _Recipe, task: str, steps: int, until: float | None, seed: int
+) -> float:
+    return warmup.warm_up(
+        model,
+        tokenizer,
+        task,
+        loss=recipe.loss,
+        measure=recipe.measure,
+        judged=recipe.judged,
+        steps=steps,
+        until=recipe.until if until is None else until,
+        seed=seed,
+    )
+
+
+def write_data(directory: str | Path, *, task: str = "sort", train: int = 4096, test: int = 256, seed: int = 0) -> None:
+    """Write ``train.jsonl`` and ``test.jsonl``: one object a line, with question and answer. No question is twice in a file or in both."""
+    if task not in TASKS:
+        raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    for split, rows in (("train", train), ("test", test)):
+        distinct = _distinct(task, split, rows, seed + 1)
+        lines = [json.dumps({"question": question, "answer": distinct[question]}) + "\n" for question in distinct]
+        (place / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def _distinct(task: str, split: Any, rows: int, seed: int) -> dict[str, str]:
+    """Draw until there are `rows` different questions. Raises `UsageError` if the task seems to have fewer."""
+    distinct: dict[str, str] = {}
+    for question, answer in islice(problems(task, split, seed=seed), 20 * rows):
+        distinct[question] = answer
+        if len(distinct) == rows:
+            return distinct
+    raise UsageError(f'task "{task}" has only about {len(distinct)} {split} questions, not {rows}; ask for fewer')

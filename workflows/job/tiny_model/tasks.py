@@ -1,0 +1,83 @@
+"""Tasks that a tiny model can learn: a question, its only answer, and a split that keeps test questions out of training.
+
+A question belongs to the test split by a hash of its text, so the splits are disjoint whatever seed draws them.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Final, Literal, NamedTuple
+
+from transferqueue.errors import NotFound, UsageError, listing
+
+Split = Literal["train", "test"]
+
+
+class TaskQuestion(NamedTuple):
+    """A question and its answer, as text."""
+
+    question: str
+    answer: str
+
+
+def _sum(draws: random.Random) -> TaskQuestion:
+    left, right = draws.randrange(100), draws.randrange(100)
+    return TaskQuestion(f"{left}+{right}=", str(left + right))
+
+
+def _digits(draws: random.Random) -> str:
+    return "".join(draws.choices("0123456789", k=draws.randint(4, 6)))
+
+
+def _reverse(draws: random.Random) -> TaskQuestion:
+    digits = _digits(draws)
+    return TaskQuestion(f"reverse {digits}", digits[::-1])
+
+
+def _sort(draws: random.Random) -> TaskQuestion:
+    digits = _digits(draws)
+    return TaskQuestion(f"sort {digits}", "".join(sorted(digits)))
+
+
+TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {"sort": _sort, "reverse": _reverse, "sum": _sum}
+"""Draws a problem, by the name of its task."""
+
+_TEST_SHARE: Final = 0.2
+
+
+def split_of(question: str) -> Split:
+    """Return the split that a question belongs to; it depends on the text alone."""
+    return "test" if zlib.crc32(question.encode()) < _TEST_SHARE * 2**32 else "train"
+
+
+def problems(task: str, split: Split, *, seed: int = 0) -> Iterator[TaskQuestion]:
+    """Yield problems of `task` without end, the same for the same seed. Raises `NotFound` for an unknown task.
+
+    >>> next(problems("sort", "train", seed=1))
+    TaskQuestion(question='sort 81220', answer='01228')
+    """
+    if task not in TASKS:
+        raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
+    return _problems(TASKS[task], split, random.Random(f"{task} {split} {seed}"))
+
+
+def _problems(
+    draw: Callable[[random.Random], TaskQuestion], split: Split, draws: random.Random
+) -> Iterator[TaskQuestion]:
+    while True:
+        problem = draw(draws)
+        if split_of(problem.question) == split:
+            yield problem
+
+
+def exact(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """Reward function in TRL's form: 1 for a completion that is the answer, without surrounding space; otherwise 0.
+
+    >>> exact(["7", "12", " 9 "], answer=["7", "8", "9"])
+    [1.0, 0.0, 1.0]
+    """
+    if len(completions) != len(answer):
+        raise UsageError(f"{len(completions)} completions for {len(answer)} answers; give one answer for each")
+    return [float(said.strip() == right) for said, right in zip(completions, answer, strict=True)]
