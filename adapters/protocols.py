@@ -119,11 +119,15 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then samples is 1)."""
+    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then samples is 1).
+
+    seed: of this prompt's completions, whatever else is in the request; None: `Sampling.seed` and the prompt's place decide.
+    """
 
     ids: Ids
     samples: int = 1
     begun: Completion | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         if not len(self.ids) or self.samples < 1:

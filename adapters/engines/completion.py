@@ -44,9 +44,11 @@ def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int 
     Samples of one prompt need different seeds, or they would be identical. A continuation needs another seed than its beginning, or
     it would repeat the same draws.
     """
+    begun = 0 if prompt.begun is None else len(prompt.begun.ids)
+    if prompt.seed is not None:
+        return int(np.random.SeedSequence([prompt.seed, sample, begun]).generate_state(1)[0])
     if sampling.seed is None:
         return None
-    begun = 0 if prompt.begun is None else len(prompt.begun.ids)
     return int(np.random.SeedSequence([sampling.seed, index, sample, begun]).generate_state(1)[0])
 
 
