@@ -103,6 +103,7 @@ REFUSED = [
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (DISTILL, "algorithm.top_k=0", 'direction="forward" with top_k=0'),
+    (DISTILL, "algorithm.direction=reverse", 'top_k=64 with direction="reverse"'),
     (GRPO, "algorithm={clip_low=0.3, clip_high=0.2}", "clip_high=0.2 is below clip_low=0.3"),
     (PPO, "trainer.stream=on", 'whiten with stream="on": whitening needs the batch; use stream="auto"'),
     (GRPO, "algorithm.epochs=2 ; trainer.stream=on", 'epochs=2, minibatches=1 with stream="on"'),

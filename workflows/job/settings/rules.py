@@ -174,6 +174,10 @@ def _distillation(job: Job) -> None:
     algorithm = job.algorithm
     if algorithm.kind != "distill" and algorithm.top_k:
         raise UsageError(f"top_k={algorithm.top_k} is read by distill alone, and kind={algorithm.kind!r}; leave it out")
+    if algorithm.top_k > 1 and algorithm.direction == "reverse" and algorithm.kind == "distill":
+        raise UsageError(
+            f'top_k={algorithm.top_k} with direction="reverse": it reads the teacher\'s log-prob of the drawn token alone; set direction="forward", or leave top_k out'
+        )
     if algorithm.kind == "distill" and algorithm.direction == "forward" and not algorithm.top_k:
         raise UsageError(
             'direction="forward" with top_k=0: it is a sum over the teacher\'s most probable tokens; set algorithm.top_k=64'

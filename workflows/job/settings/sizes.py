@@ -70,8 +70,13 @@ def token_bytes(algorithm: AlgorithmSettings) -> int:
     if names.ADVANTAGE in tasks_of(algorithm):
         columns |= set(advantage_columns(algorithm))
     columns |= {"response_ids"} if algorithm.kind == "sft" else {"response_ids", "rollout_logprobs", "token_versions"}
-    pairs = max(1, algorithm.top_k) * _PAIR_BYTES if algorithm.kind == "distill" else 0
+    pairs = teacher_tokens(algorithm) * _PAIR_BYTES if algorithm.kind == "distill" else 0
     return sum(_TOKEN_BYTES.get(column, 0) for column in columns) + pairs
+
+
+def teacher_tokens(algorithm: AlgorithmSettings) -> int:
+    """Tokens of the teacher for each token of a response: its most probable ones, or the drawn one alone."""
+    return algorithm.top_k if algorithm.direction == "forward" else 1
 
 
 def tokens_of_row(job: Job) -> int:

@@ -1,0 +1,100 @@
+"""The graph of a job: every column that a task needs is given by somebody, and rows of each kind reach the end."""
+
+import msgspec
+import numpy as np
+import pytest
+
+import transferqueue as tq
+from tests.workflows.job.jobs import KINDS, job
+from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows
+
+PUT = {"prompt_ids", names.DATA, *graph.BEGUN}
+
+
+def values_for(field, rows, tokens=3):
+    """Plausible values of a column: `rows` rows of `tokens` tokens."""
+    if field.dtype == "value":
+        return [{"prompt": "1+1", "answer": "2"}] * rows
+    if field.dtype == "str":
+        return ["stop"] * rows
+    if field.shape:
+        return [np.ones([tokens if size is None else size for size in field.shape], dtype=field.dtype)] * rows
+    return np.ones(rows, dtype=field.dtype)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_needed_column_is_put_or_given_by_an_earlier_task(kind):
+    given = set(PUT) | ({"response_ids"} if kind == "sft" else set())
+    for task in graph.tasks(job(kind)):
+        assert set(task.needs) <= given, f"{task.name} needs {set(task.needs) - given}"
+        given |= set(task.gives)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_rows_of_each_kind_reach_the_end(kind):
+    """Puts one batch, lets each stage give plausible columns in its turn, and ends with every row done."""
+    settings = job(kind)
+    types = {field.name: field for field in graph.fields(settings)}
+    puts = [name for name in types if name in PUT or (kind == "sft" and name == "response_ids")]
+    rows, size = batch_rows(settings), group_rows(settings)
+    with tq.connect("embedded") as queue:
+        table = graph.create_table(queue, settings)
+        with table.reserve(rows) as reservation:
+            table.put(
+                reservation=reservation,
+                group_id=np.repeat(np.arange(rows // size), size),
+                group_size=size,
+                **{name: values_for(types[name], rows) for name in puts},
+            )
+        for stage in graph.stages(settings):
+            done = 0
+            while done < rows:
+                with stage.lease(table) as batch:
+                    done += len(batch)
+                    batch.ack(**{name: values_for(types[name], len(batch)) for name in stage.task.gives})
+        assert table.audit()["rows_done"] == rows
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_processes_travel_as_json_and_name_factories(kind):
+    for process in graph.stage_jobs(job(kind)):
+        again = msgspec.json.decode(msgspec.json.encode(process), type=StageJob)
+        assert again == process
+        assert msgspec.convert(again.settings, Job) == job(kind)
+        assert process.factory.startswith("transferqueue.workflows.job.")
+
+
+def test_tasks_follow_from_the_kind():
+    assert graph.task_names(job("grpo")) == ("rollout", "reward", "advantage", "train")
+    assert graph.task_names(job("ppo")) == (
+        "rollout", "reward", "reference", "value", "advantage", "train", "train_critic",
+    )  # fmt: skip
+    assert graph.task_names(job("distill")) == ("rollout", "teacher", "train")
+    assert graph.task_names(job("sft")) == ("train",)
+    assert graph.task_names(job("play")) == ("play", "advantage", "train")
+
+
+def test_counts_of_processes_follow_from_the_settings():
+    settings = job(
+        "grpo",
+        'engine=[{kind="vllm", count=2}, {kind="transformers"}]',
+        "reward.0.processes=3",
+        'evaluation.path="held"',
+    )
+    count: dict = {}
+    for process in graph.stage_jobs(settings):
+        count[process.name] = count.get(process.name, 0) + 1
+    assert count == {"prompts": 1, "rollout": 3, "reward": 3, "advantage": 1, "train": 1, "evaluate": 1}
+    assert [graph.engine_of(settings, number).kind for number in range(3)] == ["vllm", "vllm", "transformers"]
+
+
+def test_pacing_follows_the_mode():
+    assert graph.pacing(job("grpo", "pacing.mode=sync")).rows_ahead_max == 8
+    assert graph.pacing(job("grpo")).rows_ahead_max == 16
+    over = graph.pacing(job("grpo", "pacing={mode='sync', over_sample=1.5}"))
+    assert (over.rows_ahead_max, over.max_staleness) == (12, 1)
+    assert graph.pacing(job("sft")).channel is None
+    assert graph.limits(job("grpo", "checkpoint.every=10")).rows == 10 * 8 + 16

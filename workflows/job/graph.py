@@ -1,0 +1,252 @@
+"""The graph of a job: its table, its tasks, its pace and its processes, all from the settings. Runs nothing and needs no torch.
+
+::
+
+    prompts --put--> [ rollouts ] --rollout---> response_ids, rollout_logprobs, token_versions, finish_reason
+                                  --reward----> rewards                      (play gives responses and rewards of episodes)
+                                  --reference-> ref_logprobs                 with a KL term
+                                  --proximal--> prox_logprobs                old="trainer" and several updates a step
+                                  --value-----> values                       ppo
+                                  --teacher---> teacher_ids, teacher_logprobs  distill
+                                  --advantage-> advantages                   whole groups; ppo, reinforce_pp: token_advantages
+                                  --train-----> new weights                  paces the table
+                                  --train_critic-> new values                ppo
+
+Which of them a job has, and what each reads: `transferqueue.workflows.job.settings.defaults`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.adapters.stages.generation import BEGUN
+from transferqueue.workflows.flow.stage import Stage
+from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
+from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.settings.sizes import batch_rows, depth, rows_ahead, rows_kept, teacher_tokens
+
+_HERE: Final = "transferqueue.workflows.job"
+FACTORIES: Final[Mapping[str, str]] = {
+    names.PROMPTS: f"{_HERE}.data.source:prompts",
+    names.ROLLOUT: f"{_HERE}.stages.rollout:rollout",
+    names.PLAY: f"{_HERE}.stages.play:play",
+    names.REWARD: f"{_HERE}.stages.reward:reward",
+    names.REFERENCE: f"{_HERE}.stages.score:reference",
+    names.PROXIMAL: f"{_HERE}.stages.score:proximal",
+    names.VALUE: f"{_HERE}.stages.score:value",
+    names.TEACHER: f"{_HERE}.stages.score:teacher",
+    names.ADVANTAGE: f"{_HERE}.stages.advantage:advantage",
+    names.TRAIN: f"{_HERE}.training.process:train",
+    names.TRAIN_CRITIC: f"{_HERE}.training.process:train_critic",
+    names.EVALUATE: f"{_HERE}.stages.evaluate:evaluate",
+}
+"""Factory of each process. A process imports that module only, so that only processes with a model load torch."""
+
+STALL_S: Final = 3600.0
+"""Longest wait of a process for a row: a step, the start of an engine, or a reward model may take long."""
+HELD_S_MAX: Final = 6 * 3600.0
+"""Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
+_LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
+_REWARD_ROWS: Final = 64
+_SCORED_ROWS: Final = 64
+"""Rows of one lease of a scoring process, which packs them into passes itself. Fewer rows reach the trainer sooner."""
+
+RAGGED: Final = (None,)
+_FIELDS: Final[dict[str, tq.Field]] = {
+    field.name: field
+    for field in (
+        tq.Field("prompt_ids", "int32", RAGGED),
+        tq.Field(names.DATA, "value"),
+        tq.Field("response_ids", "int32", RAGGED),
+        tq.Field("token_versions", "int32", RAGGED),
+        tq.Field("rollout_logprobs", "float32", RAGGED),
+        tq.Field("finish_reason", "str"),
+        tq.Field("loss_mask", "bool", RAGGED),
+        tq.Field("rewards", "float32"),
+        tq.Field(names.REWARD_TERMS, "float32", RAGGED),
+        tq.Field("ref_logprobs", "float32", RAGGED),
+        tq.Field("prox_logprobs", "float32", RAGGED),
+        tq.Field("values", "float32", RAGGED),
+        tq.Field("advantages", "float32"),
+        tq.Field("token_advantages", "float32", RAGGED),
+        tq.Field("returns", "float32", RAGGED),
+        tq.Field(BEGUN[0], "int32", RAGGED),
+        tq.Field(BEGUN[1], "float32", RAGGED),
+        tq.Field(BEGUN[2], "int32", RAGGED),
+    )
+}
+"""Every column that a job may have, but the teacher's, whose shape depends on the job."""
+_GENERATED: Final = ("response_ids", "token_versions", "rollout_logprobs", "finish_reason")
+_TEXT: Final = ("prompt_ids", "response_ids")
+
+
+def has_episodes(job: Job) -> bool:
+    """Whether rows are episodes of an environment, which bring their own rewards."""
+    return any(reward.environment for reward in job.reward)
+
+
+def in_parts(job: Job) -> bool:
+    """Whether a response may be generated in several leases, under several versions."""
+    return bool(job.sampling.budget) or job.pacing.over_sample > 1
+
+
+def task_names(job: Job) -> tuple[str, ...]:
+    """Return the names of the table's tasks, in the order of a row's life."""
+    tasks = tasks_of(job.algorithm)
+    if not has_episodes(job):
+        return tasks
+    return tuple(names.PLAY if task == names.ROLLOUT else task for task in tasks if task != names.REWARD)
+
+
+def fields(job: Job) -> list[tq.Field]:
+    """Return the columns of the table: those that its tasks need or give, and what the source puts."""
+    named = dict.fromkeys(("prompt_ids", names.DATA))
+    for stage in stages(job):
+        named |= dict.fromkeys((*stage.task.needs, *stage.task.gives))
+    tokens = teacher_tokens(job.algorithm)
+    columns = _FIELDS | {
+        "teacher_ids": tq.Field("teacher_ids", "int32", (None, tokens)),
+        "teacher_logprobs": tq.Field("teacher_logprobs", "float32", (None, tokens)),
+    }
+    return [columns[name] for name in named]
+
+
+def tasks(job: Job) -> list[tq.Task]:
+    """Return the tasks of the table."""
+    return [stage.task for stage in stages(job)]
+
+
+def stages(job: Job) -> list[Stage]:
+    """Return the stages, one for each task of the table, in the order of a row's life."""
+    return [_stage(task, job) for task in task_names(job)]
+
+
+def _stage(task: str, job: Job) -> Stage:
+    """Return the stage of a task: what it needs and gives, and how many rows one call gets."""
+    needs, gives = _columns(task, job)
+    whole = defaults_of(job.algorithm.kind).compares and task in (names.ADVANTAGE, names.TRAIN)
+    declared = tq.Task(
+        task,
+        needs=needs,
+        gives=gives,
+        groups=tq.Complete() if whole else None,
+        selector=tq.OldestVersionFirst() if task == names.TRAIN else tq.Fifo(),
+        time_limit_s=HELD_S_MAX if task in _LONG else None,
+    )
+    prompts = job.trainer.prompts_per_step
+    if whole:
+        return Stage(task=declared, groups=prompts, at_least=_at_least(task, job, prompts), stall_s=STALL_S)
+    rows = min(_rows(task, job), rows_ahead(job))
+    return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows), stall_s=STALL_S)
+
+
+def _rows(task: str, job: Job) -> int:
+    """The most rows of one call of a stage."""
+    if task in (names.ROLLOUT, names.PLAY):
+        return max(engine.slots for engine in job.engine)
+    if task in (names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
+        return batch_rows(job)
+    return _REWARD_ROWS if task == names.REWARD else _SCORED_ROWS
+
+
+def _at_least(task: str, job: Job, most: int) -> int:
+    """The fewest rows or groups that a stage begins with; 0: all of them."""
+    if task == names.ADVANTAGE:
+        return 0 if job.algorithm.whiten else 1
+    if task in (names.TRAIN, names.TRAIN_CRITIC):
+        return min(job.trainer.at_least, most) if job.trainer.stream == "on" else 0
+    return 1
+
+
+def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return the columns that a task needs and gives."""
+    begun = BEGUN if in_parts(job) else ()
+    mask = ("loss_mask",) if has_episodes(job) else ()
+    generates = {
+        names.ROLLOUT: (("prompt_ids", *begun), _GENERATED),
+        names.PLAY: (("prompt_ids", names.DATA), (*_GENERATED, *mask, "rewards")),
+        names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
+        names.REFERENCE: (_TEXT, ("ref_logprobs",)),
+        names.PROXIMAL: (_TEXT, ("prox_logprobs",)),
+        names.VALUE: (_TEXT, ("values",)),
+        names.TEACHER: (_TEXT, ("teacher_ids", "teacher_logprobs")),
+    }
+    if task in generates:
+        return generates[task]
+    gives = advantage_columns(job.algorithm) if task == names.ADVANTAGE else ()
+    return (*columns_of(job.algorithm)[task], *mask), gives
+
+
+def pacing(job: Job) -> tq.Pacing:
+    """Return how far generation runs ahead of training. sft generates nothing, so its rows have no version and no clock."""
+    if job.algorithm.kind == "sft":
+        return tq.Pacing(names.TRAIN, batch_rows=batch_rows(job), depth=depth(job))
+    begins = names.PLAY if has_episodes(job) else names.ROLLOUT
+    return tq.Pacing(
+        names.TRAIN,
+        batch_rows=batch_rows(job),
+        depth=depth(job),
+        max_staleness=job.pacing.max_staleness,
+        on_stale=tq.Requeue(begins) if job.pacing.on_stale == "requeue" else tq.DropStale(),
+        channel=names.POLICY,
+    )
+
+
+def limits(job: Job) -> tq.Limits:
+    """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the bytes."""
+    return tq.Limits(rows=rows_kept(job))
+
+
+def create_table(queue: tq.Queue, job: Job) -> tq.Table:
+    """Create the table of the job, or return it if it exists with the same terms. `AlreadyExists` if it has others."""
+    return queue.create_table(
+        names.TABLE,
+        fields=fields(job),
+        tasks=tasks(job),
+        limits=limits(job),
+        pacing=pacing(job),
+        exist_ok=True,
+    )
+
+
+def stage_jobs(job: Job) -> list[StageJob]:
+    """Return the processes of the job."""
+    plain = msgspec.json.decode(msgspec.json.encode(job))
+    processes = [_process(names.PROMPTS, plain)]
+    for stage in stages(job):
+        processes += [_process(stage.task.name, plain, stage, number) for number in range(_count(stage.task.name, job))]
+    if job.evaluation.path:
+        processes.append(_process(names.EVALUATE, plain))
+    return processes
+
+
+def engine_of(job: Job, instance: int) -> EngineSettings:
+    """Return the settings of the generating process with number `instance`."""
+    each = [engine for engine in job.engine for _ in range(engine.count)]
+    return each[instance]
+
+
+def _process(name: str, plain: dict[str, Any], stage: Stage | None = None, instance: int = 0) -> StageJob:
+    return StageJob(
+        name=name, table=names.TABLE, factory=FACTORIES[name], stage=stage, settings=plain, instance=instance
+    )
+
+
+def _count(task: str, job: Job) -> int:
+    """The number of processes of a task."""
+    counts = {
+        names.ROLLOUT: sum(engine.count for engine in job.engine),
+        names.PLAY: sum(engine.count for engine in job.engine),
+        names.REWARD: max((reward.processes for reward in job.reward), default=1),
+        names.REFERENCE: job.reference.processes,
+        names.VALUE: job.critic.processes,
+        names.TEACHER: job.teacher.processes,
+        names.TRAIN: job.trainer.ranks,
+    }
+    return counts.get(task, 1)
