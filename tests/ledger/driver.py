@@ -269,6 +269,10 @@ class Driver:
         named = None if rows is None else i64(rows)
         return self.apply(m.Ack(table, lease.lease, lease.token, named, columns, drop, step))
 
+    def ack_leases(self, leases: Sequence[Given], step: int = -1, *, table: str = "t") -> Any:
+        numbers, tokens = [lease.lease for lease in leases], [lease.token for lease in leases]
+        return self.apply(m.AckLeases(table, i64(numbers), i64(tokens), step))
+
     def checkpointed(self, step: int, task: str = "", *, table: str = "t") -> Any:
         return self.apply(m.CommitCheckpoint(table, step, task))
 

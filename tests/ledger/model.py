@@ -416,6 +416,29 @@ class Model:
         self.conclude()
         return len(held)
 
+    def ack_leases(self, session: int, numbers: list[int], step: int) -> int:
+        if len(numbers) != len(set(numbers)):
+            raise Refused("UsageError")
+        leases = [self._named(session, number, None)[0] for number in numbers]
+        if len({lease.task for lease in leases}) > 1:
+            raise Refused("UsageError")
+        if any(self._owes(lease.task, sorted(lease.held), set()) for lease in leases):
+            raise Refused("UsageError")
+        acked = []
+        for lease in leases:
+            held = [row for row in lease.rows if row in lease.held]
+            acked += held
+            lease.held, lease.open = set(), set()
+            if step > self.checkpoint[lease.task]:
+                for row in held:
+                    self.rows[row].state[lease.task], self.rows[row].step[lease.task] = "stepped", step
+            else:
+                self.finish(lease.task, held)
+            self.end(lease)
+        self.judge_stale([row for row in acked if row in self.rows and self.rows[row].fate == "live"])
+        self.conclude()
+        return len(acked)
+
     def finish(self, name: str, rows: list[int]) -> None:
         ended = []
         for number in rows:

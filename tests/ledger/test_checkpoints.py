@@ -328,3 +328,79 @@ def test_a_step_out_of_range_is_no_message() -> None:
     frame = codec.encode_call(m.CallFrame(1, 1, 0, m.Ack("t", 1, 1, step=-2)))
     with pytest.raises(ProtocolError, match=r"-1"):
         codec.decode_call(frame)
+
+
+# ---------------------------------------------------------------- several leases in one commit
+
+
+def test_an_ack_of_several_leases_names_those_that_are_over_and_changes_nothing(world: World, client: Driver) -> None:
+    table(client)
+    client.put(6)
+    leases = [client.lease("train", 2) for _ in range(3)]
+    client.release(leases[0])
+    client.drop(leases[2].rows)
+    before = world.stats()
+    with pytest.raises(
+        LeaseExpired, match=r"2 of 3 leases have ended, so none was acked.*lease 1 .*; lease 3 .*dropped"
+    ):
+        client.ack_leases(leases, step=1)
+    assert world.stats() == before
+    assert client.ack_leases(leases[1:2], step=1).rows == 2
+
+
+def test_leases_and_tokens_of_an_ack_come_in_pairs(client: Driver) -> None:
+    table(client)
+    client.put(1)
+    lease = client.lease("train", 1)
+    one = lease.lease.to_bytes(8, "little")
+    for leases, tokens in ((b"", b""), (one, b""), (one * 2, one * 2)):
+        with pytest.raises(UsageError, match="name at least one lease, each once with its token"):
+            client.apply(m.AckLeases("t", leases, tokens))
+    with pytest.raises(UsageError, match=r"names .* rows; at most"):
+        client.apply(m.AckLeases("t", bytes(8 * (1 << 20) + 8), one))
+    assert client.ack_leases([lease]).rows == 1
+
+
+def test_leases_of_another_session_or_token_are_refused(world: World, client: Driver) -> None:
+    table(client)
+    client.put(2)
+    leases = [client.lease("train", 1) for _ in range(2)]
+    with pytest.raises(LeaseExpired, match=r"2 of 2 leases have ended.*belongs to another session"):
+        world.client("thief").ack_leases(leases)
+    with pytest.raises(LeaseExpired, match="1 of 2 leases have ended"):
+        client.apply(m.AckLeases("t", np.array([1, 2], "<i8").tobytes(), np.array([1, 7], "<i8").tobytes()))
+    assert client.ack_leases(leases).rows == 2
+
+
+def test_a_missing_result_refuses_all_leases(world: World, client: Driver) -> None:
+    client.create(tasks=[Task("grade", gives=["score"]), Task("train", ["score"])])
+    client.put(2)
+    leases = [client.lease("grade", 1) for _ in range(2)]
+    client.update(leases[0].rows, inline={"score": [1.0]})
+    with pytest.raises(UsageError, match=r'ack of row 1 by task "grade".*has no "score"'):
+        client.ack_leases(leases)
+    assert world.stats()["tasks"]["grade"]["leased"] == 2
+
+
+def test_replicas_ack_their_shares_of_several_leases(world: World, client: Driver) -> None:
+    table(client)
+    client.put(4)
+    other = world.client("peer")
+    mine = [client.lease("train", 2, replica=0, replicas=2) for _ in range(2)]
+    theirs = [other.lease("train", 2, replica=1, replicas=2) for _ in range(2)]
+    assert client.ack_leases(mine, step=0).rows == 4
+    assert world.stats()["tasks"]["train"]["leased"] == 4
+    with pytest.raises(LeaseExpired, match="was acked by this replica before"):
+        client.ack_leases(mine, step=0)
+    assert other.ack_leases(theirs, step=0).rows == 4
+    assert client.checkpointed(0, "train").rows == 4
+
+
+def test_a_row_that_the_ack_of_one_lease_drops_is_done_with_the_other(world: World, client: Driver) -> None:
+    """Rules about groups and staleness run after all leases ended, never between two."""
+    client.create(tasks=[Task("train")], pacing=Pacing("train", 4, max_staleness=1))
+    client.put(4, policy_version=0)
+    leases = [client.lease("train", 2) for _ in range(2)]
+    client.advance(5)
+    assert client.ack_leases(leases).rows == 4
+    assert (world.stats()["rows_done"], world.stats()["rows_live"]) == (4, 0)

@@ -65,7 +65,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 
 
 WEIGHTS = {
-    "put": 8, "lease": 8, "ack": 7, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
+    "put": 8, "lease": 8, "ack": 6, "ack_leases": 3, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
     "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1, "lose_shard": 1,
 }  # fmt: skip
@@ -349,6 +349,24 @@ class LedgerMachine(RuleBasedStateMachine):
         if reply is not None:
             assert reply.rows == wanted
         self._undo_grant(driver, columns)
+
+    def ack_leases(self, data: st.DataObject) -> None:
+        if not self.given:
+            return
+        driver, first, _ = self._some_lease(data)
+        given = [first]
+        if lease := self.model.leases.get(first.lease):
+            of_task = [one.id for one in self.model.leases.values() if one.task == lease.task and one is not lease]
+            given += [self.given[number] for number in of_task[: data.draw(st.integers(0, 3), "more")]]
+        if data.draw(st.integers(0, 4), "odd") == 0:
+            given.append(self._some_lease(data)[1])
+        step = data.draw(st.sampled_from([-1, -1, 0, 1, 2, 3, 4, 5]), "step")
+        reply, wanted = self.both(
+            lambda: driver.ack_leases(given, step),
+            lambda: self.model.ack_leases(driver.session, [one.lease for one in given], step),
+        )
+        if reply is not None:
+            assert reply.rows == wanted
 
     def checkpointed(self, data: st.DataObject) -> None:
         task, step = (

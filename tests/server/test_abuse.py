@@ -71,6 +71,7 @@ requests = st.one_of(
         replicas=st.integers(1, 2), fields=st.none() | st.lists(names, max_size=2),
     ),
     st.builds(m.Ack, names, small, small, rows, st.none() | columns, drop=names),
+    st.builds(m.AckLeases, names, ids, ids, st.integers(-1, 3)),
     st.builds(m.ReleaseRequest, names, small, small, rows, failed=st.booleans()),
     st.builds(m.Renew, names, small, small),
     st.builds(m.Reserve, names, st.integers(1, 3), policy_version=small, wait_s=waits),

@@ -104,6 +104,7 @@ class World:
                       m.LeaseRequest("t", "train", tokens=1, world=1), m.LeaseRequest("t", "train", 2, where=[TagIs("tag", 1)]),
                       m.LeaseRequest("t", "train", rows=2, rank=0, world=2, replica=0, replicas=2)],
             m.Ack: [m.Ack("t", lease, token, ids(), results), m.Ack("t", lease, token, drop="bad")],
+            m.AckLeases: [m.AckLeases("t", struct.pack("<q", lease), struct.pack("<q", token), 3)],
             m.CommitCheckpoint: [m.CommitCheckpoint("t", 0, "train")],
             m.Rollback: [m.Rollback("t", 0, "train", 0)],
             m.ReleaseRequest: [m.ReleaseRequest("t", lease, token, ids(), columns=results)],

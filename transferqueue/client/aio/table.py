@@ -15,7 +15,7 @@ from transferqueue.client.aio.reservation import AsyncReservation
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
-from transferqueue.client.operations import lease, tables
+from transferqueue.client.operations import ack_leases, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_async
@@ -300,6 +300,27 @@ class AsyncTable(TableBase):
         With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
         """
         await self._run(tables.advance(self._terms, version, timeout_s))
+
+    async def ack(self, batches: Iterable[AsyncBatch], *, step: int = -1) -> int:
+        """All rows that these batches still hold are done, in one commit: a step that used the rows of many leases counts for
+        all of them, or for none. Returns how many rows.
+
+        batches: leased from this table by this connection, for one task; each ends. step: as of `AsyncBatch.ack`, which also
+        says what becomes of rows that were dropped meanwhile. Results do not come with it: `update` brings them before.
+        `LeaseExpired` names the batches that are over, if any is; then nothing was changed, and `AsyncBatch.ended` tells
+        them from the others, which may be acked without them. `UsageError` if a row lacks a field that the task gives.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect() as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1, 2, 3])
+            ...     batches = [await table.lease("train", rows=1), await table.lease("train", rows=2)]
+            ...     await table.ack(batches, step=1)
+            3
+        """
+        held = [batch._lease for batch in batches]
+        return await self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
 
     async def checkpointed(self, step: int, *, task: str | None = None) -> int:
         """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.

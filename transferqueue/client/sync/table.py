@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
-from transferqueue.client.operations import lease, tables
+from transferqueue.client.operations import ack_leases, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_sync
@@ -296,6 +296,27 @@ class Table(TableBase):
         With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
         """
         self._run(tables.advance(self._terms, version, timeout_s))
+
+    def ack(self, batches: Iterable[Batch], *, step: int = -1) -> int:
+        """All rows that these batches still hold are done, in one commit: a step that used the rows of many leases counts for
+        all of them, or for none. Returns how many rows.
+
+        batches: leased from this table by this connection, for one task; each ends. step: as of `Batch.ack`, which also
+        says what becomes of rows that were dropped meanwhile. Results do not come with it: `update` brings them before.
+        `LeaseExpired` names the batches that are over, if any is; then nothing was changed, and `Batch.ended` tells
+        them from the others, which may be acked without them. `UsageError` if a row lacks a field that the task gives.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect() as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1, 2, 3])
+            ...     batches = [table.lease("train", rows=1), table.lease("train", rows=2)]
+            ...     table.ack(batches, step=1)
+            3
+        """
+        held = [batch._lease for batch in batches]
+        return self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
 
     def checkpointed(self, step: int, *, task: str | None = None) -> int:
         """The model is saved up to `step`: rows acked with that step, or one before, are done now. Returns how many.

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Final
+
 import numpy as np
 
-from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.errors import LeaseExpired, UsageError, listing
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.arrays import IntArray, decode_rows, some
+from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, decode_ids, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
@@ -25,7 +27,10 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
-from transferqueue.wire.messages import Ack, DoneReply, ReleaseRequest, Renew, Renewed
+from transferqueue.wire.messages import Ack, AckLeases, DoneReply, ReleaseRequest, Renew, Renewed
+
+LOST_SHOWN_MAX: Final = 8
+"""How many ended leases the refusal of an ack of several explains."""
 
 # ---------------------------------------------------------------- ack
 
@@ -46,7 +51,9 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
         )
     staged = _check_results(table, lease, request, session, named)
     if lease.replicas > 1:
-        return _ack_replica(table, lease, request, session, staged, now)
+        apply_stale_policy(table, _ack_replica(table, lease, request, session, staged, now), now)
+        apply_group_and_stale_rules(table, now)
+        return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(lease.rows.size))
     rows = lease.rows[held]
     if task.required_results and not request.drop:
         check_required_results(table, task, () if staged is None else staged.names, rows)
@@ -155,18 +162,16 @@ def _end_if_empty(table: TableState, lease: LeaseState, why: str) -> None:
 
 def _ack_replica(
     table: TableState, lease: LeaseState, request: Ack, session: int, staged: StagedCommit | None, now: float
-) -> DoneReply:
-    """Record the ack of one replica. The last ack ends the rows."""
-    peers = [replica for replica, holder in lease.holders.items() if holder == session and replica not in lease.acked]
-    if not peers:
-        raise LeaseExpired(f"lease {lease.id} was acked by this replica before")
+) -> IntArray:
+    """Record the ack of one replica. The last ack ends the rows. Returns the rows that ended."""
+    replica = _replica(lease, session)
     if request.rows is not None and decode_rows(request.rows).size != int(lease.open.sum()):
         raise UsageError(f"lease {lease.id} is shared by {lease.replicas} replicas, who ack all of its rows together")
     if len(lease.acked) + 1 == lease.replicas and not (lease.dropped_as or request.drop):
         results = lease.staged or staged
         names = () if results is None else results.names
         check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
-    lease.acked[peers[0]] = None
+    lease.acked[replica] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:
         lease.staged = _stage_results(table, lease, request, staged)
@@ -174,9 +179,16 @@ def _ack_replica(
         # Another replica's results are used. Commit these without references, so that their extent closes.
         table.core.blocks.commit(staged.placed, table.usage, [0] * len(staged.placed))
     if len(lease.acked) == lease.replicas:
-        _commit_last_replica_ack(table, lease, request, session, now)
-    apply_group_and_stale_rules(table, now)
-    return DoneReply(lease.left if lease.id in table.core.leases.by_id else int(lease.rows.size))
+        return _commit_last_replica_ack(table, lease, request, session, now)
+    return NO_ROWS
+
+
+def _replica(lease: LeaseState, session: int) -> int:
+    """The first replica of the session that has not acked."""
+    for replica, holder in lease.holders.items():
+        if holder == session and replica not in lease.acked:
+            return replica
+    raise LeaseExpired(f"lease {lease.id} was acked by this replica before")
 
 
 def _stage_results(table: TableState, lease: LeaseState, request: Ack, staged: StagedCommit) -> StagedCommit:
@@ -187,7 +199,7 @@ def _stage_results(table: TableState, lease: LeaseState, request: Ack, staged: S
     return staged
 
 
-def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack, session: int, now: float) -> None:
+def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack, session: int, now: float) -> IntArray:
     task, held = table.tasks[lease.task], lease.rows[lease.held]
     if lease.staged is not None and not lease.dropped_as:
         order = lease.staged_order if lease.staged_order is not None else np.arange(lease.rows.size)
@@ -202,7 +214,70 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
     final = Ack(request.table, request.lease, request.token, drop=lease.dropped_as, step=request.step)
     _finish_acked(table, task, held, final, session, now)
     end_lease(table, lease, "it was acked by all replicas", by_holder=True)
-    apply_stale_policy(table, held, now)
+    return held
+
+
+# ---------------------------------------------------------------- several leases
+
+
+@in_table(AckLeases)
+def ack_leases(table: TableState, request: AckLeases, session: int, now: float) -> DoneReply:
+    """End all rows that these leases of one task still hold as done. Everything is checked before the first row ends."""
+    leases = _held_leases(table, request, session)
+    task = table.tasks[leases[0].task]
+    for lease in leases:
+        _check_ack_of_lease(table, task, lease, session)
+    held = sum(lease.left for lease in leases)
+    acked = [_ack_lease(table, task, lease, request.step, session, now) for lease in leases]
+    apply_stale_policy(table, np.concatenate(acked), now)
+    apply_group_and_stale_rules(table, now)
+    return DoneReply(held)
+
+
+def _held_leases(table: TableState, request: AckLeases, session: int) -> list[LeaseState]:
+    """The leases that a request names. `LeaseExpired` names all those that the session does not hold."""
+    numbers, tokens = decode_ids("the list of leases", request.leases), decode_ids("tokens", request.tokens)
+    if not numbers.size or numbers.size != tokens.size or np.unique(numbers).size != numbers.size:
+        raise UsageError(
+            f"{numbers.size} leases are acked with {tokens.size} tokens; name at least one lease, each once with its token"
+        )
+    leases, lost = [], []
+    for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
+        try:
+            leases.append(table.core.leases.get(number, token, table.name, session))
+        except LeaseExpired as error:
+            lost.append(str(error))
+    if lost:
+        raise LeaseExpired(
+            f"{len(lost)} of {numbers.size} leases have ended, so none was acked; ack the others without them. {'; '.join(lost[:LOST_SHOWN_MAX])}"
+        )
+    tasks = dict.fromkeys(lease.task for lease in leases)
+    if len(tasks) > 1:
+        raise UsageError(f"leases of tasks {listing(tasks)} are acked together; ack the leases of one task at a time")
+    return leases
+
+
+def _check_ack_of_lease(table: TableState, task: TaskState, lease: LeaseState, session: int) -> None:
+    """Raise unless an ack without results may end the rows that the lease holds."""
+    last = lease.replicas == 1
+    if not last:
+        _replica(lease, session)
+        last = len(lease.acked) + 1 == lease.replicas and not lease.dropped_as
+    if last and task.required_results:
+        names = () if lease.staged is None else lease.staged.names
+        check_required_results(table, task, names, lease.rows[lease.held])
+
+
+def _ack_lease(table: TableState, task: TaskState, lease: LeaseState, step: int, session: int, now: float) -> IntArray:
+    """End the rows that the lease holds, or record the ack of one replica. Returns the rows that ended."""
+    request = Ack(table.name, lease.id, lease.token, step=step)
+    if lease.replicas > 1:
+        return _ack_replica(table, lease, request, session, None, now)
+    rows = lease.rows[lease.held]
+    lease.held[:] = lease.open[:] = False
+    _finish_acked(table, task, rows, request, session, now)
+    end_lease(table, lease, "it was acked", by_holder=True)
+    return rows
 
 
 # ---------------------------------------------------------------- release, renew

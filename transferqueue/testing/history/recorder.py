@@ -14,8 +14,8 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Final, Self
@@ -174,6 +174,17 @@ class RecordedTable:
             batch = self.table.lease(task, **terms)
             ending.result = first = _leased(batch)
         return RecordedBatch(self._recorder, self, batch, first.digests)
+
+    def ack(self, batches: Iterable[RecordedBatch], *, step: int = -1) -> int:
+        """`Table.ack`: written as one ack of each batch, all with the same begin and outcome."""
+        taken = list(batches)
+        with ExitStack() as calls:
+            for batch in taken:
+                calls.enter_context(self._recorder.during(h.AckCall(*batch._whose, batch._ids(None), step=step)))
+            rows = self.table.ack([batch.batch for batch in taken], step=step)
+        for batch in taken:
+            batch._take(batch._ids(None))
+        return rows
 
     def reserve(self, rows: int, **terms: Any) -> RecordedReservation:
         """`Table.reserve`."""

@@ -79,13 +79,19 @@ class CheckpointJob(SimJob):
         return (yield from self._is_all(model))
 
     def _learn_once(self, process: Process, step: int, model: set[int]) -> Steps:
+        """Learn from one lease, or from two that are acked in one commit."""
         wait_s = 60.0 if process.world.healed else 2.0
-        lease = yield m.LeaseRequest(self.table, "train", rows=4, at_least=1, wait_s=wait_s)
-        rows = inline(lease.content, "number")
+        leases = [(yield m.LeaseRequest(self.table, "train", rows=4, at_least=1, wait_s=wait_s))]
+        if step % 2:
+            try:
+                leases.append((yield m.LeaseRequest(self.table, "train", rows=2, at_least=1)))
+            except FlowSignal:
+                yield 0.0  # no more rows are ready
+        rows = [row for lease in leases for row in inline(lease.content, "number")]
         if again := model & set(rows):
             raise PromiseBroken(f"rows {sorted(again)} were given out again, and the model has learned from them")
         yield process.world.random.uniform(0.01, 0.3)
-        yield m.Ack(self.table, lease.lease, lease.token, step=step)
+        yield _ack(self.table, leases, step)
         return rows
 
     def _save(self, step: int, rows: frozenset[int]) -> Steps:
@@ -99,3 +105,10 @@ class CheckpointJob(SimJob):
         if cursor.ordinal != first:
             raise PromiseBroken(f"the cursor is at ordinal {cursor.ordinal}, and {first} is the first without a fate")
         return True
+
+
+def _ack(table: str, leases: list[m.Leased], step: int) -> m.Ack | m.AckLeases:
+    if len(leases) == 1:
+        return m.Ack(table, leases[0].lease, leases[0].token, step=step)
+    numbers = b"".join(lease.lease.to_bytes(8, "little") for lease in leases)
+    return m.AckLeases(table, numbers, b"".join(lease.token.to_bytes(8, "little") for lease in leases), step)

@@ -197,6 +197,19 @@ class Ack(Message):
     step: StepOrNone = -1
 
 
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.ack")
+class AckLeases(Message):
+    """All rows that these leases of one task still hold are done, in one commit: all of the leases, or none.
+
+    leases, tokens: one of each for every lease. step: as of `Ack`.
+    """
+
+    table: Name
+    leases: I64
+    tokens: I64
+    step: StepOrNone = -1
+
+
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.checkpointed")
 class CommitCheckpoint(Message, tag="Checkpointed"):
     """The model is safe up to `step`: rows acked with it, or one before, are done. Answer: Done, with how many.
@@ -358,6 +371,7 @@ RowRequests = (
     | Update
     | LeaseRequest
     | Ack
+    | AckLeases
     | CommitCheckpoint
     | Rollback
     | Cursor
