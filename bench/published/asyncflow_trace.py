@@ -1,4 +1,4 @@
-"""Service times of the published AsyncFlow trace, reduced to a quarter; `data/SOURCE.md` names the source and the method."""
+"""Service times of the AsyncFlow trace, digitised and reduced to a quarter; `data/SOURCE.md` names the source and the method."""
 
 from __future__ import annotations
 

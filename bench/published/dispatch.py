@@ -54,7 +54,7 @@ def ptl_s(batch: int) -> float:
 
 
 def published_lengths(rows: int, rng: np.random.Generator) -> Lengths:
-    """Draw lengths from the published histogram: ``[rows]``, tokens."""
+    """Draw lengths from the histogram digitised from StreamRL's figure 7: ``[rows]``, tokens."""
     path = Path(__file__).parent / "data" / "streamrl_output_lengths.csv"
     low, high, share = np.loadtxt(path, delimiter=",", skiprows=1, unpack=True)
     share = np.maximum(share, 0)

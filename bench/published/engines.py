@@ -1,4 +1,4 @@
-"""One process of simulated engines. Its instances are coroutines that lease real rows and wait for the published service time.
+"""One process of simulated engines. Its instances are coroutines that lease real rows and wait for the digitised service time.
 
 Rules:
 
@@ -35,7 +35,7 @@ GIVES: Final = {"reference": "reference", "reward": "reward", "advantage": "adva
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a process of engines: its stage, the server's address, published seconds per second, and the start (monotonic s)."""
+    """Arguments of a process of engines: its stage, the server's address, seconds of the trace per second, and the start (monotonic s)."""
 
     stage: str
     address: str

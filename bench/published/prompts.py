@@ -1,4 +1,4 @@
-"""Synthetic prompts whose answers have the published lengths, for a length ranker to learn from. StreamRL published no prompts.
+"""Synthetic prompts whose answers have the lengths digitised from StreamRL's figure 7, for a length ranker to learn from. StreamRL published no prompts.
 
 Rules:
 
