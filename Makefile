@@ -25,6 +25,9 @@ NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
 NEMOED    := $(NEMO)/.installed-$(NEMO_AT)
 
 export PYTHONUTF8 := 1
+# The tests start several hundred processes. Where the environment forbids to keep compiled modules, as images of containers do, each compiles
+# the package anew, which is a quarter of their processor time.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
 .PHONY: help setup check test test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean

@@ -17,7 +17,7 @@ from tests.scale import sizes
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rounds", sizes(7, 100))
+@pytest.mark.parametrize("rounds", sizes(4, 100))
 @pytest.mark.parametrize("level", ["memory", "process", "disk"])
 def test_nothing_is_left_behind(level: str, rounds: int, tmp_path: Path) -> None:
     shared = tmp_path / "shm"

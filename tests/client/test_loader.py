@@ -13,6 +13,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
+from tests.scale import only_long
 
 ROWS, BATCH = 24, 4
 
@@ -62,6 +63,26 @@ def test_what_was_not_taken_is_no_failed_attempt(table: Any) -> None:
     assert table.audit()["rows_dropped"] == 0
 
 
+LEASED = pytest.mark.parametrize(
+    ("way", "queue"),
+    [
+        ("ipc", "sync"),
+        ("remote", "async"),
+        *only_long(
+            ("embedded", "sync"),
+            ("embedded", "async"),
+            ("ipc", "async"),
+            ("tcp", "sync"),
+            ("tcp", "async"),
+            ("remote", "sync"),
+        ),
+    ],
+    indirect=True,
+)
+"""Leases are renewed and expire at the server, which is the same by every way: two of them show it."""
+
+
+@LEASED
 def test_batches_that_wait_are_renewed(table: Any) -> None:
     """A lease of the same length that nobody renews tells that the time has passed."""
     fill(table, 4 * BATCH)
@@ -82,6 +103,7 @@ def test_batches_that_wait_are_renewed(table: Any) -> None:
     assert table.stats()["tasks"]["train"]["failed"] == BATCH, "only those of the lease that nobody renewed"
 
 
+@LEASED
 def test_what_waits_for_a_consumer_that_hangs_goes_back_and_the_loader_goes_on(table: Any) -> None:
     fill(table, 3 * BATCH)
     with table.loader("train", rows=BATCH, lease_s=0.2, time_limit_s=0.4, timeout_s=10) as loader:

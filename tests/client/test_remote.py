@@ -19,6 +19,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import Served, Worker
+from tests.scale import only_long
 from transferqueue.client.memory import remote
 from transferqueue.limits import BULK_TRIES
 from transferqueue.storage.memory.buffer_pool import BufferPool
@@ -434,7 +435,7 @@ def test_only_tcp_can_be_remote(server: Served) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("level", ["process", "disk"])
+@pytest.mark.parametrize("level", ["process", *only_long("disk")])
 def test_a_remote_client_outlives_its_server(tmp_path: Path, level: str, name: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

@@ -78,7 +78,7 @@ class Supervised(AbstractContextManager["Supervised"]):
         self.process.stdout.close()
 
 
-@pytest.fixture(params=["process", "disk"])
+@pytest.fixture(params=["process", *only_long("disk")])
 def server(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Supervised]:
     with Supervised(tmp_path, request.param) as found:
         yield found

@@ -97,7 +97,7 @@ def test_memory_comes_back_from_a_shard_in_either_way(server: Served) -> None:
     ):
         await_shards(near, 1)
         make(far)
-        for turn in range(40):
+        for turn in range(12):
             (near if turn % 2 else far).table("t").put(x=values(turn), ordinal=np.arange(ROWS) + ROWS * turn)
             with (far if turn % 3 else near).table("t").lease("train", rows=ROWS, timeout_s=PATIENCE_S) as batch:
                 check_all(batch)
@@ -210,6 +210,7 @@ def test_a_shard_goes_on_with_the_next_life_of_its_coordinator(tmp_path: Path) -
         assert shard.ended() == 0
 
 
+@pytest.mark.long
 def test_a_shard_that_died_while_no_coordinator_ran_is_lost(tmp_path: Path) -> None:
     with Supervised(tmp_path, "process", supervise=False) as server, ExitStack() as stack:
         shard = stack.enter_context(ShardProcess(server.address))

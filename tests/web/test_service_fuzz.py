@@ -16,7 +16,7 @@ from transferqueue.web.service.schemas import FactsBody
 from transferqueue.web.subprocesses import start_page
 
 STAGES = [{"name": "rollout", "needs": ["prompt"], "gives": ["ids"]}, {"name": "train", "needs": ["ids"]}]
-REQUESTS = 1500
+REQUESTS = 600
 NAMES = ["prompt", "ids", "x", "key", "tags", "group_id", "priority", "\0", ""]
 WEIRD = [
     *(None, True, -1, 0, 1, 2**63, 2**64 - 1, 1e308, 0.5, "", "a", "\0", "x" * 5000, [], [[]], {}, {"a": 1}, b"\xff"),

@@ -20,6 +20,7 @@ from tests.cli.deployment import run
 from tests.client.deployments import Served, Worker, served
 from tests.client.test_keyed import Keyed
 from tests.client.test_remote import Between
+from tests.scale import sizes
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, RelayProcess, model, relaying
 
 pytestmark = pytest.mark.slow
@@ -77,30 +78,31 @@ def test_a_version_crosses_once_for_all_replicas_of_a_host_late_and_replaced_one
         ExitStack() as replicas,
     ):
         published = trainer.weights("policy")
-        before = [replicas.enter_context(Worker(relay.ipc, REPLICA, *seeds())) for _ in range(4)]
+        before = [replicas.enter_context(Worker(relay.ipc, REPLICA, *seeds())) for _ in range(2)]
         published.publish(7, model())
-        assert [one.line() for one in before] == ["7 8 True"] * 4
+        assert [one.line() for one in before] == ["7 8 True"] * 2
         assert TENSORS * MIB < crossed.bytes < 1.05 * TENSORS * MIB
 
         first = crossed.bytes
         before[0].send(signal.SIGKILL)
-        late = [replicas.enter_context(Worker(relay.ipc, REPLICA, *seeds())) for _ in range(2)]
-        assert [one.line() for one in late] == ["7 8 True"] * 2
+        late = replicas.enter_context(Worker(relay.ipc, REPLICA, *seeds()))
+        assert late.line() == "7 8 True"
         assert crossed.bytes - first < MIB // 8, "heartbeats: a replica pulls from its host"
 
         published.publish(9, model(w3=100))  # one tensor of eight
-        assert [one.line().split()[:2] for one in (*before[1:], *late)] == [["9", "1"]] * 5
+        assert [one.line().split()[:2] for one in (before[1], late)] == [["9", "1"]] * 2
         assert MIB < crossed.bytes - first < 1.5 * MIB
         relay.told("version 9 is here")
         assert list(trainer.stats()["channels"]["policy"]["applied"].values()) == [9]
         assert relay.stop() == 0
 
 
-def test_along_a_chain_of_three_each_link_carries_a_version_once(directory: Path) -> None:
+@pytest.mark.parametrize("relays", sizes(2, 3))
+def test_along_a_chain_each_link_carries_a_version_once(relays: int, directory: Path) -> None:
     with served(private(directory, "o")) as origin, tq.connect(origin.ipc) as trainer, ExitStack() as chain:
         links: list[Crossed] = []
         source: Served | RelayProcess = origin
-        for name in "abc":
+        for name in "abc"[:relays]:
             between, crossed = chain.enter_context(counted(source))
             links.append(crossed)
             source = chain.enter_context(relaying("--from", between.control.address, served=private(directory, name)))

@@ -66,6 +66,7 @@ def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
     assert sum(outcome.summary.staleness_histogram.values()) == 256
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp_path: Path) -> None:
     outcome = run(JobSettings(learning=SMALL, mode="delayed"), tmp_path)
@@ -106,7 +107,7 @@ def test_the_job_survives_the_death_of_a_process(stage: str, tmp_path: Path) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, *only_long(signal.SIGTERM)])
 def test_ctrl_c_ends_everything_within_three_seconds(number: signal.Signals, tmp_path: Path) -> None:
     runtime = tmp_path / "runtime"
     demo = subprocess.Popen(

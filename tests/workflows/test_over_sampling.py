@@ -185,7 +185,7 @@ def test_what_stopped_between_two_tokens_is_told_with_its_tokens() -> None:
 
 
 @pytest.mark.slow
-@settings(max_examples=examples(15), deadline=None)
+@settings(max_examples=examples(6), deadline=None)
 @given(stops=st.lists(st.integers(0, 12), max_size=6))
 def test_whenever_a_batch_is_full_nothing_is_lost_and_nothing_doubled(stops: list[int]) -> None:
     with tq.connect() as queue:

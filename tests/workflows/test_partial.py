@@ -212,6 +212,7 @@ def test_groups_with_nothing_to_teach_are_replaced_exactly(settings: JobSettings
     assert outcome.audit.dropped.get(SURPLUS, 0) <= 2 * 64
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_a_rollout_killed_in_the_middle_of_a_response_loses_nothing(tmp_path: Path) -> None:
     flows: list[Flow] = []
