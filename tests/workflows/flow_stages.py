@@ -3,7 +3,7 @@
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +48,19 @@ def numbers(context: Context) -> Iterator[Produce]:
     """Factory of the source."""
     yield Numbers(context)
     context.table.seal()
+
+
+@contextmanager
+def loop(context: Context) -> Iterator[Callable[[], None]]:
+    """Factory of a loop, which leases rows itself."""
+
+    def double_all() -> None:
+        for batch in context.table.leases("double", rows=4, at_least=1, timeout_s=30):
+            with batch:
+                batch.ack(y=2 * batch["x"].numpy())
+
+    yield double_all
+    context.figures("finished", directory=str(context.directory))
 
 
 @contextmanager

@@ -91,6 +91,14 @@ def test_a_flow_ends_when_all_rows_are_done(queue: tq.Queue, tmp_path: Path) -> 
     assert len(set(map(os.path.basename, map(str, tmp_path.glob("*.log"))))) == 2
 
 
+def test_a_loop_leases_rows_itself_and_knows_the_folder_of_the_run(queue: tq.Queue, tmp_path: Path) -> None:
+    source, _ = jobs("double")
+    loop = StageJob(name="double", table="t", factory=f"{HERE}:loop", loop=True, directory=str(tmp_path))
+    told, _ = run(queue, [source, loop], tmp_path)
+    assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
+    assert [event.values["directory"] for event in figures(told, "finished")] == [str(tmp_path)]
+
+
 def test_rows_of_a_killed_process_are_done_by_its_next_life(queue: tq.Queue, tmp_path: Path) -> None:
     killed: list[int] = []
     flow = Flow(

@@ -21,6 +21,7 @@ import importlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -83,7 +84,8 @@ Produce = Producer
 class Context:
     """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
 
-    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time.
+    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time. directory: folder
+    of the run; None if it has none.
     """
 
     def __init__(
@@ -94,11 +96,13 @@ class Context:
         emit: Callable[[Event], None],
         settings: Mapping[str, Any] | None = None,
         instance: int = 0,
+        directory: Path | None = None,
     ) -> None:
         self.queue = queue
         self.table = table
         self.emit = emit
         self.instance = instance
+        self.directory = directory
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import threading
+from pathlib import Path
 from typing import Any, Final
 
 import msgspec
@@ -28,7 +29,9 @@ EXIT_FINAL: Final = 65
 class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one process. factory: ``package.module:function``. stage: None for a source.
 
-    settings: plain values, for the factory. instance: number of this process among those of the stage.
+    settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
+    factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
+    process ("": none).
     """
 
     name: str
@@ -38,6 +41,8 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: dict[str, Any] = {}
     instance: int = 0
     timeout_s: float = 30.0
+    loop: bool = False
+    directory: str = ""
 
     @property
     def label(self) -> str:
@@ -49,9 +54,18 @@ def run_job(job: StageJob, address: str, emit: Sender) -> None:
     """Connect, build the function that the job names, and serve it until its table ends."""
     with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
         table = queue.table(job.table, timeout_s=job.timeout_s)
-        context = Context(queue=queue, table=table, emit=emit, settings=job.settings, instance=job.instance)
+        context = Context(
+            queue=queue,
+            table=table,
+            emit=emit,
+            settings=job.settings,
+            instance=job.instance,
+            directory=Path(job.directory) if job.directory else None,
+        )
         with load(job.factory)(context) as function:
-            if job.stage is None:
+            if job.loop:
+                function()
+            elif job.stage is None:
                 run_source(table, function, emit=emit, stall_s=STALL_S)
             else:
                 run_stage(table, job.stage, function, emit=emit)

@@ -18,7 +18,8 @@ Which of them a job has, and what each reads: `transferqueue.workflows.job.setti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from pathlib import Path
+from typing import Final
 
 import msgspec
 
@@ -47,6 +48,9 @@ FACTORIES: Final[Mapping[str, str]] = {
     names.EVALUATE: f"{_HERE}.stages.evaluate:evaluate",
 }
 """Factory of each process. A process imports that module only, so that only processes with a model load torch."""
+
+LOOPS: Final = frozenset({names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
+"""Processes whose factory gives a whole loop: they lease rows themselves, or none."""
 
 STALL_S: Final = 3600.0
 """Longest wait of a process for a row: a step, the start of an engine, or a reward model may take long."""
@@ -215,14 +219,21 @@ def create_table(queue: tq.Queue, job: Job) -> tq.Table:
     )
 
 
-def stage_jobs(job: Job) -> list[StageJob]:
-    """Return the processes of the job."""
-    plain = msgspec.json.decode(msgspec.json.encode(job))
-    processes = [_process(names.PROMPTS, plain)]
+def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
+    """Return the processes of the job. directory: folder of the run, where the trainer keeps its checkpoints."""
+    described = StageJob(
+        name=names.PROMPTS,
+        table=names.TABLE,
+        factory=FACTORIES[names.PROMPTS],
+        settings=msgspec.json.decode(msgspec.json.encode(job)),
+        directory="" if directory is None else str(directory.absolute()),
+    )
+    processes = [described]
     for stage in stages(job):
-        processes += [_process(stage.task.name, plain, stage, number) for number in range(_count(stage.task.name, job))]
+        name = stage.task.name
+        processes += [_process(described, name, stage, number) for number in range(_count(name, job))]
     if job.evaluation.path:
-        processes.append(_process(names.EVALUATE, plain))
+        processes.append(_process(described, names.EVALUATE))
     return processes
 
 
@@ -232,9 +243,9 @@ def engine_of(job: Job, instance: int) -> EngineSettings:
     return each[instance]
 
 
-def _process(name: str, plain: dict[str, Any], stage: Stage | None = None, instance: int = 0) -> StageJob:
-    return StageJob(
-        name=name, table=names.TABLE, factory=FACTORIES[name], stage=stage, settings=plain, instance=instance
+def _process(described: StageJob, name: str, stage: Stage | None = None, instance: int = 0) -> StageJob:
+    return msgspec.structs.replace(
+        described, name=name, factory=FACTORIES[name], stage=stage, instance=instance, loop=name in LOOPS
     )
 
 

@@ -67,6 +67,12 @@ def test_processes_travel_as_json_and_name_factories(kind):
         assert process.factory.startswith("transferqueue.workflows.job.")
 
 
+def test_processes_know_the_folder_of_the_run(tmp_path):
+    processes = {process.name: process for process in graph.stage_jobs(job("grpo", 'evaluation.path="held"'), tmp_path)}
+    assert {process.directory for process in processes.values()} == {str(tmp_path)}
+    assert [name for name, process in processes.items() if process.loop] == ["train", "evaluate"]
+
+
 def test_tasks_follow_from_the_kind():
     assert graph.task_names(job("grpo")) == ("rollout", "reward", "advantage", "train")
     assert graph.task_names(job("ppo")) == (
