@@ -9,6 +9,7 @@ Rules:
    As many failures in a row mean that the stage is broken, and not a row: the loop raises `StageFailedInProcess`.
 4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
+6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each lease.
 """
 
 from __future__ import annotations
@@ -16,21 +17,16 @@ from __future__ import annotations
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
-
-import numpy as np
-import numpy.typing as npt
+from collections.abc import Callable
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import PartialResult
-from transferqueue.errors import EndOfTable, FlowSignal, LeaseExpired, PeerError, Sealed, TransferQueueError, UsageError
+from transferqueue.errors import EndOfTable, Sealed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
+from transferqueue.workflows.flow.serving import StageFailedInProcess, check_broken, serve
+from transferqueue.workflows.flow.slots import Feeder
 from transferqueue.workflows.flow.stage import STALL_S, Produce, Stage, Work
 
-
-class StageFailedInProcess(TransferQueueError):
-    """A stage failed as often in a row as a row may be tried. Its cause is the last failure."""
+__all__ = ["StageFailedInProcess", "run_source", "run_stage"]
 
 
 def run_stage(
@@ -43,9 +39,11 @@ def run_stage(
 ) -> int:
     """Serve `stage` until its table ends, or until `stop` is set between batches; return the number of rows done.
 
-    Blocks. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
+    Blocks; with slots, until every batch that was begun has ended. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
     `StageFailedInProcess` (rule 3), and `PeerError` when the queue is gone.
     """
+    if stage.slots:
+        return Feeder(table, stage, work, emit=emit, stop=stop).run()
     rows_done = failures = 0
     while not (stop and stop.is_set()):
         waited = time.monotonic()
@@ -55,13 +53,13 @@ def run_stage(
             break
         started = time.monotonic()
         emit(TimeSpan(name=WAIT, start=waited, end=started))
-        rows, failure = len(batch), _serve(batch, work)
+        rows, failure = len(batch), serve(batch, work)
         emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
         rows_done += rows if failure is None else 0
         failures = 0 if failure is None else failures + 1
         if failure is not None:
             emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
-            _check_broken(stage, failures, failure)
+            check_broken(stage, failures, failure)
     return rows_done
 
 
@@ -91,53 +89,3 @@ def run_source(
         emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=reservation.version))
         rows_put += rows
     return rows_put
-
-
-def _serve(batch: tq.Batch, work: Work) -> Exception | None:
-    """Call `work` and commit its results. On a failure, release the rows as failed and return the error."""
-    left = len(batch)
-    try:
-        for part in _parts(work(batch)):
-            rows = None if part.at is None else batch.rows[part.at]
-            _commit(batch, part, rows)
-            left -= left if rows is None else len(rows)
-        if left:
-            raise UsageError(f"the stage gave results for all but {left} of {len(batch)} rows; it must for each")
-    except PeerError:
-        raise
-    except Exception as failure:  # noqa: BLE001  (the caller reports it, and raises when it repeats)
-        _give_back(batch, failure)
-        return failure
-    return None
-
-
-def _commit(batch: tq.Batch, part: PartialResult, rows: npt.NDArray[np.int64] | None) -> None:
-    """End the lease of `rows` as `part` says."""
-    if part.drop:
-        batch.drop(part.drop, rows)
-    elif part.unfinished:
-        batch.release(rows, **part.facts, **part.columns)
-    else:
-        batch.ack(rows, **part.facts, **part.columns)
-
-
-def _parts(returned: Mapping[str, Any] | Iterable[PartialResult]) -> Iterator[PartialResult]:
-    if isinstance(returned, Mapping):
-        yield PartialResult(columns=returned)
-    else:
-        yield from returned
-
-
-def _give_back(batch: tq.Batch, failure: Exception) -> None:
-    try:
-        batch.release(failed=True, reason=f"{type(failure).__name__}: {failure}"[:1000])
-    except LeaseExpired:
-        return  # given back already, by its deadline: that counts as a failure too
-
-
-def _check_broken(stage: Stage, failures: int, failure: Exception) -> None:
-    if stage.task.attempts_max and failures >= stage.task.attempts_max and not isinstance(failure, FlowSignal):
-        raise StageFailedInProcess(
-            f'stage "{stage.task.name}" failed {failures} times in a row, as often as a row may be tried; '
-            f"the last time with {type(failure).__name__}: {failure}"
-        ) from failure

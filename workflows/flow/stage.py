@@ -41,7 +41,9 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A task, and how many rows one call of its function gets.
 
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
-    are ready (0: the full number). stall_s: longest wait for rows.
+    are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
+    soon as there is room: an engine is kept full (0: one call at a time). The function must then be callable from several threads
+    at once. stall_s: longest wait for rows.
     """
 
     task: tq.Task
@@ -49,6 +51,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     tokens: int = 0
     groups: int = 0
     at_least: int = 0
+    slots: int = 0
     stall_s: float = STALL_S
 
     def __post_init__(self) -> None:
@@ -59,16 +62,22 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not 0 <= self.at_least <= max(self.rows, self.tokens, self.groups):
             raise Impossible(f'stage "{self.task.name}": at_least={self.at_least} is more than one call may get')
+        if self.slots < 0 or (self.slots and (self.tokens or self.slots < self.rows)):
+            raise UsageError(
+                f'stage "{self.task.name}": slots={self.slots} with rows={self.rows} and tokens={self.tokens}: slots are rows, at least those '
+                "of one call; leave tokens out, or slots"
+            )
 
-    def lease(self, table: tq.Table) -> tq.Batch:
-        """Lease the rows of one call. Waits and raises as `Table.lease` does."""
+    def lease(self, table: tq.Table, most: int | None = None, timeout_s: float | None = None) -> tq.Batch:
+        """Lease the rows of one call: at most `most` rows or groups, if given, as soon as there is one. Waits and raises as `Table.lease` does."""
+        few = None if most is None else 1
         return table.lease(
             self.task.name,
-            rows=self.rows or None,
+            rows=(self.rows if most is None else min(self.rows, most)) or None,
             tokens=self.tokens or None,
-            groups=self.groups or None,
-            at_least=self.at_least or None,
-            timeout_s=self.stall_s,
+            groups=(self.groups if most is None else min(self.groups, most)) or None,
+            at_least=few or self.at_least or None,
+            timeout_s=self.stall_s if timeout_s is None else timeout_s,
             lease_s=self.task.lease_s,
         )
 
