@@ -127,8 +127,8 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 	@$(VERL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in (seconds)
-	$(VERL)/bin/python -m pytest tests/engines/test_verl.py $(ARGS)
+test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in; its losses beside ours (a minute)
+	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py $(ARGS)
 
 # The folders of its source that the data plane and its tests are in, of one commit. It asks for a newer Python than its data plane needs.
 $(NEMOED): tests/engines/nemo.txt pyproject.toml
