@@ -1,0 +1,139 @@
+"""Models of Hugging Face directories, ready to be scored and trained: dropout off, rows packed where that is exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from transferqueue.adapters.scoring.plan import plan_for
+from transferqueue.errors import NotFound, UsageError, listing
+
+_DTYPES: Final = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_HEADS: Final = ("score.", "classifier.", "v_head.", "value_head.")
+"""Names of the output layers that a value model may lack."""
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    revision: str = "",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load a causal language model of transformers, in evaluation mode, for `response_logprobs`.
+
+    path: a directory, or an id that transformers downloads. dtype: of all weights. device: "auto" is a GPU if there is one.
+    Raises `NotFound` if there is no model at `path`, and `UsageError` if its files lack weights, or for an unknown dtype.
+    """
+    model, missing = _loaded("AutoModelForCausalLM", path, dtype, device, revision, trust_remote_code)
+    _check_complete(path, missing)
+    return _prepared(model)
+
+
+def load_value_model(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    revision: str = "",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load a critic for `response_values`: a token classifier with one label, or any model that can start as one.
+
+    A reward model (a sequence classifier with one label) brings its score layer. A language model has none: the values start at 0.
+    Raises as `load_causal_lm`.
+    """
+    model, missing = _loaded(
+        "AutoModelForTokenClassification", path, dtype, device, revision, trust_remote_code, num_labels=1
+    )
+    _check_complete(path, [name for name in missing if not name.startswith(_HEADS)])
+    with torch.no_grad():
+        for name in missing:
+            model.get_parameter(name).zero_()
+    return _prepared(model)
+
+
+def load_classifier(
+    path: str | Path,
+    *,
+    dtype: str = "bfloat16",
+    device: str = "auto",
+    revision: str = "",
+    trust_remote_code: bool = False,
+) -> Any:
+    """Load a reward model for `rewards_of`: a sequence classifier with one label.
+
+    Raises as `load_causal_lm`, and `UsageError` for a model without a trained score layer: its rewards would be random.
+    """
+    model, missing = _loaded("AutoModelForSequenceClassification", path, dtype, device, revision, trust_remote_code)
+    _check_complete(path, missing)
+    if model.config.num_labels != 1:
+        raise UsageError(f'model "{path}" gives {model.config.num_labels} scores a row; a reward model gives one')
+    return _prepared(model)
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name. Raises `UsageError` for one that models are not loaded in.
+
+    >>> torch_dtype("bfloat16")
+    torch.bfloat16
+    """
+    if name not in _DTYPES:
+        raise UsageError(f'dtype "{name}" is unknown; give one of {listing(_DTYPES)}')
+    return _DTYPES[name]
+
+
+def torch_device(name: str) -> torch.device:
+    """Return the device of a name; "auto" is a GPU if there is one, else the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu") if name == "auto" else torch.device(name)
+
+
+def _loaded(
+    architecture: str,
+    path: str | Path,
+    dtype: str,
+    device: str,
+    revision: str,
+    trust_remote_code: bool,
+    **options: Any,
+) -> tuple[Any, list[str]]:
+    """Load a model; return it and the names of weights that its files lack."""
+    import transformers
+
+    weights_dtype, place = torch_dtype(dtype), torch_device(device)
+    source = {"revision": revision or "main", "trust_remote_code": trust_remote_code}
+    try:
+        config = transformers.AutoConfig.from_pretrained(str(path), **source, **options)
+        model, report = getattr(transformers, architecture).from_pretrained(
+            str(path), config=config, dtype=weights_dtype, output_loading_info=True, **source
+        )
+    except OSError as error:
+        raise NotFound(
+            f'model "{path}" cannot be loaded: {error}; give a directory that save_pretrained wrote'
+        ) from error
+    except (RuntimeError, ValueError) as error:  # weights of another shape; an unknown kind of model
+        raise UsageError(f'model "{path}" cannot be loaded as {architecture}: {error}') from error
+    return model.to(place), sorted(report["missing_keys"])
+
+
+def _check_complete(path: str | Path, missing: list[str]) -> None:
+    if missing:
+        raise UsageError(
+            f'model "{path}" lacks the weights {listing(missing)}: they would be random; give a model that was saved with them'
+        )
+
+
+def _prepared(model: Any) -> Any:
+    """Turn dropout off, so that log-probs in training are those of generation, and find out how rows are run."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+        elif isinstance(getattr(module, "attention_dropout", None), float):
+            module.attention_dropout = 0.0
+    model.eval()
+    plan_for(model)
+    return model

@@ -1,0 +1,207 @@
+"""How a model is run over rows: packed where that is exact for it, else padded. Found by experiment on the model itself.
+
+A model's name or class does not say whether rows that share a batch stay apart in it: attention may be told, but a convolution
+or a recurrent layer is not. So `plan_for` runs the model on two short rows, three times:
+
+1. Packed, with two different first rows. The second row's outputs must not change. The shapes are equal, so the same kernels run:
+   there is no rounding to allow for, but in a mixture of experts, which groups tokens of all rows by expert.
+2. The second row alone. Its outputs must be the same but for rounding, so the model counts positions as it is told.
+
+A model that does not pass is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from transferqueue.adapters.protocols import Unsupported
+from transferqueue.adapters.scoring.rows import ForwardRows, forward_rows
+from transferqueue.errors import UsageError
+
+_PLAN: Final = "transferqueue_plan"
+_LAYERS: Final = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that attention in rows computes."""
+_ROWS: Final = ([6, 4, 9, 8, 10, 3], [3, 7, 5, 11, 2])
+_OTHER: Final = [9, 2, 8, 4, 6, 7]
+_ROUNDING: Final = {torch.float64: 1e-8, torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.05}
+"""Greatest difference, as a share of the outputs' spread, that rounding may make."""
+_LEAK: Final = 0.1
+"""Share of it that another row may make."""
+
+
+@dataclass(frozen=True)
+class ScoringPlan:
+    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with nothing done to them after."""
+
+    packed: bool
+    reason: str = ""
+    own_head: bool = False
+
+
+def plan_for(model: nn.Module) -> ScoringPlan:
+    """Return how `model` is run, by experiment at the first call. Sets its attention implementation if rows are packed.
+
+    Raises `Unsupported` for a model that is not causal, and `UsageError` for a first call with a model that is sharded or on the
+    meta device: make the plan before.
+    """
+    inner = unwrapped(model)
+    plan: ScoringPlan | None = getattr(inner, _PLAN, None)
+    if plan is None:
+        _check_whole(inner)
+        plan = _found(inner)
+        setattr(inner, _PLAN, plan)
+    return plan
+
+
+def is_packed(model: nn.Module) -> bool:
+    """Whether rows of a call of the model are packed; see `micro_batches`."""
+    return plan_for(model).packed
+
+
+def unwrapped(model: nn.Module) -> Any:
+    """Return the model inside of ``DistributedDataParallel``."""
+    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter."""
+    return next(model.parameters()).device
+
+
+def inputs(rows: ForwardRows) -> dict[str, Any]:
+    """Return the keyword arguments of the model's forward."""
+    from transferqueue.adapters.scoring.attention import ARGUMENT
+
+    if rows.packed is None:
+        return {"input_ids": rows.ids_BT, "use_cache": False}
+    return {
+        "input_ids": rows.ids_BT,
+        "position_ids": rows.positions_BT,
+        # Four dimensions: transformers takes it as made, and does not build a mask of tokens x tokens. Attention in rows reads none.
+        "attention_mask": rows.ids_BT.new_ones(1, 1, 1, 1, dtype=torch.bool),
+        "use_cache": False,
+        ARGUMENT: rows.packed,
+    }
+
+
+def limits_of(model: Any) -> tuple[int | None, int | None]:
+    """Return the model's number of tokens in the vocabulary and its longest row, None where its configuration says nothing."""
+    config = model.config.get_text_config()
+    return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
+
+
+def lay_out(model: nn.Module, prompts: Any, responses: Any) -> ForwardRows:
+    """Lay out rows as the model's plan says, on its device. Raises as `forward_rows`."""
+    vocabulary, length_max = limits_of(unwrapped(model))
+    return forward_rows(
+        prompts,
+        responses,
+        packed=is_packed(model),
+        device=device_of(model),
+        vocabulary=vocabulary,
+        length_max=length_max,
+    )
+
+
+# ---------------------------------------------------------------- the experiment
+
+
+def _check_whole(model: nn.Module) -> None:
+    first = next(model.parameters())
+    if first.is_meta or hasattr(first, "full_tensor"):
+        state = "on the meta device" if first.is_meta else "sharded"
+        raise UsageError(f"{type(model).__name__} is {state}; call scoring.plan_for(model) once before that")
+
+
+def _found(model: Any) -> ScoringPlan:
+    reason = _refusal(model)
+    if not reason:
+        reason = _tried_packed(model)
+    if reason:
+        _check_causal(model)
+    return ScoringPlan(packed=not reason, reason=reason, own_head=_has_own_head(model, packed=not reason))
+
+
+def _refusal(model: Any) -> str:
+    """Why rows of the model cannot be packed, as far as its configuration says."""
+    config = model.config.get_text_config()
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _LAYERS)
+    if others:
+        return f"it has layers of {', '.join(others)}"
+    if not getattr(model, "_supports_attention_backend", False):
+        return "its attention cannot be replaced"
+    return ""
+
+
+def _tried_packed(model: Any) -> str:
+    """Set attention in rows and try it; if it fails, restore the attention and say why."""
+    from transferqueue.adapters.scoring.attention import NAME
+
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    reason = "its attention cannot be replaced" if model.config._attn_implementation != NAME else ""
+    if not reason:
+        try:
+            reason = _difference(lambda rows: _outputs(model, rows, packed=True))
+        except Unsupported as error:
+            reason = str(error)
+    if reason:
+        model.set_attn_implementation(before)
+    return reason
+
+
+@torch.no_grad()
+def _has_own_head(model: Any, *, packed: bool) -> bool:
+    """Whether the logits are the output layer's: some models scale or cap them afterwards."""
+    head = model.get_output_embeddings()
+    if head is None:
+        return False
+    with _evaluating(model):
+        rows = forward_rows(_ROWS, [[]] * len(_ROWS), packed=packed, device=device_of(model))
+        logits = model(**inputs(rows)).logits
+        wanted = head(model.base_model(**inputs(rows)).last_hidden_state)
+    return logits.shape == wanted.shape and torch.allclose(logits, wanted, rtol=1e-3, atol=1e-3)
+
+
+def _check_causal(model: Any) -> None:
+    reason = _difference(lambda rows: _outputs(model, rows, packed=False))
+    if reason:
+        raise Unsupported(f"{type(model).__name__} cannot score padded rows: {reason}; give a causal language model")
+
+
+def _difference(run: Callable[[list[list[int]]], list[Tensor]]) -> str:
+    """Run the second row beside two different first rows, and alone; say what differs."""
+    second, beside = run(list(_ROWS))[1], run([_OTHER, _ROWS[1]])[1]
+    alone = run([_ROWS[1]])[0]
+    rounding = _ROUNDING.get(alone.dtype, 0.1) * (float(alone.float().std()) or 1.0)
+    if float((second - beside).abs().max()) > _LEAK * rounding:
+        return "a row of a batch reads another one"
+    if float((second - alone).abs().max()) > rounding:
+        return "a row in a batch gets other outputs than alone"
+    return ""
+
+
+@torch.no_grad()
+def _outputs(model: Any, rows: list[list[int]], *, packed: bool) -> list[Tensor]:
+    """Return the model's outputs over each row: ``[tokens, …]``."""
+    with _evaluating(model):
+        laid = forward_rows(rows, [[]] * len(rows), packed=packed, device=device_of(model))
+        output = model.base_model(**inputs(laid)).last_hidden_state
+    flat = output.reshape(-1, output.shape[-1])
+    return [flat[int(last) + 1 - len(row) : int(last) + 1] for row, last in zip(rows, laid.last_R, strict=True)]
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
