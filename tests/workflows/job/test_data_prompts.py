@@ -1,0 +1,224 @@
+"""Prompts: what is tokenized is what the template says, and what is no prompt is refused with its row."""
+
+import numpy as np
+import pytest
+
+from tests.workflows.job.tokens import CHAT, save_tokenizer
+from transferqueue.errors import NotFound, UsageError
+from transferqueue.workflows.job.data.prompts import PromptRenderer, PromptTemplate
+from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.settings.job import DataSettings, ModelSettings
+
+PLACE = "data.jsonl, line 1"
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path_factory.mktemp("chat")))))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path_factory.mktemp("base"), template=""))))
+
+
+def renderer(tokenizer, columns=("prompt",), *, sft=False, **settings) -> PromptRenderer:
+    return PromptRenderer(DataSettings(path="data.jsonl", **settings), tokenizer, columns, learns_response=sft)
+
+
+def test_a_text_becomes_a_message_of_the_user_between_the_tokens_of_the_template(chat):
+    made = renderer(chat, system="Be brief.").render({"prompt": "2+2?"}, PLACE)
+    assert made.value == "2+2?"
+    assert made.text == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n2+2?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    (ids,) = renderer(chat).tokens([made])
+    assert ids.dtype == np.int32
+    assert chat.decode(ids.tolist()) == made.text
+    assert list(ids).count(chat.get_vocab()["<|im_start|>"]) == 3, "each marker is one token"
+
+
+def test_messages_keep_their_own_system_message_and_lose_keys_without_a_value(chat):
+    messages = [
+        {"role": "system", "content": "Own.", "name": None},
+        {"role": "user", "content": "Hi", "tool_calls": None},
+    ]
+    made = renderer(chat, system="Other.").render({"prompt": messages}, PLACE)
+    assert made.value == [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
+    assert "Own." in made.text
+    assert "Other." not in made.text
+
+
+def test_a_message_of_the_assistant_at_the_end_is_gone_on_with(chat):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well"}]
+    assert renderer(chat).render({"prompt": messages}, PLACE).text.endswith("<|im_start|>assistant\nWell")
+
+
+def test_a_base_model_reads_the_text_as_it_is(base):
+    made = renderer(base, ("q", "n"), template="Q{n}: {q} {{x}}\nA:").render({"q": "2+2?", "n": 7}, PLACE)
+    assert (made.value, made.text) == ("Q7: 2+2? {x}\nA:",) * 2
+    (ids,) = renderer(base).tokens([made])
+    assert base.decode(ids.tolist()) == made.text
+
+
+@pytest.mark.parametrize(
+    ("template", "match"),
+    [
+        ("{qestion}", r"\{qestion\} is no column of data.jsonl, which has answer, question; did you mean question\?"),
+        ("{question.__class__}", "reads inside a value; a field is the name of a column"),
+        ("{question[0]}", "reads inside a value"),
+        ("{question!r}", "must be the name of a column and nothing else"),
+        ("{question:>9}", "must be the name of a column and nothing else"),
+        ("{}", "must be the name of a column and nothing else"),
+        ("{question", "a brace that belongs to the text is written twice"),
+        ("question", "names no column: every prompt would be the same"),
+    ],
+)
+def test_templates_take_names_of_columns_and_nothing_else(template, match):
+    with pytest.raises(UsageError, match=match):
+        PromptTemplate(template, ["question", "answer"], "data.jsonl")
+
+
+def test_a_template_refuses_values_that_are_no_text():
+    template = PromptTemplate("{a}", ["a"], "data.jsonl")
+    with pytest.raises(UsageError, match=r'data.jsonl, line 1: column "a" has list; a template takes text and numbers'):
+        template.fill({"a": [1]}, PLACE)
+    with pytest.raises(UsageError, match=r'column "a" has no value'):
+        template.fill({"a": None}, PLACE)
+
+
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        (None, 'line 1: column "prompt" has no value; a prompt is a text or a list of messages'),
+        ("", "has nothing"),
+        ([], "has nothing"),
+        (3, "has int"),
+        (["hi"], "has a message of str; a message is an object with role and content"),
+        ([{"from": "human", "value": "hi"}], "has a message of from, value"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_with_its_row(chat, value, match):
+    with pytest.raises(UsageError, match=match):
+        renderer(chat).render({"prompt": value}, PLACE)
+
+
+def test_columns_that_the_data_lacks_are_refused_with_a_remedy(chat):
+    with pytest.raises(
+        NotFound, match=r'"prompt" is no column of .* which has answer, question; set data.prompt = "question"'
+    ):
+        renderer(chat, ("question", "answer"))
+    with pytest.raises(NotFound, match=r'data.prompt: "promt" is no column .*; did you mean prompt'):
+        renderer(chat, prompt="promt")
+    with pytest.raises(NotFound, match=r'data.response: "answers" is no column .*; did you mean answer'):
+        renderer(chat, ("prompt", "answer"), sft=True, response="answers")
+
+
+def test_a_base_model_refuses_messages_and_a_system_message(base):
+    with pytest.raises(UsageError, match=r"has no chat template; set model.chat_template"):
+        renderer(base).render({"prompt": [{"role": "user", "content": "Hi"}]}, PLACE)
+    with pytest.raises(UsageError, match=r"data.system 'Be brief.' with a model that has no chat template"):
+        renderer(base, system="Be brief.")
+
+
+def test_a_text_far_over_the_limit_is_not_tokenized(chat):
+    made = renderer(chat, prompt_tokens_max=4)
+    short, long = made.render({"prompt": "2"}, PLACE), made.render({"prompt": "2" * 10_000}, PLACE)
+    assert [ids is None for ids in made.tokens([short, long, short])] == [False, True, False]
+
+
+# ---------------------------------------------------------------- responses that are learned
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"prompt": "2+2?", "answer": "4"},
+        {"prompt": [{"role": "user", "content": "2+2?"}], "answer": [{"role": "assistant", "content": "4"}]},
+        {"prompt": [{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}]},
+    ],
+)
+def test_a_response_that_is_learned_ends_with_the_end_of_the_turn(chat, row):
+    made = renderer(chat, tuple(row), sft=True, response="answer" * ("answer" in row)).render(row, PLACE)
+    assert made.text.endswith("<|im_start|>assistant\n")
+    ids = renderer(chat).response_tokens(made)
+    assert chat.decode(ids.tolist()) == "4<|im_end|>"
+
+
+def test_the_response_of_a_base_model_ends_with_its_end_token(base):
+    settings = renderer(base, ("prompt", "answer"), sft=True, response="answer")
+    made = settings.render({"prompt": "2+2=", "answer": "4"}, PLACE)
+    assert settings.response_tokens(made).tolist() == [base.get_vocab()["4"], base.eos_token_id]
+
+
+@pytest.mark.parametrize(
+    ("row", "match"),
+    [
+        ({"prompt": "2+2?"}, "there is no response to learn; set data.response"),
+        ({"prompt": [{"role": "assistant", "content": "4"}]}, "there is no response to learn"),
+        ({"prompt": "2+2?", "answer": ""}, 'column "answer" has an empty text; a response is a text'),
+        ({"prompt": "2+2?", "answer": None}, 'column "answer" has no value'),
+    ],
+)
+def test_rows_without_a_response_are_refused(chat, row, match):
+    with pytest.raises(UsageError, match=match):
+        renderer(chat, tuple(row), sft=True, response="answer" * ("answer" in row)).render(row, PLACE)
+
+
+def test_a_template_that_writes_the_prompt_differently_before_a_response_is_refused(tmp_path):
+    odd = CHAT.replace("{% for", "{{ messages | length }}{% for", 1)
+    tokenizer = load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path, template=odd))))
+    settings = renderer(tokenizer, ("prompt", "answer"), sft=True, response="answer")
+    with pytest.raises(UsageError, match=r"writes the conversation with its response differently"):
+        settings.render({"prompt": "2+2?", "answer": "4"}, PLACE)
+
+
+# ---------------------------------------------------------------- tokenizers
+
+
+def test_a_template_with_tokens_that_the_tokenizer_lacks_is_refused(tmp_path):
+    path = save_tokenizer(tmp_path, special=("<|endoftext|>",))
+    with pytest.raises(
+        UsageError, match=r"has <\|im_end\|>, <\|im_start\|>, which the tokenizer does not have as tokens"
+    ):
+        load_tokenizer(ModelSettings(path=str(path)))
+
+
+def test_the_template_of_a_file_replaces_the_models(tmp_path):
+    path, file = save_tokenizer(tmp_path / "model"), tmp_path / "other.jinja"
+    file.write_text("{% for message in messages %}[{{ message.content }}]{% endfor %}")
+    tokenizer = load_tokenizer(ModelSettings(path=str(path), chat_template=str(file)))
+    assert renderer(tokenizer).render({"prompt": "hi"}, PLACE).text == "[hi]"
+
+
+@pytest.mark.parametrize(
+    ("written", "match"),
+    [
+        (None, "there is no such file"),
+        (b"\xff", "is not text in UTF-8"),
+        (b"{% for %}", "the chat template fails for messages of user: TemplateSyntaxError"),
+        (b"{{ raise_exception('only tools') }}", "the chat template fails .* only tools"),
+        (b"x" * (1 << 20) + b"x", "is over 1 MiB"),
+    ],
+)
+def test_a_file_that_is_no_template_is_refused(tmp_path, written, match):
+    path, file = save_tokenizer(tmp_path / "model"), tmp_path / "other.jinja"
+    if written is not None:
+        file.write_bytes(written)
+    with pytest.raises(UsageError, match=match):
+        load_tokenizer(ModelSettings(path=str(path), chat_template=str(file)))
+
+
+def test_a_model_without_a_tokenizer_is_refused(tmp_path):
+    with pytest.raises(UsageError, match=r"has no tokenizer that can be read"):
+        load_tokenizer(ModelSettings(path=str(tmp_path)))
+    (tmp_path / "qwen").mkdir()
+    with pytest.raises(NotFound, match=r"there is no such directory; .* has qwen"):
+        load_tokenizer(ModelSettings(path=str(tmp_path / "qwem")))
+
+
+def test_an_id_of_the_hub_that_cannot_be_had_is_refused(monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(NotFound, match=r"model no/such-model-anywhere has no tokenizer that can be read"):
+        load_tokenizer(ModelSettings(path="no/such-model-anywhere"))

@@ -1,0 +1,278 @@
+r"""From a row of data to the text and the tokens of a prompt.
+
+A prompt is a text or a list of messages. It comes from the column `data.prompt`, or from `data.template`, which makes a text from columns.
+With a chat template a text becomes one message of the user; the system message of `data.system` goes first, unless the data has one. A
+model without a chat template (a base model) reads the text as it is, with the tokens that its tokenizer adds, such as one for the beginning.
+
+>>> template = PromptTemplate("Question: {question}\nAnswer:", ["question", "answer"], "data.jsonl")
+>>> template.fill({"question": "2+2?", "answer": 4}, "data.jsonl, line 1")
+'Question: 2+2?\nAnswer:'
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, Final
+
+import numpy as np
+
+from transferqueue.adapters.protocols import Ids
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, render
+from transferqueue.workflows.job.settings.job import DataSettings
+
+_USUAL: Final = ("question", "problem", "messages", "instruction", "query", "input", "text")
+"""Columns that hold prompts in many data sets, suggested in errors."""
+_NEAR: Final = 0.6
+
+
+class PromptTemplate:
+    """``"{question}"``: a text with columns of the data in braces; two braces stand for one.
+
+    A field is the name of a column and nothing else: no attribute, index, conversion or format. Raises `UsageError` for others and
+    `NotFound` for a column that the data lacks.
+    """
+
+    def __init__(self, text: str, columns: Sequence[str], source: str) -> None:
+        self._parts = _parts(text)
+        self.columns = tuple(dict.fromkeys(name for _, name in self._parts if name is not None))
+        for name in self.columns:
+            _check_field(name, columns, source)
+        if not self.columns:
+            raise UsageError(
+                f"data.template {text!r} names no column: every prompt would be the same; write a column in braces, such as "
+                f"{{{columns[0] if columns else 'question'}}}"
+            )
+
+    def fill(self, row: dict[str, Any], place: str) -> str:
+        """Return the text for one row. Raises `UsageError` for a value that is no text or number."""
+        return "".join(
+            literal if name is None else literal + _as_text(row[name], name, place) for literal, name in self._parts
+        )
+
+
+def _parts(text: str) -> list[tuple[str, str | None]]:
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise UsageError(
+            f"data.template {text!r}: {error}; a brace that belongs to the text is written twice: {{{{ or }}}}"
+        ) from error
+    for _, name, form, conversion in parsed:
+        if name is not None and (form or conversion or not name):
+            raise UsageError(f"data.template {text!r}: {{{name}}} must be the name of a column and nothing else")
+    return [(literal, name) for literal, name, _, _ in parsed]
+
+
+def _check_field(name: str, columns: Sequence[str], source: str) -> None:
+    if name in columns:
+        return
+    if "." in name or "[" in name:
+        raise UsageError(
+            f"data.template: {{{name}}} reads inside a value; a field is the name of a column of {source}: {listing(columns)}"
+        )
+    raise NotFound(
+        f"data.template: {{{name}}} is no column of {source}, which has {listing(columns)}{near(name, columns)}"
+    )
+
+
+def near(name: str, columns: Sequence[str]) -> str:
+    """Return ``; did you mean question?`` if a column has nearly this name, else nothing.
+
+    >>> near("qestion", ["question", "answer"])
+    '; did you mean question?'
+    """
+    by_lower = {column.lower(): column for column in columns}
+    close = get_close_matches(name.lower(), list(by_lower), n=2, cutoff=_NEAR)
+    return f"; did you mean {' or '.join(by_lower[lower] for lower in close)}?" if close else ""
+
+
+def _as_text(value: Any, name: str, place: str) -> str:
+    if isinstance(value, str | int | float):
+        return str(value)
+    kind = "no value" if value is None else type(value).__name__
+    raise UsageError(f'{place}: column "{name}" has {kind}; a template takes text and numbers')
+
+
+# ---------------------------------------------------------------- prompts
+
+
+@dataclass(frozen=True, kw_only=True)
+class RenderedPrompt:
+    """One prompt. value: as rewards see it, a text or a list of messages. text: what is tokenized. response: text to learn (sft), or ""."""
+
+    value: str | list[dict[str, Any]]
+    text: str
+    response: str = ""
+
+
+class PromptRenderer:
+    """Makes prompts from rows of the data. learns_response: rows have a response too (sft).
+
+    Raises `NotFound` for a column that the data lacks, and `UsageError` for a system message without a chat template.
+    """
+
+    def __init__(
+        self, settings: DataSettings, tokenizer: TextTokenizer, columns: Sequence[str], *, learns_response: bool = False
+    ) -> None:
+        self._settings, self._tokenizer = settings, tokenizer
+        self._learns_response = learns_response
+        self._template = PromptTemplate(settings.template, columns, settings.path) if settings.template else None
+        self._chat = bool(tokenizer.chat_template)
+        self._source = f"chat template of {settings.path}"
+        self._longest = max(map(len, tokenizer.get_vocab()), default=1)
+        if settings.system and not self._chat:
+            raise UsageError(
+                f"data.system {_short(settings.system)} with a model that has no chat template: nothing says where it stands; set "
+                "model.chat_template, or write it into data.template"
+            )
+        if learns_response and tokenizer.eos_token_id is None:
+            raise UsageError("the tokenizer has no end token (eos_token): a response that is learned must end with it")
+        for name in self.columns:
+            _check_column(name, settings, columns)
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Columns of the data that prompts and responses are made from."""
+        prompt = (self._settings.prompt,) if self._template is None else self._template.columns
+        response = (self._settings.response,) if self._learns_response and self._settings.response else ()
+        return tuple(dict.fromkeys((*prompt, *response)))
+
+    def render(self, row: dict[str, Any], place: str) -> RenderedPrompt:
+        """Return the prompt of one row. Raises `UsageError` for a value that is no prompt; `place` is the row's place in the data."""
+        if self._template is None:
+            value = _prompt(row[self._settings.prompt], self._settings.prompt, place)
+        else:
+            value = self._template.fill(row, place)
+        if not self._learns_response:
+            return RenderedPrompt(value=value, text=self._text(value, place))
+        prompt, response = self._with_response(value, row, place)
+        return self._learned(prompt, response, place)
+
+    def tokens(self, prompts: Sequence[RenderedPrompt]) -> list[Ids | None]:
+        """Return the ids of prompts; None for a text that is longer than `prompt_tokens_max` of the longest tokens."""
+        limit = self._longest * self._settings.prompt_tokens_max
+        ids = iter(self.encode([prompt.text for prompt in prompts if len(prompt.text) <= limit]))
+        return [next(ids) if len(prompt.text) <= limit else None for prompt in prompts]
+
+    def encode(self, texts: Sequence[str]) -> list[Ids]:
+        """Return the ids of texts of prompts. A chat template writes special tokens itself; otherwise the tokenizer adds them."""
+        return self._encode(texts, add_special_tokens=not self._chat)
+
+    def response_tokens(self, prompt: RenderedPrompt) -> Ids:
+        """Return the ids of a response that is learned, up to and with its end token."""
+        ids = self._encode([prompt.response], add_special_tokens=False)[0]
+        special = np.flatnonzero(np.isin(ids, self._tokenizer.all_special_ids)) if self._chat else np.empty(0, np.intp)
+        if special.size:
+            return ids[: special[-1] + 1]
+        return np.append(ids, np.int32(self._tokenizer.eos_token_id or 0))
+
+    def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
+        if not texts:
+            return []
+        encoded = self._tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        return [np.asarray(ids, dtype=np.int32) for ids in encoded]
+
+    def _text(self, value: str | list[dict[str, Any]], place: str) -> str:
+        if not self._chat:
+            if isinstance(value, list):
+                raise UsageError(
+                    f"{place}: the prompt is a list of messages, and the model has no chat template; set model.chat_template, or make a "
+                    "text with data.template"
+                )
+            return value
+        messages = self._messages(value)
+        going_on = messages[-1].get("role") == "assistant"
+        return render(self._tokenizer, messages, place, prompt=True, going_on=going_on)
+
+    def _messages(self, value: str | list[dict[str, Any]]) -> list[Message]:
+        messages: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
+        if self._settings.system and messages[0].get("role") != "system":
+            messages.insert(0, {"role": "system", "content": self._settings.system})
+        return messages
+
+    # ------------------------------------------------------------ responses that are learned
+
+    def _with_response(
+        self, value: str | list[dict[str, Any]], row: dict[str, Any], place: str
+    ) -> tuple[str | list[dict[str, Any]], str]:
+        """Return prompt and response: of the column `data.response`, or the last message, which is the assistant's."""
+        if self._settings.response:
+            return value, _response(row[self._settings.response], self._settings.response, place)
+        if isinstance(value, list) and len(value) > 1 and value[-1].get("role") == "assistant":
+            return value[:-1], _response(value[-1:], self._settings.prompt, place)
+        raise UsageError(
+            f"{place}: there is no response to learn; set data.response to the column that has it, or let the messages of "
+            f'"{self._settings.prompt}" end with one of the assistant'
+        )
+
+    def _learned(self, prompt: str | list[dict[str, Any]], response: str, place: str) -> RenderedPrompt:
+        text = self._text(prompt, place)
+        if not self._chat:
+            return RenderedPrompt(value=prompt, text=text, response=response)
+        whole = render(
+            self._tokenizer,
+            [*self._messages(prompt), {"role": "assistant", "content": response}],
+            place,
+            prompt=False,
+        )
+        if not whole.startswith(text):
+            raise UsageError(
+                f"{place}: the chat template writes the conversation with its response differently from the prompt before it: "
+                f"{_short(text[-60:])} against {_short(whole[len(text) - 60 : len(text)])}; set model.chat_template"
+            )
+        return RenderedPrompt(value=prompt, text=text, response=whole[len(text) :])
+
+
+def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> None:
+    if name in columns:
+        return
+    key = "response" if name == settings.response else "prompt"
+    usual = [column for column in _USUAL if column in columns]
+    remedy = (
+        f'; set data.prompt = "{usual[0]}" or data.template = "{{{usual[0]}}}"' if usual and key == "prompt" else ""
+    )
+    raise NotFound(
+        f'data.{key}: "{name}" is no column of {settings.path}, which has {listing(columns)}{remedy or near(name, columns)}'
+    )
+
+
+def _prompt(value: Any, column: str, place: str) -> str | list[dict[str, Any]]:
+    """Check the value of a prompt column: a text, or messages, without keys that have no value (Arrow adds those)."""
+    if isinstance(value, str) and value:
+        return value
+    if isinstance(value, list) and value:
+        return [_message(message, column, place) for message in value]
+    kind = "no value" if value is None else "nothing" if value in ("", []) else type(value).__name__
+    raise UsageError(f'{place}: column "{column}" has {kind}; a prompt is a text or a list of messages')
+
+
+def _message(message: Any, column: str, place: str) -> dict[str, Any]:
+    if isinstance(message, dict) and isinstance(message.get("role"), str) and "content" in message:
+        return {name: value for name, value in message.items() if value is not None or name == "content"}
+    keys = listing(message) if isinstance(message, dict) else type(message).__name__
+    raise UsageError(
+        f'{place}: column "{column}" has a message of {keys}; a message is an object with role and content, such as '
+        '{"role": "user", "content": "2+2?"}'
+    )
+
+
+def _response(value: Any, column: str, place: str) -> str:
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if isinstance(value, str) and value:
+        return value
+    raise UsageError(
+        f'{place}: column "{column}" has {_kind(value)}; a response is a text, or one message of the assistant'
+    )
+
+
+def _kind(value: Any) -> str:
+    return "no value" if value is None else "an empty text" if value == "" else type(value).__name__
+
+
+def _short(text: str, limit: int = 60) -> str:
+    return repr(text if len(text) <= limit else text[:limit] + "…")

@@ -1,0 +1,140 @@
+"""The tokenizer of a model, with its chat template, checked before anything is tokenized with it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.limits import MIB
+from transferqueue.workflows.job.settings.job import ModelSettings
+
+TEMPLATE_BYTES_MAX: Final = MIB
+"""Bytes of a file with a chat template; the longest public ones have some ten thousand."""
+
+Message = Mapping[str, Any]
+"""One message of a conversation: ``role``, ``content``, and what else the template reads."""
+
+
+class TextTokenizer(Protocol):
+    """What is used of a tokenizer of transformers."""
+
+    chat_template: Any
+    eos_token_id: int | None
+    all_special_ids: list[int]
+
+    def __call__(self, text: list[str], **options: Any) -> Any:
+        """Tokenize texts; ``["input_ids"]`` of what it returns has a list of ids for each."""
+
+    def apply_chat_template(self, conversation: Sequence[Message], **options: Any) -> Any:
+        """Render a conversation; with ``tokenize=False`` as text."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        """Return the text of ids."""
+
+    def get_vocab(self) -> dict[str, int]:
+        """Return every token and its id, added tokens included."""
+
+
+def load_tokenizer(model: ModelSettings) -> TextTokenizer:
+    """Load the tokenizer that the settings name, and set and check its chat template.
+
+    Blocks while files are read (or downloaded, for an id of the hub). Raises `NotFound` if there is no tokenizer at the path, and `UsageError`
+    for one that cannot be read, for a template that fails, and for one with tokens that the tokenizer lacks.
+    """
+    tokenizer = _load(model)
+    if model.chat_template:
+        tokenizer.chat_template = _template(Path(model.chat_template).expanduser())
+    check_template(tokenizer, model.chat_template or model.tokenizer or model.path)
+    return tokenizer
+
+
+def _load(model: ModelSettings) -> TextTokenizer:
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UsageError(
+            f"a tokenizer needs transformers ({error}): pip install 'asyncflow-transferqueue[train]'"
+        ) from error
+    path = model.tokenizer or model.path
+    _check_path(path)
+    try:
+        tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(
+            path, revision=model.revision or None, trust_remote_code=model.trust_remote_code
+        )
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        kind = UsageError if Path(path).expanduser().is_dir() else NotFound
+        first = str(error).strip().split("\n")[0]
+        raise kind(
+            f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with tokenizer.json"
+        ) from error
+    return tokenizer
+
+
+def _check_path(path: str) -> None:
+    """Refuse a directory that does not exist, before it is asked for at the hub."""
+    directory = Path(path).expanduser()
+    is_path = (
+        directory.is_absolute()
+        or path.startswith((".", "~"))
+        or (len(directory.parts) > 1 and directory.parent.is_dir())
+    )
+    if is_path and not directory.is_dir():
+        has = listing(entry.name for entry in directory.parent.iterdir()) if directory.parent.is_dir() else "nothing"
+        raise NotFound(f"model {path}: there is no such directory; {directory.parent} has {has}")
+
+
+def _template(path: Path) -> str:
+    if not path.is_file():
+        raise NotFound(f"model.chat_template {path}: there is no such file; give a file with a Jinja template")
+    if path.stat().st_size > TEMPLATE_BYTES_MAX:
+        raise UsageError(
+            f"model.chat_template {path} is over {TEMPLATE_BYTES_MAX >> 20} MiB; a template is a short text"
+        )
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"model.chat_template {path} is not text in UTF-8: {error}") from error
+
+
+# ---------------------------------------------------------------- chat templates
+
+_MARKER: Final = re.compile(r"<\|[^|<>\s]{1,64}\|>|<｜[^｜<>]{1,64}｜>|<(?:start|end)_of_\w{1,32}>")
+"""How templates write tokens of their own: ``<|im_start|>``, ``<｜User｜>``, ``<start_of_turn>``."""
+_PROBE: Final = ({"role": "user", "content": "1"}, {"role": "assistant", "content": "2"})
+
+
+def check_template(tokenizer: TextTokenizer, source: str) -> None:
+    """Raise `UsageError` if the chat template fails, or has tokens that the tokenizer lacks. Does nothing without a template.
+
+    A token that is missing would be split into pieces of text that the model has never seen in that place.
+    """
+    if not tokenizer.chat_template:
+        return
+    text = render(tokenizer, _PROBE[:1], source, prompt=True) + render(tokenizer, _PROBE, source, prompt=False)
+    known = tokenizer.get_vocab()
+    if missing := [token for token in dict.fromkeys(_MARKER.findall(text)) if token not in known]:
+        raise UsageError(
+            f"chat template of {source} has {listing(missing)}, which the tokenizer does not have as tokens; give the template of this "
+            "model (model.chat_template), or its tokenizer (model.tokenizer)"
+        )
+
+
+def render(
+    tokenizer: TextTokenizer, messages: Sequence[Message], source: str, *, prompt: bool, going_on: bool = False
+) -> str:
+    """Return the text of a conversation by the chat template. prompt: an answer follows. going_on: the last message is not finished.
+
+    Raises `UsageError` if the template fails: it names `source`.
+    """
+    options: dict[str, Any] = {"continue_final_message": True} if going_on else {"add_generation_prompt": prompt}
+    try:
+        text: str = tokenizer.apply_chat_template(list(messages), tokenize=False, **options)
+    except Exception as error:
+        roles = ", ".join(str(message.get("role")) for message in messages)
+        raise UsageError(
+            f"{source}: the chat template fails for messages of {roles}: {type(error).__name__}: {error}"
+        ) from error
+    return text
