@@ -7,7 +7,6 @@ calls at a time.
 from __future__ import annotations
 
 import asyncio
-import inspect
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Final, Protocol
@@ -16,17 +15,15 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.adapters.protocols import GENERATE_S, PartialResult
+from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFailed, RewardFunction, described_row
 from transferqueue.errors import DeadlineExceeded, UsageError
 
 if TYPE_CHECKING:
     import transferqueue as tq
 
-RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
-"""``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
-
-_FIELD_OF: Final = {"completion_ids": "response_ids"}
-"""Parameters of TRL's functions whose field has another name."""
 _GIVEN: Final = ("prompts", "completions")
+_COMPLETION_IDS: Final = "response_ids"
+"""Field of TRL's parameter ``completion_ids``."""
 
 
 class Rewards:
@@ -52,18 +49,19 @@ class Rewards:
                 f"{len(functions)} reward functions with {'no' if weights is None else len(weights)} weights: "
                 "give at least one, and a weight for each or none"
             )
-        self._functions = functions
+        self._calls = [RewardCall.of(function) for function in functions]
         self._weights = np.ones(len(functions)) if weights is None else np.asarray(weights, np.float64)
         self._given = dict(zip(_GIVEN, (prompts, completions), strict=True))
-        self._parameters = [_parameters(function, columns) for function in functions]
+        self._columns = [(*call.wants, *_also(call, columns)) for call in self._calls]
         self._decode = decode
         self._gives = gives
 
     @property
     def needs(self) -> Sequence[str]:
         """Prompt, completion, and the parameters that the functions name."""
-        named = (_FIELD_OF.get(name, name) for names in self._parameters for name in names)
-        return tuple(dict.fromkeys([*self._given.values(), *named]))
+        ids = [_COMPLETION_IDS] if any("completion_ids" in call.given for call in self._calls) else []
+        named = (name for names in self._columns for name in names)
+        return tuple(dict.fromkeys([*self._given.values(), *ids, *named]))
 
     @property
     def gives(self) -> Sequence[str]:
@@ -71,53 +69,39 @@ class Rewards:
         return (self._gives,)
 
     def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
-        """Score all rows: float32 ``[rows]``. Raises `UsageError` for a row to which no function applies."""
+        """Score all rows: float32 ``[rows]``. Raises `RewardFailed` if a function raises or gives no score, with the row and its text, and
+        `UsageError` for a row to which no function applies."""
         values = {name: self._texts(batch[field].list()) for name, field in self._given.items()}
         scores_FB = np.stack(
-            [
-                _called(function, len(batch), values | {n: batch[_FIELD_OF.get(n, n)].list() for n in names})
-                for function, names in zip(self._functions, self._parameters, strict=True)
-            ]
+            [self._scores(call, names, values, batch) for call, names in zip(self._calls, self._columns, strict=True)]
         )
         silent = np.flatnonzero(np.isnan(scores_FB).all(0))
         if silent.size:
             raise UsageError(f"row {batch.rows[silent[0]]} got None from every reward function; one must give a number")
         return {self._gives: np.nansum(self._weights[:, None] * scores_FB, axis=0).astype(np.float32)}
 
+    def _scores(
+        self, call: RewardCall, names: Sequence[str], values: Mapping[str, list[Any]], batch: tq.Batch
+    ) -> npt.NDArray[np.float64]:
+        given = {name: values[name] for name in _GIVEN if call.takes_all or name in call.given}
+        ids = {"completion_ids": batch[_COMPLETION_IDS].list()} if "completion_ids" in call.given else {}
+        try:
+            return call(given | ids | {name: batch[name].list() for name in names}, rows=len(batch))
+        except RewardFailed as failure:
+            if failure.at < 0:
+                raise
+            row = described_row(values["prompts"][failure.at], values["completions"][failure.at])
+            raise RewardFailed(
+                f"{failure}; row {batch.rows[failure.at]}, {row}", name=failure.name, at=failure.at
+            ) from failure
+
     def _texts(self, values: list[Any]) -> list[Any]:
         return values if self._decode is None else [self._decode(value) for value in values]
 
 
-def _parameters(function: RewardFunction, columns: Sequence[str]) -> tuple[str, ...]:
-    """Return the parameters of a function besides prompts and completions; those with a default may be missing from the rows."""
-    parameters = inspect.signature(function).parameters.values()
-    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) and p.default is p.empty]
-    more = (
-        columns
-        if any(p.kind is p.VAR_KEYWORD for p in parameters)
-        else [n for n in columns if n in (p.name for p in parameters)]
-    )
-    return tuple(name for name in dict.fromkeys([*named, *more]) if name not in _GIVEN)
-
-
-def _called(function: RewardFunction, rows: int, values: Mapping[str, Any]) -> npt.NDArray[np.float64]:
-    """Return a function's result for each row, NaN for None."""
-    returned = function(**values)
-    scores: Sequence[float | None] = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
-    name = getattr(function, "__name__", type(function).__name__)
-    if len(scores) != rows:
-        raise UsageError(f'reward function "{name}" gave {len(scores)} values for {rows} rows; give one for each')
-    values_B = np.array([np.nan if score is None else float(score) for score in scores])
-    bad = [at for at, score in enumerate(scores) if score is not None and not np.isfinite(values_B[at])]
-    if bad:
-        raise UsageError(
-            f'reward function "{name}" gave {values_B[bad[0]]} for row {bad[0]}; give a finite number, or None'
-        )
-    return values_B
-
-
-async def _awaited(scores: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
-    return await scores
+def _also(call: RewardCall, columns: Sequence[str]) -> tuple[str, ...]:
+    """Return those of `columns` that the function takes beside the ones that it must get."""
+    return tuple(name for name in columns if name not in call.wants and (call.takes_all or name in call.takes))
 
 
 # ---------------------------------------------------------------- agents

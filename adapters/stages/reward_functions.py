@@ -1,0 +1,267 @@
+"""Reward functions in TRL's form: how one is named, what it asks for, and what it may return.
+
+A function is called with lists, one entry a row: ``prompts``, ``completions``, ``completion_ids`` if it names them, and columns of the data
+by its other parameters. It returns one number for each row, or None for a row to which it does not apply. Coroutine functions work too.
+
+>>> def exact(completions, answer, **columns):
+...     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
+>>> call = RewardCall.of(exact)
+>>> call.wants, call.takes_all
+(('answer',), True)
+>>> call({"completions": ["4", "5"], "answer": ["4", "4"]}, rows=2).tolist()
+[1.0, 0.0]
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.text import visible
+
+RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
+"""``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
+
+GIVEN: Final = ("prompts", "completions", "completion_ids")
+"""Parameters that are not columns of the data."""
+_SHOWN_CHARS: Final = 200
+
+
+class RewardFailed(UsageError):
+    """A reward function raised, or returned what is no score. name: of the function. at: position of the row among those of the call; -1: unknown."""
+
+    def __init__(self, text: str, *, name: str, at: int = -1) -> None:
+        super().__init__(text)
+        self.name = name
+        self.at = at
+
+
+# ---------------------------------------------------------------- one function
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardCall:
+    """A reward function and what it asks for.
+
+    given: those of `GIVEN` that it names. wants: columns that it must get. takes: columns that it gets if the rows have them. takes_all: it has ``**kwargs``, and gets all columns.
+    """
+
+    name: str
+    function: RewardFunction
+    given: tuple[str, ...] = ()
+    wants: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+    takes_all: bool = False
+
+    @classmethod
+    def of(cls, function: RewardFunction, *, name: str = "", args: Mapping[str, Any] | None = None) -> RewardCall:
+        """Read a function's parameters. args: values for some of them; a class is called with them and makes the function.
+
+        Raises `UsageError` for an argument that is no parameter, and for parameters that cannot be given by name.
+        """
+        name = name or _name(function)
+        args = dict(args or {})
+        if inspect.isclass(function):
+            function, args = _made(function, args, name), {}
+        parameters = inspect.signature(function).parameters
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        _check_parameters(name, parameters, args, takes_all)
+        named = [p for p in parameters.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        columns = [p for p in named if p.name not in GIVEN and p.name not in args]
+        return cls(
+            name=name,
+            function=partial(function, **args) if args else function,
+            given=tuple(name for name in GIVEN if name in parameters),
+            wants=tuple(p.name for p in columns if p.default is p.empty),
+            takes=tuple(p.name for p in columns if p.default is not p.empty),
+            takes_all=takes_all,
+        )
+
+    def columns(self, has: Collection[str]) -> tuple[str, ...]:
+        """Return the columns among `has` that it gets. Raises `NotFound` for one that it must get and that is missing."""
+        if missing := [name for name in self.wants if name not in has]:
+            close = get_close_matches(missing[0], list(has), n=1)
+            meant = close[0] if close else "COLUMN"
+            raise NotFound(
+                f'reward {self.name} wants "{missing[0]}"; data has {listing(has)}: set data.columns = {{ {missing[0]} = "{meant}" }}'
+            )
+        if self.takes_all:
+            return tuple(name for name in has if name not in (*GIVEN, "prompt"))
+        return (*self.wants, *(name for name in self.takes if name in has))
+
+    def __call__(self, columns: Mapping[str, Sequence[Any]], *, rows: int) -> npt.NDArray[np.float64]:
+        """Call the function and return a score for each row: float64 ``[rows]``, NaN for None.
+
+        Raises `RewardFailed` if it raises or returns what is no score for each row.
+        """
+        try:
+            returned = self.function(**columns)
+            scores = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
+        except Exception as error:
+            raise RewardFailed(f"reward {self.name} raised {type(error).__name__}: {error}", name=self.name) from error
+        return checked_scores(self.name, scores, rows)
+
+
+def _name(function: RewardFunction) -> str:
+    return str(getattr(function, "__name__", type(function).__name__))
+
+
+def _made(kind: Callable[..., Any], args: Mapping[str, Any], name: str) -> RewardFunction:
+    try:
+        made = kind(**args)
+    except TypeError as error:
+        raise UsageError(f"reward {name} is a class and cannot be made with args {listing(args)}: {error}") from error
+    if not callable(made):
+        raise UsageError(f"reward {name} is a class whose objects cannot be called; give it a method __call__")
+    function: RewardFunction = made
+    return function
+
+
+def _check_parameters(
+    name: str, parameters: Mapping[str, inspect.Parameter], args: Mapping[str, Any], takes_all: bool
+) -> None:
+    for parameter in parameters.values():
+        if parameter.kind is parameter.POSITIONAL_ONLY:
+            raise UsageError(
+                f"reward {name}: parameter {parameter.name} cannot be given by name; remove the / after it"
+            )
+    if "completions" not in parameters and "completion_ids" not in parameters and not takes_all:
+        raise UsageError(
+            f"reward {name} has the parameters {listing(parameters)}: none of them is completions; a reward function is "
+            "called as (prompts, completions, **columns)"
+        )
+    if unknown := [arg for arg in args if arg not in parameters and not takes_all]:
+        raise UsageError(f"reward {name}: args has {unknown[0]!r}, which is no parameter; it has {listing(parameters)}")
+
+
+async def _awaited(scores: Awaitable[Sequence[float | None]]) -> Sequence[float | None]:
+    return await scores
+
+
+# ---------------------------------------------------------------- what it returned
+
+
+def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]:
+    """Return scores as float64 ``[rows]``, NaN for None. Raises `RewardFailed` for anything but a finite number or None for each row."""
+    try:
+        listed = list(scores)
+    except TypeError as error:
+        raise RewardFailed(
+            f"reward {name} returned {type(scores).__name__}; return a list with one number for each row", name=name
+        ) from error
+    if len(listed) != rows:
+        raise RewardFailed(f"reward {name} gave {len(listed)} values for {rows} rows; give one for each", name=name)
+    return np.array([_score(name, score, at) for at, score in enumerate(listed)], dtype=np.float64)
+
+
+def _score(name: str, score: Any, at: int) -> float:
+    if score is None:
+        return np.nan
+    try:
+        value = float(score)
+    except (TypeError, ValueError) as error:
+        raise RewardFailed(
+            f"reward {name} gave {_shown(score)} ({type(score).__name__}); give a number, or None", name=name, at=at
+        ) from error
+    if not np.isfinite(value):
+        raise RewardFailed(f"reward {name} gave {value}; give a finite number, or None", name=name, at=at)
+    return value
+
+
+def described_row(prompt: Any, completion: Any) -> str:
+    """Return a row's prompt and completion, shortened, for a message.
+
+    >>> described_row("2+2?", [{"role": "assistant", "content": "4"}])
+    "prompt '2+2?', completion '4'"
+    """
+    return f"prompt {_shown(_text(prompt))}, completion {_shown(_text(completion))}"
+
+
+def _text(value: Any) -> Any:
+    """Return the content of the last message of a conversation; other values as they are."""
+    if isinstance(value, list) and value and isinstance(value[-1], dict):
+        return value[-1].get("content")
+    return value
+
+
+def _shown(value: Any) -> str:
+    text = visible(str(value))
+    return repr(text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} … {text[-_SHOWN_CHARS // 2 :]}")
+
+
+# ---------------------------------------------------------------- by name
+
+
+def load_reward(named: str, args: Mapping[str, Any] | None = None) -> RewardCall:
+    """Import ``package.module:function`` or ``path/to/file.py:function``; a class is made with `args`, a function called with them.
+
+    Raises `UsageError` for a text that names none, and for a module that fails; `NotFound` if there is no such module, file or function.
+    """
+    module_name, _, name = named.rpartition(":")
+    if not module_name or not name:
+        raise UsageError(
+            f"reward.function {named!r} names no function; write module:function, or path/to/file.py:function"
+        )
+    module = _file_module(Path(module_name), named) if module_name.endswith(".py") else _module(module_name, named)
+    function = getattr(module, name, None)
+    if function is None:
+        has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise NotFound(f"reward.function {named}: the module has no {name}; it has {listing(has)}")
+    if not callable(function):
+        raise UsageError(f"reward.function {named} is {type(function).__name__}; give a function")
+    return RewardCall.of(function, name=named, args=args)
+
+
+def _module(module_name: str, named: str) -> ModuleType:
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise NotFound(
+                f"reward.function {named}: there is no module {error.name}; put it beside the job file, install it, or give the "
+                "path of the file"
+            ) from error
+        raise _failed(named, error) from error
+    except Exception as error:
+        raise _failed(named, error) from error
+
+
+def _file_module(path: Path, named: str) -> ModuleType:
+    """Import a file by its path. Modules beside it can be imported by it."""
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise NotFound(f"reward.function {named}: there is no file {path}")
+    name = f"reward_function_{path.stem}_{abs(hash(path))}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise UsageError(f"reward.function {named}: {path} is not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        del sys.modules[name]
+        raise _failed(named, error) from error
+    return module
+
+
+def _failed(named: str, error: Exception) -> UsageError:
+    return UsageError(f"reward.function {named}: its module raised {type(error).__name__}: {error}")
