@@ -91,17 +91,20 @@ class RewardCall:
             takes_all=takes_all,
         )
 
-    def columns(self, has: Collection[str]) -> tuple[str, ...]:
-        """Return the columns among `has` that it gets. Raises `NotFound` for one that it must get and that is missing."""
+    def columns(self, has: Collection[str], *, offered: Collection[str] | None = None) -> tuple[str, ...]:
+        """Return the columns among `has` that it gets. offered: those for ``**kwargs`` (None: all).
+
+        Raises `NotFound` for a column that it must get and that is missing.
+        """
         if missing := [name for name in self.wants if name not in has]:
             close = get_close_matches(missing[0], list(has), n=1)
             meant = close[0] if close else "COLUMN"
             raise NotFound(
                 f'reward {self.name} wants "{missing[0]}"; data has {listing(has)}: set data.columns = {{ {missing[0]} = "{meant}" }}'
             )
-        if self.takes_all:
-            return tuple(name for name in has if name not in (*GIVEN, "prompt"))
-        return (*self.wants, *(name for name in self.takes if name in has))
+        more = (has if offered is None else offered) if self.takes_all else ()
+        named = (*self.wants, *(name for name in self.takes if name in has), *more)
+        return tuple(name for name in dict.fromkeys(named) if name not in GIVEN)
 
     def __call__(self, columns: Mapping[str, Sequence[Any]], *, rows: int) -> npt.NDArray[np.float64]:
         """Call the function and return a score for each row: float64 ``[rows]``, NaN for None.

@@ -1,5 +1,7 @@
 """Job files of each kind, as texts, for tests that need a job and no model."""
 
+from copy import deepcopy
+
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.read import job_from_values
 
@@ -38,7 +40,7 @@ KINDS = {
 
 def job(kind="grpo", *changes):
     """The resolved job of a kind, with changes such as ``trainer.lr=1e-3``."""
-    values = {name: dict(value) if isinstance(value, dict) else value for name, value in KINDS[kind].items()}
+    values = deepcopy(KINDS[kind])
     for change in changes:
         apply(values, change)
     return job_from_values(values)

@@ -30,3 +30,25 @@ def save_tokenizer(
     fast.chat_template = template or None
     fast.save_pretrained(directory)
     return directory
+
+
+class ByteTokenizer:
+    """The same tokens without transformers, which takes seconds to import: a text is its bytes. No chat template."""
+
+    chat_template = None
+    eos_token_id = 256
+
+    def __init__(self) -> None:
+        self.all_special_ids = [256]
+
+    def __call__(self, text: list[str], **options: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(each.encode()) for each in text]}
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> str:
+        raise NotImplementedError
+
+    def decode(self, token_ids: list[int], **options: Any) -> str:
+        return bytes(token for token in token_ids if token < 256).decode(errors="replace")
+
+    def get_vocab(self) -> dict[str, int]:
+        return {chr(number): number for number in range(257)}

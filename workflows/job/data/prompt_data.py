@@ -1,0 +1,128 @@
+"""The data of a job, opened and checked: rows, the renderer of prompts, and the columns that rewards ask for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import msgspec
+
+from transferqueue.adapters.stages.reward_functions import GIVEN, load_reward
+from transferqueue.errors import Impossible, NotFound, UsageError, listing
+from transferqueue.workflows.job.data.files import open_data
+from transferqueue.workflows.job.data.prompts import PromptRenderer, near
+from transferqueue.workflows.job.data.rows import DataRows
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.settings.job import DataSettings, Job
+
+PROMPT: Final = "prompt"
+"""Key of column ``data`` with the prompt itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptData:
+    """Rows of data with what makes prompts of them. columns: the data's columns by the names that rewards ask for."""
+
+    rows: DataRows
+    renderer: PromptRenderer
+    columns: Mapping[str, str]
+
+    def values(self, row: Mapping[str, Any], prompt: Any, place: str) -> dict[str, Any]:
+        """Return the value of column ``data`` for a row: the prompt, and the columns of rewards. `UsageError` for what is no plain value."""
+        values = {PROMPT: prompt} | {name: row[column] for name, column in self.columns.items()}
+        for name, value in values.items():
+            _check_plain(value, name, place)
+        return values
+
+
+def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
+    """Open the data that a job trains on. tokenizer: the model's, if it is loaded already.
+
+    Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and `Impossible` for fewer
+    prompts than the steps of the job need.
+    """
+    opened = _opened(job, job.data, tokenizer)
+    prompts = job.steps * job.trainer.prompts_per_step
+    if job.data.epochs and job.data.epochs * len(opened.rows) < prompts:
+        raise Impossible(
+            f"steps={job.steps} × prompts_per_step={job.trainer.prompts_per_step} are {prompts:,} prompts; {job.data.path} has "
+            f"{len(opened.rows):,} rows × epochs={job.data.epochs} = {job.data.epochs * len(opened.rows):,}: set "
+            f"steps={job.data.epochs * len(opened.rows) // job.trainer.prompts_per_step}, or data.epochs=0 for as many as it takes"
+        )
+    return opened
+
+
+def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
+    """Open the data of `evaluation.path`; it has the columns that the training data has."""
+    settings = msgspec.structs.replace(job.data, path=job.evaluation.path, split=job.evaluation.split)
+    return _opened(job, settings, tokenizer)
+
+
+def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer | None) -> PromptData:
+    rows = open_data(settings.path, split=settings.split)
+    renderer = PromptRenderer(
+        settings, tokenizer or load_tokenizer(job.model), rows.columns, learns_response=job.algorithm.kind == "sft"
+    )
+    columns = reward_columns(job, rows.columns)
+    rows = rows.select(tuple(dict.fromkeys((*renderer.columns, *columns.values()))))
+    for name in renderer.columns:
+        if (at := rows.first_missing(name)) is not None:
+            raise UsageError(f'{rows.place(at)}: column "{name}" has no value; each row needs one, for its prompt')
+    return PromptData(rows=rows, renderer=renderer, columns=columns)
+
+
+# ---------------------------------------------------------------- columns of rewards
+
+
+def reward_columns(job: Job, has: Sequence[str]) -> dict[str, str]:
+    """Return the data's columns that the rewards of a job get, by the names that they use. Imports the modules of reward functions.
+
+    A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of `data.columns`, or every
+    column if there are none. Raises `NotFound` for a column that is missing.
+    """
+    named = _named_columns(job.data, has)
+    every = list(job.data.columns or named)
+    wanted: list[str] = []
+    for reward in job.reward:
+        if reward.function:
+            wanted += load_reward(reward.function, reward.args).columns(named, offered=every)
+        elif reward.environment:
+            wanted += every
+    return {name: named[name] for name in dict.fromkeys(wanted) if name not in (*GIVEN, PROMPT)}
+
+
+def _named_columns(settings: DataSettings, has: Sequence[str]) -> dict[str, str]:
+    """Return every name that a reward may ask for, and its column: those of the data, and those of `data.columns`."""
+    for name, column in settings.columns.items():
+        if column not in has:
+            raise NotFound(
+                f'data.columns: {name} = "{column}" is no column of {settings.path}, which has {listing(has)}{near(column, has)}'
+            )
+    return {name: name for name in has} | dict(settings.columns)
+
+
+_PLAIN: Final = (str, int, float, bool, bytes, type(None))
+
+
+def _check_plain(value: Any, name: str, place: str) -> None:
+    """Raise `UsageError` for a value that no column can hold, such as a date: it would be refused later, without its place."""
+    if isinstance(value, _PLAIN) and not isinstance(value, int):
+        return
+    odd = _odd(value)
+    if odd is not None:
+        raise UsageError(
+            f'{place}: column "{name}" has {odd!r} ({type(odd).__name__}), which is no plain value; rewards get text, numbers up to '
+            "64 bits, lists and objects: convert it in the data, or leave it out with data.columns"
+        )
+
+
+def _odd(value: Any) -> Any:
+    """Return the first part of a value that is not plain; None if all are."""
+    if isinstance(value, dict):
+        return next((odd for part in (*value.keys(), *value.values()) if (odd := _odd(part)) is not None), None)
+    if isinstance(value, list | tuple):
+        return next((odd for part in value if (odd := _odd(part)) is not None), None)
+    if isinstance(value, int) and not -(1 << 63) <= value < 1 << 64:
+        return value
+    return None if isinstance(value, _PLAIN) else value

@@ -1,0 +1,182 @@
+"""The prompts of a run, numbered 0, 1, … over epochs: each epoch is a permutation of the data that the seed determines.
+
+A *place* counts rows of the data in the order in which they are used; a *number* counts those that became prompts. Both differ once
+a prompt with too many tokens is dropped. Whether a row fits is the same in every epoch, so it is asked once: a run that starts again at
+number n reads the prompts before it, at most one pass over the data.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from transferqueue.adapters.protocols import Ids
+from transferqueue.errors import UsageError
+from transferqueue.workflows.job.data.prompt_data import PromptData
+from transferqueue.workflows.job.data.prompts import RenderedPrompt
+from transferqueue.workflows.job.settings.job import DataSettings
+
+Positions = npt.NDArray[np.int64]
+
+SKIPPED_TOGETHER: Final = 256
+"""Prompts that are tokenized in one call when a run starts again."""
+_UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedPrompt:
+    """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32 ``[T]`` for sft."""
+
+    number: int
+    ids: Ids
+    data: dict[str, Any]
+    text: str
+    response_ids: Ids | None = None
+
+
+class DataOrder:
+    """Positions of rows in the order of their use: epoch after epoch, each shuffled by (seed, epoch). epochs: 0: without end."""
+
+    def __init__(self, rows: int, *, seed: int, shuffle: bool, epochs: int = 0) -> None:
+        self.rows = rows
+        self._seed, self._shuffle = seed, shuffle
+        self._end = epochs * rows if epochs else None
+        self._epoch, self._permutation = -1, np.arange(0, dtype=np.int64)
+
+    def positions(self, place: int, count: int) -> Positions:
+        """Return the positions of `count` places from `place` on; fewer at the end of an epoch, none at the end of the last.
+
+        >>> DataOrder(3, seed=0, shuffle=False).positions(1, 9).tolist()
+        [1, 2]
+        """
+        if self._end is not None and place >= self._end:
+            return np.empty(0, np.int64)
+        epoch, inside = divmod(place, self.rows)
+        return self._order(epoch)[inside : inside + count]
+
+    def _order(self, epoch: int) -> Positions:
+        if epoch != self._epoch:
+            draws = np.random.default_rng([self._seed, epoch])
+            self._permutation = draws.permutation(self.rows) if self._shuffle else np.arange(self.rows)
+            self._epoch = epoch
+        return self._permutation
+
+
+class PromptSequence:
+    """Yields the prompts of a run in order. tokens_max: most tokens of a response that is learned (sft).
+
+    A prompt with more than `data.prompt_tokens_max` tokens is left out (`dropped` counts rows of the data), or is a `UsageError` if
+    the data says "refuse". `UsageError` too if no prompt fits.
+    """
+
+    def __init__(self, data: PromptData, settings: DataSettings, *, seed: int, tokens_max: int = 0) -> None:
+        self._data, self._settings = data, settings
+        self._tokens_max = tokens_max
+        self._order = DataOrder(len(data.rows), seed=seed, shuffle=settings.shuffle, epochs=settings.epochs)
+        self._fits = np.full(len(data.rows), _UNKNOWN, np.int8)
+        self._place = self._number = 0
+
+    @property
+    def number(self) -> int:
+        """Number of the next prompt."""
+        return self._number
+
+    @property
+    def dropped(self) -> int:
+        """Rows of the data with too many tokens, as far as they have been read."""
+        return int(np.count_nonzero(self._fits == _TOO_LONG))
+
+    def take(self, count: int) -> list[NumberedPrompt]:
+        """Return the next `count` prompts; fewer if the data ends."""
+        taken: list[NumberedPrompt] = []
+        while len(taken) < count:
+            positions = self._order.positions(self._place, count - len(taken))
+            if not len(positions):
+                break
+            self._place += len(positions)
+            taken += self._numbered(positions[self._fits[positions] != _TOO_LONG], self._number + len(taken))
+            self._check_some_fit()
+        self._number += len(taken)
+        return taken
+
+    def skip(self, count: int) -> int:
+        """Go `count` prompts ahead, as if they had been taken; return how many there were, fewer if the data ends."""
+        left = count
+        while left:
+            left -= self._skip_epochs(left)
+            positions = self._order.positions(self._place, SKIPPED_TOGETHER)
+            if not left or not len(positions):
+                break
+            self._numbered(positions[self._fits[positions] == _UNKNOWN], 0)
+            self._check_some_fit()
+            fitting = np.cumsum(self._fits[positions] == _FITS)
+            places = min(int(np.searchsorted(fitting, left)) + 1, len(positions))
+            left -= int(fitting[places - 1])
+            self._place += places
+        self._number += count - left
+        return count - left
+
+    def _skip_epochs(self, count: int) -> int:
+        """Skip whole epochs, if it is known which rows fit."""
+        if self._place % self._order.rows or (self._fits == _UNKNOWN).any() or self._settings.epochs:
+            return 0
+        in_epoch = int(np.count_nonzero(self._fits == _FITS))
+        self._place += count // in_epoch * self._order.rows
+        return count // in_epoch * in_epoch
+
+    def _numbered(self, positions: Positions, number: int) -> list[NumberedPrompt]:
+        """Return the prompts that fit among these rows, numbered from `number` on."""
+        if not len(positions):
+            return []
+        rows = [self._data.rows.row(int(at)) for at in positions]
+        places = [self._data.rows.place(int(at)) for at in positions]
+        rendered = [self._data.renderer.render(row, place) for row, place in zip(rows, places, strict=True)]
+        ids = self._data.renderer.tokens(rendered)
+        responses = [self._response(prompt) for prompt in rendered]
+        fits = np.array([self._fitting(*each) for each in zip(ids, responses, places, strict=True)])
+        self._fits[positions] = np.where(fits, _FITS, _TOO_LONG)
+        return [
+            NumberedPrompt(
+                number=number + before,
+                ids=_present(ids[at]),
+                data=self._data.values(rows[at], rendered[at].value, places[at]),
+                text=rendered[at].text,
+                response_ids=responses[at],
+            )
+            for before, at in enumerate(np.flatnonzero(fits).tolist())
+        ]
+
+    def _response(self, prompt: RenderedPrompt) -> Ids | None:
+        return self._data.renderer.response_tokens(prompt) if prompt.response else None
+
+    def _fitting(self, ids: Ids | None, response_ids: Ids | None, place: str) -> bool:
+        """Whether a prompt and its response are short enough. Raises `UsageError` if not and the data says "refuse"."""
+        limit = self._settings.prompt_tokens_max
+        if ids is not None and not len(ids):
+            raise UsageError(f"{place}: the prompt has no tokens; a response needs something to follow")
+        if ids is None or len(ids) > limit:
+            tokens = f"over {limit}" if ids is None else f"{len(ids)}"
+            return self._dropped(f"{place}: the prompt has {tokens} tokens; data.prompt_tokens_max={limit}")
+        if response_ids is not None and len(response_ids) > self._tokens_max:
+            tokens = f"{len(response_ids)} tokens; sampling.tokens_max={self._tokens_max}"
+            return self._dropped(f"{place}: the response has {tokens}")
+        return True
+
+    def _dropped(self, reason: str) -> Literal[False]:
+        if self._settings.overlong == "refuse":
+            raise UsageError(f'{reason}: raise it, or set data.overlong="drop"')
+        return False
+
+    def _check_some_fit(self) -> None:
+        if (self._fits == _TOO_LONG).all():
+            raise UsageError(
+                f"none of the {len(self._fits):,} prompts of {self._settings.path} fits into data.prompt_tokens_max="
+                f"{self._settings.prompt_tokens_max} tokens; raise it"
+            )
+
+
+def _present(ids: Ids | None) -> Ids:
+    return np.empty(0, np.int32) if ids is None else ids

@@ -1,0 +1,139 @@
+"""The source of prompts of a job: puts the rows of each prompt's group, and goes on where an earlier process ended.
+
+Rules:
+
+1. Prompts are put in the order of their numbers, whole groups at a time, each group in one commit. So the count of rows that the
+   table ever received says which prompt is next, whenever the process was killed: none is lost or doubled. The queue refuses a second
+   source that puts a group which is live: the group would have too many rows.
+2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old, a reward that fails)
+   puts more in their place, until the trainer seals the table.
+3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer stops after the last
+   full batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any, Final
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.adapters.stages.generation import BEGUN
+from transferqueue.errors import InternalError, Sealed
+from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.stage import Context, Produce
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.prompt_data import open_prompts
+from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.graph import in_parts
+from transferqueue.workflows.job.settings.defaults import filled
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import group_rows, rows_ahead
+
+PUT_ROWS: Final = 64
+"""About the most rows of one put: rollout starts with the first while the next are tokenized."""
+
+
+def replaces_dropped(job: Job) -> bool:
+    """Whether groups may be dropped while the job runs, so that more prompts than steps · prompts_per_step are needed."""
+    return bool(
+        filled(job.algorithm).filter_equal
+        or job.pacing.on_stale == "drop"
+        or any(reward.on_error == "drop" for reward in job.reward)
+    )
+
+
+def groups_per_put(job: Job) -> int:
+    """Return how many groups one put has.
+
+    Room comes in whole batches, so the groups of a put divide both a batch and all that may be ahead; else the last groups of a batch might
+    wait for room that only that batch would make. Where single groups may be dropped, room comes by groups.
+    """
+    if replaces_dropped(job):
+        return 1
+    groups = math.gcd(job.trainer.prompts_per_step, rows_ahead(job) // group_rows(job))
+    most = max(1, PUT_ROWS // group_rows(job))
+    return max(divisor for divisor in range(1, min(most, groups) + 1) if groups % divisor == 0)
+
+
+class JobPrompts:
+    """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the table received before."""
+
+    def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
+        self._size, self._in_parts = group_rows(job), in_parts(job)
+        self._groups_per_put = groups_per_put(job)
+        self._end = None if replaces_dropped(job) else job.steps * job.trainer.prompts_per_step
+        self._sequence = sequence
+        self._next: list[NumberedPrompt] = []
+        if rows_put % self._size:
+            raise InternalError(
+                f'table "{names.TABLE}" received {rows_put} rows, which are no whole groups of {self._size}: something else than '
+                "the source of this job puts rows into it"
+            )
+        self.data_ended = sequence.skip(rows_put // self._size) < rows_put // self._size
+
+    def wants(self) -> int:
+        """Return the rows of the next put, which is made ready; 0 after the last."""
+        if not self._next:
+            left = self._groups_per_put if self._end is None else self._end - self._sequence.number
+            count = min(self._groups_per_put, left)
+            self._next = self._sequence.take(count)
+            self.data_ended |= len(self._next) < count
+        return len(self._next) * self._size
+
+    def __call__(self, rows: int) -> Mapping[str, Any]:
+        """Return the next groups: what belongs to the prompt is stored once a group."""
+        prompts, self._next = self._next, []
+        if len(prompts) * self._size != rows:
+            raise InternalError(f"{rows} rows asked for, {len(prompts)} groups of {self._size} ready")
+        number = np.repeat([prompt.number for prompt in prompts], self._size)
+        ordinal = number * self._size + np.tile(np.arange(self._size), len(prompts))
+        return {
+            **{name: tq.Repeat(values, self._size) for name, values in self._columns(prompts).items()},
+            "group_id": number,
+            "group_size": self._size,
+            "ordinal": ordinal,
+        }
+
+    def _columns(self, prompts: list[NumberedPrompt]) -> dict[str, list[Any]]:
+        columns: dict[str, list[Any]] = {
+            "prompt_ids": [prompt.ids for prompt in prompts],
+            names.DATA: [prompt.data for prompt in prompts],
+        }
+        if prompts[0].response_ids is not None:
+            columns["response_ids"] = [prompt.response_ids for prompt in prompts]
+        if self._in_parts:
+            columns |= {name: [_nothing(name)] * len(prompts) for name in BEGUN}
+        return columns
+
+
+def _nothing(name: str) -> np.ndarray[Any, Any]:
+    return np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)
+
+
+@contextmanager
+def prompts(context: Context) -> Iterator[Produce]:
+    """Factory of the source."""
+    with source_with(context, load_tokenizer(context.settings(Job).model)) as produce:
+        yield produce
+
+
+@contextmanager
+def source_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Produce]:
+    """Open the data, and go on after the rows that the table has received.
+
+    At the end, reports how many rows of the data were dropped as too long, and seals the table if the data ended.
+    """
+    job = context.settings(Job)
+    data = open_prompts(job, tokenizer)
+    sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
+    produce = JobPrompts(job, sequence, rows_put=audit(context.table).put)
+    yield produce
+    context.figures("prompts", put=sequence.number, data_rows=len(data.rows), overlong=sequence.dropped)
+    if produce.data_ended:
+        with suppress(Sealed):
+            context.table.seal()
