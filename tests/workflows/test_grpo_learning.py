@@ -9,14 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from transferqueue.errors import UsageError
 from transferqueue.workflows.grpo.learning.evaluate import evaluate
 from transferqueue.workflows.grpo.learning.learner import (
     GrpoLearner,
-    Objective,
     TrainBatch,
-    clipped_gain,
-    grpo_loss,
-    kl_k3,
     learning_rate_share,
 )
 from transferqueue.workflows.grpo.learning.problems import problem_set
@@ -216,54 +213,13 @@ def test_columns_that_do_not_match_are_refused() -> None:
         pack(PROMPTS[:1], [PROMPTS[0][:0]])
 
 
-# ---------------------------------------------------------------- loss
-
-
-def test_the_ratio_is_clipped_only_where_it_would_gain_more() -> None:
-    # Ratios 1.5 and 0.5, each with advantage 1 and -2, by hand: a bad move is felt in full, a good one up to the bound.
-    logprobs = torch.log(torch.tensor([[1.5, 0.5], [1.5, 0.5]]))
-    gain = clipped_gain(
-        logprobs, torch.zeros(2, 2), torch.tensor([[1.0], [-2.0]]), Objective(clip_low=0.2, clip_high=0.3)
-    )
-    assert_close(gain, [[1.3, 0.5], [-3.0, -1.6]], 1e-6)
-
-
-def test_a_clipped_token_has_no_gradient() -> None:
-    logprobs = torch.log(torch.tensor([[1.5, 1.1]])).requires_grad_()
-    clipped_gain(logprobs, torch.zeros(1, 2), torch.ones(1, 1), Objective()).sum().backward()
-    assert logprobs.grad is not None
-    assert_close(logprobs.grad, [[0.0, 1.1]], 1e-6)
-
-
-def test_the_loss_is_a_mean_over_rows_of_means_over_their_tokens() -> None:
-    mask = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
-    logprobs = torch.full((3, 3), math.log(1.1)).where(mask, 99.0)
-    rollout = torch.zeros(3, 3)
-    loss = grpo_loss(logprobs, rollout, torch.tensor([1.0, -1.0, 5.0]), mask, objective=Objective())
-    assert loss.item() == pytest.approx(-(1.1 - 1.1 + 0) / 3, abs=1e-6)
-    loss = grpo_loss(logprobs[:1], rollout[:1], torch.ones(1), mask[:1], objective=Objective(), rows=4)
-    assert loss.item() == pytest.approx(-1.1 / 4)
-
-
-def test_k3_is_zero_for_equals_and_never_negative() -> None:
-    ours, reference = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-1.0, -2.0, -0.5])
-    expected = [0.0, math.exp(-1) - 1 + 1, math.exp(0.5) - 1 - 0.5]
-    assert_close(kl_k3(ours, reference), expected, 1e-6)
-    mask = torch.ones(1, 3, dtype=torch.bool)
-    with_kl = Objective(kl_weight=2.0)
-    loss = grpo_loss(ours[None], ours[None], torch.zeros(1), mask, objective=with_kl, ref_logprobs_BT=reference[None])
-    assert loss.item() == pytest.approx(2.0 * sum(expected) / 3)
-    with pytest.raises(ValueError, match=r"kl_weight is 2\.0 but the batch has no ref_logprobs"):
-        grpo_loss(ours[None], ours[None], torch.zeros(1), mask, objective=with_kl)
-
-
 # ---------------------------------------------------------------- learner
 
 
-def learner(model: Transformer, objective: Objective | None = None) -> GrpoLearner:
+def learner(model: Transformer, **settings: float) -> GrpoLearner:
     return GrpoLearner(
         model,
-        objective=objective or Objective(),
+        algorithm=replace(SMALL, **settings).algorithm(),
         temperature=1.0,
         learning_rate=1e-3,
         final_share=0.1,
@@ -300,20 +256,43 @@ def test_a_step_makes_good_responses_likelier_and_bad_ones_less(model: Transform
 
 
 def test_rows_without_advantage_cost_nothing_and_change_nothing() -> None:
-    def weights_after(rows: slice, advantages: list[float], objective: Objective) -> dict[str, Tensor]:
+    def weights_after(rows: slice, advantages: list[float], **settings: float) -> dict[str, Tensor]:
         model = Transformer(SMALL.model_shape())
         model.initialize(torch.Generator().manual_seed(1))
         batch = batch_of(sample(model, samples=1)[rows], advantages)
         batch = replace(batch, ref_logprobs=batch.rollout_logprobs)
-        trained = learner(model, objective)
+        trained = learner(model, **settings)
         trained.step(batch)
         return trained.weights()
 
     # A KL weight too small to matter forces the rows without advantage through the model.
-    skipped = weights_after(slice(None), [1.0, 0.0, -1.0, 0.0], Objective())
-    computed = weights_after(slice(None), [1.0, 0.0, -1.0, 0.0], Objective(kl_weight=1e-12))
+    skipped = weights_after(slice(None), [1.0, 0.0, -1.0, 0.0])
+    computed = weights_after(slice(None), [1.0, 0.0, -1.0, 0.0], kl_weight=1e-12)
     for name, weight in skipped.items():
         assert_close(weight, computed[name], 2e-5)
+
+
+def test_the_loss_is_a_mean_over_all_rows(model: Transformer) -> None:
+    """Rows that are not computed count: a gain of 1 for each token of one row in four."""
+    metrics = learner(model).step(batch_of(sample(model, samples=1), [1.0, 0.0, 0.0, 0.0]))
+    assert metrics["loss"] == pytest.approx(-1 / 4, abs=1e-4)
+
+
+def test_a_kl_weight_without_a_reference_is_refused(model: Transformer) -> None:
+    with pytest.raises(UsageError, match=r"no ref_logprobs_N, which kl=2\.0 reads"):
+        learner(model, kl_weight=2.0).step(batch_of(sample(model, samples=1), np.ones(4)))
+
+
+@pytest.mark.parametrize("bound", [0.5, math.inf, math.nan])
+def test_a_weight_bound_that_bounds_nothing_is_refused(bound: float) -> None:
+    with pytest.raises(UsageError, match="finite bound of at least 1"):
+        LearningSettings(weight_max=bound)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0, 0.2), (1, 0.2), (0.2, 0), (0.2, math.inf), (math.nan, 0.2), (0.2, -1)])
+def test_clip_bounds_that_bound_nothing_are_refused(low: float, high: float) -> None:
+    with pytest.raises(UsageError, match="give 0 < clip_low < 1"):
+        LearningSettings(clip_low=low, clip_high=high)
 
 
 def test_a_batch_without_any_advantage_takes_no_step(model: Transformer) -> None:

@@ -8,7 +8,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from transferqueue.workflows.grpo.learning.advantages import group_advantages
 from transferqueue.workflows.grpo.learning.problems import HELDOUT_PROBLEMS, PROBLEM_SETS, Problem, Split, problem_set
 from transferqueue.workflows.grpo.learning.settings import SETTINGS, settings_for
 from transferqueue.workflows.grpo.model.tokenizer import (
@@ -107,8 +106,13 @@ def test_every_problem_set_has_settings_of_its_own() -> None:
 
 @pytest.mark.slow
 def test_what_a_reward_process_loads_has_no_torch() -> None:
-    names = ("learning.problems", "model.tokenizer", "learning.advantages", "learning.settings")
-    imports = ", ".join(f"transferqueue.workflows.grpo.{name}" for name in names)
+    names = (
+        "grpo.learning.problems",
+        "grpo.model.tokenizer",
+        "grpo.stages.advantage_stage",
+        "job.algorithms.advantages",
+    )
+    imports = ", ".join(f"transferqueue.workflows.{name}" for name in names)
     code = f"import sys, {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
@@ -137,38 +141,3 @@ def test_what_is_not_in_the_vocabulary_is_refused() -> None:
     for token in (-1, VOCABULARY_SIZE):
         with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary"):
             decode([token])
-
-
-# ---------------------------------------------------------------- advantages
-
-
-def test_advantages_by_hand() -> None:
-    # Group 5: mean 0.25, variance (3 * 0.0625 + 0.5625) / 4 = 0.1875. Its rows stand apart.
-    rewards, groups = [1.0, 0.3, 0.0, 0.3, 0.0, 0.0], [5, 9, 5, 9, 5, 5]
-    spread = 0.1875**0.5
-    expected = [0.75 / spread, 0, -0.25 / spread, 0, -0.25 / spread, -0.25 / spread]
-    found = group_advantages(rewards, groups)
-    assert found.dtype == np.float32
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
-
-
-@pytest.mark.parametrize("reward", [0.0, 1.0, 0.1, 1 / 3, 6 / 7])
-def test_a_group_of_equal_rewards_has_no_advantage_at_all(reward: float) -> None:
-    assert group_advantages(np.full(8, reward, dtype=np.float32), np.zeros(8, dtype=np.int64)).tolist() == [0.0] * 8
-
-
-@given(st.lists(st.tuples(st.integers(0, 4), st.floats(0, 1)), max_size=40))
-def test_advantages_are_centred_and_scaled_in_each_group(rows: list[tuple[int, float]]) -> None:
-    groups = np.array([group for group, _ in rows], dtype=np.int64)
-    found = group_advantages([reward for _, reward in rows], groups).astype(np.float64)
-    for group in np.unique(groups):
-        members = found[groups == group]
-        assert abs(members.mean()) < 1e-5
-        assert abs(members.std() - 1) < 1e-5 or not members.any()
-
-
-def test_rewards_that_cannot_be_compared_are_refused() -> None:
-    with pytest.raises(ValueError, match="reward nan is not finite"):
-        group_advantages([0.0, float("nan")], [1, 1])
-    with pytest.raises(ValueError, match=r"rewards \(2,\) and group_id \(3,\)"):
-        group_advantages([0.0, 1.0], [1, 1, 1])

@@ -1,1 +1,1 @@
-"""Advantages, losses and the learner."""
+"""Problems, settings, warm-up, the learner and evaluation."""

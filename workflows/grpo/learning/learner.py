@@ -1,8 +1,6 @@
-"""Group Relative Policy Optimization: the loss, and the learner that takes a step on a batch of finished groups.
+"""Group Relative Policy Optimization: the learner that takes a step on a batch of finished groups.
 
-GRPO: DeepSeekMath, arXiv 2402.03300, equation 3. Clipped ratio: PPO, arXiv 1707.06347, equation 7; a wider upper
-bound ("clip-higher"): DAPO, arXiv 2503.14476. KL estimator k3: J. Schulman, "Approximating KL Divergence", 2020
-(http://joschu.net/blog/kl-approx.html).
+The loss is `transferqueue.workflows.job.algorithms.losses.policy_loss`.
 
 The old policy of the ratio is the one that generated: its log-probs were stored as ``rollout_logprobs`` when each token
 was drawn. So a row may be some versions old and the gradient still accounts for it, within the clip.
@@ -17,10 +15,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from transferqueue.workflows.grpo.learning.losses import Clip, decoupled_gain, ppo_gain
-from transferqueue.workflows.grpo.learning.settings import check_weight_max
 from transferqueue.workflows.grpo.model.prompt_packing import pack, token_logprobs
 from transferqueue.workflows.grpo.model.transformer import Transformer
+from transferqueue.workflows.job.algorithms.losses import policy_loss
+from transferqueue.workflows.job.algorithms.responses import Responses
+from transferqueue.workflows.job.settings.job import AlgorithmSettings
 
 Ids = npt.NDArray[np.integer]
 Logprobs = npt.NDArray[np.float32]
@@ -79,69 +78,6 @@ class TrainBatch:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Objective:
-    """Terms of the loss. The ratio is held in ``[1 - clip_low, 1 + clip_high]``; ``kl_weight`` 0 needs no reference.
-
-    Without ``weight_max`` the ratio is to the policy that generated (PPO); with it, to the policy before the step, and each token
-    weighs as much as that policy finds it likelier than the one that generated, at most ``weight_max`` (decoupled PPO,
-    truncated). `UsageError` for a ``weight_max`` below 1 or not finite.
-    """
-
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_weight: float = 0.0
-    weight_max: float | None = None
-
-    def __post_init__(self) -> None:
-        check_weight_max(self.weight_max)
-
-
-def clipped_gain(
-    logprobs_BT: Tensor, rollout_logprobs_BT: Tensor, advantages_B1: Tensor, objective: Objective
-) -> Tensor:
-    """Return what each token gains under ``objective``, float32 ``[rows, tokens]``; see `losses` for the equations.
-
-    A step takes one update, so the policy before it is the current one, without a gradient.
-    """
-    clip = Clip(low=objective.clip_low, high=objective.clip_high)
-    if objective.weight_max is None:
-        return ppo_gain(logprobs_BT, rollout_logprobs_BT, advantages_B1, clip)
-    before_BT, most = logprobs_BT.detach(), objective.weight_max
-    return decoupled_gain(logprobs_BT, before_BT, rollout_logprobs_BT, advantages_B1, clip, weight_max=most)
-
-
-def kl_k3(logprobs_BT: Tensor, ref_logprobs_BT: Tensor) -> Tensor:
-    """Return Schulman's estimate of KL(policy || reference) of each token: ``r - 1 - log r``, never negative."""
-    log_ratio_BT = ref_logprobs_BT - logprobs_BT
-    return log_ratio_BT.exp() - 1 - log_ratio_BT
-
-
-def grpo_loss(
-    logprobs_BT: Tensor,
-    rollout_logprobs_BT: Tensor,
-    advantages_B: Tensor,
-    mask_BT: Tensor,
-    *,
-    objective: Objective,
-    ref_logprobs_BT: Tensor | None = None,
-    rows: int | None = None,
-) -> Tensor:
-    """Return the GRPO loss (a scalar): the mean over rows of the mean over each row's unmasked tokens.
-
-    ``rows`` is the divisor of the outer mean where the caller left out rows that add nothing. Raises ``ValueError`` when
-    the objective weighs KL and there is no reference.
-    """
-    gain_BT = clipped_gain(logprobs_BT, rollout_logprobs_BT, advantages_B[:, None], objective)
-    if objective.kl_weight:
-        if ref_logprobs_BT is None:
-            raise ValueError(f"kl_weight is {objective.kl_weight} but the batch has no ref_logprobs")
-        gain_BT = gain_BT - objective.kl_weight * kl_k3(logprobs_BT, ref_logprobs_BT)
-    lengths_B = mask_BT.sum(1).clamp(min=1)
-    gain_B = gain_BT.where(mask_BT, 0.0).sum(1) / lengths_B
-    return -gain_B.sum() / (rows or len(gain_B))
-
-
 def learning_rate_share(step: int, *, steps: int, final_share: float) -> float:
     """Return the share of the learning rate at ``step``: up over a twentieth of ``steps``, then down to ``final_share``.
 
@@ -165,7 +101,7 @@ class GrpoLearner:
         self,
         model: Transformer,
         *,
-        objective: Objective,
+        algorithm: AlgorithmSettings,
         temperature: float,
         learning_rate: float,
         final_share: float,
@@ -174,7 +110,7 @@ class GrpoLearner:
         first_step: int = 0,
     ) -> None:
         self._model = model
-        self._objective = objective
+        self._algorithm = algorithm
         self._temperature = temperature
         self._learning_rate = learning_rate
         self._gradient_norm_max = gradient_norm_max
@@ -196,33 +132,29 @@ class GrpoLearner:
         """Take one optimizer step on ``batch`` and return what it was like.
 
         Metrics: ``loss``; ``gradient_norm`` before clipping; ``rollout_kl``, the k3 estimate of how far the policy has moved
-        since the rows were generated; ``clip_share`` of the tokens whose ratio left the bounds; ``entropy``, the
+        since the rows were generated; ``clip_share`` of the tokens whose loss the clip changed; ``entropy``, the
         mean of ``-log p`` of the tokens; ``live_rows``, rows with a gradient; ``tokens`` of their responses.
 
         Without KL, rows with advantage 0 have no gradient: they are counted in the mean but not computed.
         """
         rows = len(batch.advantages)
-        if not self._objective.kl_weight:
+        if not self._algorithm.kl:
             batch = batch.select(np.flatnonzero(batch.advantages))
         self._step += 1
-        if not len(batch.advantages):
+        live_rows = len(batch.advantages)
+        if not live_rows:
             return _idle_metrics()
         packed = pack(batch.prompt_ids, batch.response_ids)
-        mask_BT = packed.mask_BT & _padded_mask(batch)
-        rollout_BT = _padded(batch.rollout_logprobs)
         logprobs_BT = token_logprobs(self._model, packed, temperature=self._temperature)
-        loss = grpo_loss(
-            logprobs_BT,
-            rollout_BT,
-            torch.from_numpy(np.asarray(batch.advantages, dtype=np.float32)),
-            mask_BT,
-            objective=self._objective,
-            ref_logprobs_BT=None if batch.ref_logprobs is None else _padded(batch.ref_logprobs),
-            rows=rows,
-        )
-        gradient_norm = self._descend(loss)
-        metrics = _metrics(logprobs_BT.detach()[mask_BT], rollout_BT[mask_BT], self._objective)
-        return {"loss": loss.item(), "gradient_norm": gradient_norm, "live_rows": float(len(mask_BT)), **metrics}
+        loss = policy_loss(_responses(batch, logprobs_BT[packed.mask_BT]), self._algorithm)
+        mean = loss.total / rows
+        gradient_norm = self._descend(mean)
+        return {
+            "loss": mean.item(),
+            "gradient_norm": gradient_norm,
+            "live_rows": float(live_rows),
+            **_metrics(loss.figures),
+        }
 
     def _descend(self, loss: Tensor) -> float:
         share = learning_rate_share(self._step - 1, steps=self._steps, final_share=self._final_share)
@@ -235,16 +167,29 @@ class GrpoLearner:
         return float(norm)
 
 
-def _metrics(logprobs_N: Tensor, rollout_logprobs_N: Tensor, objective: Objective) -> dict[str, float]:
-    ratio_N = (logprobs_N - rollout_logprobs_N).exp()
-    outside_N = (ratio_N < 1 - objective.clip_low) | (ratio_N > 1 + objective.clip_high)
-    tokens = len(logprobs_N)
-    sums = {
-        "rollout_kl": kl_k3(rollout_logprobs_N, logprobs_N).sum().item(),
-        "clip_share": outside_N.sum().item(),
-        "entropy": -logprobs_N.sum().item(),
+def _responses(batch: TrainBatch, logprobs_N: Tensor) -> Responses:
+    lengths_R = torch.tensor([len(ids) for ids in batch.response_ids])
+    masks = batch.loss_mask or [np.ones(len(ids), dtype=np.bool_) for ids in batch.response_ids]
+    advantages_R = torch.from_numpy(np.asarray(batch.advantages, dtype=np.float32))
+    return Responses(
+        logprobs_N=logprobs_N,
+        rollout_logprobs_N=_flat(batch.rollout_logprobs),
+        ref_logprobs_N=None if batch.ref_logprobs is None else _flat(batch.ref_logprobs),
+        advantages_N=advantages_R.repeat_interleave(lengths_R),
+        entropies_N=-logprobs_N.detach(),
+        mask_N=torch.from_numpy(np.concatenate(masks)),
+        offsets_R1=torch.cat([torch.zeros(1, dtype=torch.int64), lengths_R.cumsum(0)]),
+    )
+
+
+def _metrics(figures: Mapping[str, float]) -> dict[str, float]:
+    tokens = max(figures["tokens"], 1)
+    return {
+        "tokens": figures["tokens"],
+        "rollout_kl": figures["rollout_kl"] / tokens,
+        "clip_share": (figures["clipped_low"] + figures["clipped_high"]) / tokens,
+        "entropy": figures["entropy"] / tokens,
     }
-    return {"tokens": float(tokens), **{name: value / max(tokens, 1) for name, value in sums.items()}}
 
 
 def _idle_metrics() -> dict[str, float]:
@@ -252,14 +197,5 @@ def _idle_metrics() -> dict[str, float]:
     return dict.fromkeys(names, 0.0)
 
 
-def _padded(column: Sequence[npt.NDArray[np.float32]]) -> Tensor:
-    padded_BT = np.zeros((len(column), max(map(len, column))), dtype=np.float32)
-    for row, value in enumerate(column):
-        padded_BT[row, : len(value)] = value
-    return torch.from_numpy(padded_BT)
-
-
-def _padded_mask(batch: TrainBatch) -> Tensor:
-    if batch.loss_mask is None:
-        return torch.tensor(True)
-    return _padded([mask.astype(np.float32) for mask in batch.loss_mask]).bool()
+def _flat(column: Sequence[Logprobs]) -> Tensor:
+    return torch.from_numpy(np.concatenate(column).astype(np.float32, copy=False))

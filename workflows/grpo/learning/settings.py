@@ -14,6 +14,7 @@ from typing import Final
 from transferqueue.errors import UsageError
 from transferqueue.workflows.grpo.model.shape import ModelShape
 from transferqueue.workflows.grpo.model.tokenizer import VOCABULARY_SIZE
+from transferqueue.workflows.job.settings.job import AlgorithmSettings
 
 
 def check_weight_max(weight_max: float | None) -> None:
@@ -81,6 +82,21 @@ class LearningSettings:
 
     def __post_init__(self) -> None:
         check_weight_max(self.weight_max)
+        if not (0 < self.clip_low < 1 and 0 < self.clip_high < math.inf):
+            raise UsageError(
+                f"clip_low={self.clip_low} clip_high={self.clip_high}: give 0 < clip_low < 1 and a finite clip_high above 0"
+            )
+
+    def algorithm(self) -> AlgorithmSettings:
+        """Return the algorithm as a job's settings say it: grpo, and with ``weight_max`` decoupled PPO's clip."""
+        return AlgorithmSettings(
+            kind="grpo",
+            clip_low=self.clip_low,
+            clip_high=self.clip_high,
+            kl=self.kl_weight,
+            old="rollout" if self.weight_max is None else "trainer",
+            tis_max=self.weight_max or 0.0,
+        )
 
     def model_shape(self) -> ModelShape:
         """Return the sizes of the model."""

@@ -12,7 +12,7 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.learning.advantages import group_advantages
+from transferqueue.workflows.job.algorithms.advantages import group_advantages
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""

@@ -21,7 +21,7 @@ from transferqueue.workflows.flow.events import PUBLISH, SWAP, TimeSpan
 from transferqueue.workflows.flow.stage import STALL_S, Context, Work
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.learning.evaluate import Evaluation, evaluate
-from transferqueue.workflows.grpo.learning.learner import GrpoLearner, Objective, TrainBatch
+from transferqueue.workflows.grpo.learning.learner import GrpoLearner, TrainBatch
 from transferqueue.workflows.grpo.learning.problems import problem_set
 from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.learning.warmup import warm_up
@@ -417,12 +417,7 @@ def _begin(settings: JobSettings, context: Context, policy: Policy, evaluator: E
 def _learner(learning: LearningSettings, model: Transformer, first_step: int) -> GrpoLearner:
     return GrpoLearner(
         model,
-        objective=Objective(
-            clip_low=learning.clip_low,
-            clip_high=learning.clip_high,
-            kl_weight=learning.kl_weight,
-            weight_max=learning.weight_max,
-        ),
+        algorithm=learning.algorithm(),
         temperature=learning.temperature,
         learning_rate=learning.learning_rate,
         final_share=learning.final_share,
