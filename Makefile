@@ -5,7 +5,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMOED := $(VENV)/.installed-demo
-PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --progress-bar off --constraint constraints.txt
+# pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
+PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
 PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
@@ -37,15 +38,14 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv with everything that checks, tests and the demo need
 
-# What the demo needs; `setup` adds the tools to the same environment. torch goes first and alone: its version is pinned
+# What the demo needs; `setup` adds the tools to the same environment. torch goes first: its version is pinned
 # to one that has a CPU build, and what follows must not pick another.
 $(DEMOED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV)'; $(PYTHON) -m venv $(VENV); }
 	@echo 'setup: installing torch, then the package with what the demo needs, as constraints.txt pins them'
-	@$(PIP) torch
-	@$(PIP) hatchling
+	@$(PIP) torch hatchling
 	@$(PIP) --no-build-isolation --editable '.[demo]'
 	@touch $@
 

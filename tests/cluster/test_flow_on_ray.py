@@ -89,7 +89,9 @@ def test_a_killed_process_is_started_again(queue, address, tmp_path):
 
 def test_a_broken_stage_ends_the_flow_and_leaves_no_session(queue, address):
     told = []
-    with pytest.raises(StageFailed, match='stage "double-0" failed on Ray, and no try is left: StageBroken') as raised:
+    with pytest.raises(
+        StageFailed, match='and no try is left: StageFailedInProcess: stage "double" failed 3'
+    ) as raised:
         run_on_ray(address, jobs("raises"), observe=lambda label, event: told.append(event), options=OPTIONS)
     assert raised.value.stage == "double-0"
     assert "Traceback" in raised.value.last_words

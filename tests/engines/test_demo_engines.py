@@ -1,4 +1,7 @@
-"""The GRPO job with a real engine for its generation: a few steps, weights changed in flight, nothing lost, log-probs the trainer's."""
+"""The GRPO job with a real engine for its generation: a few steps, weights changed in flight, nothing lost, log-probs the trainer's.
+
+`make test-engines` runs it, as it runs everything in this folder; `make test` leaves it out, where transformers is installed too.
+"""
 
 from __future__ import annotations
 
@@ -23,6 +26,7 @@ SMALL = LearningSettings(
 )
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("partial", [0, 2])

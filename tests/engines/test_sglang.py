@@ -132,6 +132,7 @@ def subject(endpoint: Documented, tmp_path_factory: pytest.TempPathFactory) -> I
     assert list(folder.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("check", GENERATOR_CHECKS, ids=lambda check: check.__name__)
 def test_sglang(check: Callable[[GeneratorSubject], None], subject: Subject) -> None:
