@@ -6,7 +6,7 @@ and any generator continues it under its current weights (`Prompt.begun`). A com
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from itertools import groupby
@@ -37,13 +37,27 @@ BEGUN: Final = ("begun_ids", "begun_logprobs", "begun_versions")
 """Columns of an unfinished completion, one value a token; empty if the completion has not begun."""
 
 
+def row_seed(seed: int, ordinal: int) -> int:
+    """Return the seed of a row: a hash of the job's seed and the row's ordinal (numpy's `SeedSequence`).
+
+    >>> row_seed(0, 1) == row_seed(0, 1) != row_seed(1, 0)
+    True
+    """
+    return int(np.random.SeedSequence([seed, ordinal]).generate_state(1)[0])
+
+
 class Generate:
-    """The stage ``generate``: a completion for each row, by any `Generator`.
+    """The stage ``generate``: a completion for each row, by any `Generator`. It may be called from several threads at once.
 
     Rows come back in parts of `part_rows`, each stamped with the versions of its tokens. token_versions: also give the
     version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a completion
     at most (0: no bound, and the columns `BEGUN` are not read). A completion that was begun more than `max_staleness` versions ago
-    starts again. Raises `UsageError` for a negative budget.
+    starts again.
+
+    seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt. whole_groups: the number of rows of a
+    group. Each request is then one whole group (ordinals ``n * whole_groups`` and the next ones), even if the lease has a part of it; the other
+    rows are generated and not used. With an engine that keeps requests apart, tokens and log-probabilities are the same, bit for bit, however rows
+    were leased. Raises `UsageError` for a negative budget, and for whole groups without a seed or with a budget.
     """
 
     def __init__(
@@ -56,10 +70,17 @@ class Generate:
         token_versions: bool = False,
         budget: int = 0,
         max_staleness: int | None = None,
+        seed: int | None = None,
+        whole_groups: int = 0,
         timeout_s: float = GENERATE_S,
     ) -> None:
         if budget < 0:
             raise UsageError(f"budget={budget} is not a number of tokens; 0 is no bound")
+        if whole_groups and (budget or seed is None):
+            raise UsageError(
+                f"whole_groups={whole_groups} with budget={budget} and seed={seed}: rows that are generated again must draw the same, so give a "
+                "seed, and no budget"
+            )
         self._generator = generator
         self._sampling = sampling
         self._prompt_field = prompt_field
@@ -67,6 +88,7 @@ class Generate:
         self._token_versions = token_versions
         self._budget = budget
         self._max_staleness = max_staleness
+        self._seed, self._whole_groups = seed, whole_groups
         self._timeout_s = timeout_s
 
     @property
@@ -81,16 +103,29 @@ class Generate:
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield the rows of a batch as they are finished; those with the most tokens are generated first."""
-        prompts = [
-            replace(Prompt.of(ids), begun=begun)
-            for ids, begun in zip(batch[self._prompt_field], self._begun(batch), strict=True)
+        yield from self.of(batch, range(len(batch)))
+
+    def of(self, batch: tq.Batch, rows: Collection[int]) -> Iterator[PartialResult]:
+        """Do the same for some rows of a batch, given by their positions."""
+        prompts = self._prompts(batch)
+        if self._whole_groups:
+            for group in _groups(batch.ordinal, rows, self._whole_groups):
+                yield from self._generate_group(batch.ordinal, group, prompts)
+        elif not self._budget:
+            yield from self._generate([*rows], prompts, self._sampling.tokens_max)
+        else:
+            by_length = sorted(rows, key=lambda at: -_tokens(prompts[at]))
+            for begun, same in groupby(by_length, key=lambda at: _tokens(prompts[at])):
+                yield from self._generate([*same], prompts, min(begun + self._budget, self._sampling.tokens_max))
+
+    def _prompts(self, batch: tq.Batch) -> list[Prompt]:
+        seeds = (
+            [None] * len(batch) if self._seed is None else [row_seed(self._seed, at) for at in batch.ordinal.tolist()]
+        )
+        return [
+            Prompt(ids=np.asarray(ids, np.int32), begun=begun, seed=seed)
+            for ids, begun, seed in zip(batch[self._prompt_field], self._begun(batch), seeds, strict=True)
         ]
-        if not self._budget:
-            yield from self._generate(range(len(prompts)), prompts, self._sampling.tokens_max)
-            return
-        by_length = sorted(range(len(prompts)), key=lambda at: -_tokens(prompts[at]))
-        for begun, rows in groupby(by_length, key=lambda at: _tokens(prompts[at])):
-            yield from self._generate([*rows], prompts, min(begun + self._budget, self._sampling.tokens_max))
 
     def _begun(self, batch: tq.Batch) -> list[Completion | None]:
         if not self._budget:
@@ -98,6 +133,20 @@ class Generate:
         oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
         begun_columns = zip(*(batch[name] for name in BEGUN), strict=True)
         return [_resumed(at, oldest, *columns) for at, columns in enumerate(begun_columns)]
+
+    def _generate_group(
+        self, ordinals: npt.NDArray[np.int64], rows: Sequence[int], prompts: Sequence[Prompt]
+    ) -> Iterator[PartialResult]:
+        """Generate the whole group of `rows`, and yield those of its rows as one part."""
+        first = int(ordinals[rows[0]]) // self._whole_groups * self._whole_groups
+        row_of = {int(ordinals[row]) - first: row for row in rows}
+        group = [
+            replace(prompts[rows[0]], seed=row_seed(self._seed or 0, first + sample))
+            for sample in range(self._whole_groups)
+        ]
+        with closing(self._generator.generate(group, self._sampling, timeout_s=self._timeout_s)) as completions:
+            finished = [replace(each, prompt=row_of[each.prompt]) for each in completions if each.prompt in row_of]
+        yield self._part(finished)
 
     def _generate(self, rows: Sequence[int], prompts: Sequence[Prompt], tokens_max: int) -> Iterator[PartialResult]:
         """Complete the prompts of `rows`, to at most `tokens_max` tokens."""
@@ -139,6 +188,17 @@ class Generate:
                 "tokens": np.array([len(completion.ids) for completion in finished]),
             },
         )
+
+
+def _groups(ordinals: npt.NDArray[np.int64], rows: Collection[int], size: int) -> Iterator[list[int]]:
+    """Yield the positions of the rows of each group, in the order of their ordinals. Raises `UsageError` for a row without an ordinal."""
+    in_order = sorted(rows, key=lambda row: int(ordinals[row]))
+    if in_order and ordinals[in_order[0]] < 0:
+        raise UsageError(
+            "whole_groups with a row that has no ordinal: give each row its place in the run (`ordinal` of a put)"
+        )
+    for _, group in groupby(in_order, key=lambda row: int(ordinals[row]) // size):
+        yield [*group]
 
 
 def _tokens(prompt: Prompt) -> int:

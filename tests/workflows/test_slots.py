@@ -44,7 +44,7 @@ def serve(
     table: tq.Table, work: Any, stage: Stage | None = None, stop: threading.Event | None = None
 ) -> tuple[int, list[Event]]:
     events: list[Event] = []
-    chosen = stage or Stage(task=DOUBLE, rows=2, slots=4, stall_s=WAIT_S)
+    chosen = stage or Stage(task=DOUBLE, rows=2, at_least=1, slots=4, stall_s=WAIT_S)
     return run_stage(table, chosen, work, emit=events.append, stop=stop), events
 
 
@@ -57,7 +57,7 @@ def doubled(batch: tq.Batch) -> Mapping[str, Any]:
 
 @given(st.integers(1, 9), st.integers(1, 9), st.lists(st.tuples(st.booleans(), st.integers(1, 9)), max_size=40))
 def test_no_more_rows_are_in_work_than_there_are_slots(slots: int, rows: int, events: list[tuple[bool, int]]) -> None:
-    state = Slots(slots=slots, rows=min(rows, slots), groups=0, now=0.0)
+    state = Slots(slots=slots, rows=min(rows, slots), groups=0, least=1, now=0.0)
     for leases, count in events:
         if leases and state.room():
             state.leased(min(count, state.room()))
@@ -67,8 +67,18 @@ def test_no_more_rows_are_in_work_than_there_are_slots(slots: int, rows: int, ev
         assert (state.room() > 0) == (state.in_work < slots)
 
 
+def test_a_stage_that_takes_the_full_number_waits_for_room_for_all_of_it() -> None:
+    state = Slots(slots=5, rows=2, groups=0, least=0, now=0.0)
+    rooms = []
+    for ended in (0, 0, 1, 1):
+        state.ended(ended, 1.0)
+        rooms.append(state.room())
+        state.leased(rooms[-1])
+    assert rooms == [2, 2, 2, 0]
+
+
 def test_a_group_is_leased_when_the_largest_that_was_seen_fits() -> None:
-    state = Slots(slots=8, rows=0, groups=1, now=0.0)
+    state = Slots(slots=8, rows=0, groups=1, least=1, now=0.0)
     rooms = []
     for size in (3, 2):
         rooms.append(state.room())
@@ -81,7 +91,7 @@ def test_a_group_is_leased_when_the_largest_that_was_seen_fits() -> None:
 
 
 def test_a_group_larger_than_the_slots_is_leased_alone() -> None:
-    state = Slots(slots=2, rows=0, groups=1, now=0.0)
+    state = Slots(slots=2, rows=0, groups=1, least=1, now=0.0)
     state.leased(5)
     assert state.room() == 0
     state.ended(5, 1.0)
@@ -89,7 +99,7 @@ def test_a_group_larger_than_the_slots_is_leased_alone() -> None:
 
 
 def test_a_wait_is_a_stall_only_while_nothing_is_in_work() -> None:
-    state = Slots(slots=2, rows=1, groups=0, now=10.0)
+    state = Slots(slots=2, rows=1, groups=0, least=1, now=10.0)
     assert state.idle_s(13.0) == 3.0
     state.leased(1)
     assert state.idle_s(99.0) == 0.0
@@ -98,7 +108,7 @@ def test_a_wait_is_a_stall_only_while_nothing_is_in_work() -> None:
 
 
 def test_failures_are_counted_in_a_row() -> None:
-    state = Slots(slots=2, rows=1, groups=0, now=0.0)
+    state = Slots(slots=2, rows=1, groups=0, least=1, now=0.0)
     counts = []
     for failed in (True, True, False, True):
         state.served(failed=failed)
@@ -202,7 +212,7 @@ def test_a_broken_stage_gives_the_rows_of_its_other_leases_back(queue: tq.Queue)
             yield PartialResult(at=np.array([at]), columns={"y": [2 * x[at]]})
 
     with pytest.raises(StageFailedInProcess, match="no luck"):
-        serve(table, work, Stage(task=task, rows=4, slots=8, stall_s=WAIT_S))
+        serve(table, work, Stage(task=task, rows=4, at_least=1, slots=8, stall_s=WAIT_S))
     assert table.stats()["tasks"]["double"]["done"] >= 1
     assert table.stats()["tasks"]["double"]["leased"] == 0
 
@@ -222,7 +232,7 @@ def test_a_stage_with_slots_stops_when_asked_and_ends_what_it_began(queue: tq.Qu
 def test_waiting_for_rows_ends_with_what_is_missing(queue: tq.Queue) -> None:
     table = queue.create_table("t", fields=FIELDS, tasks=[DOUBLE, CHECK])
     with pytest.raises(tq.DeadlineExceeded, match="double"):
-        serve(table, doubled, Stage(task=DOUBLE, rows=2, slots=4, stall_s=0.1))
+        serve(table, doubled, Stage(task=DOUBLE, rows=2, at_least=1, slots=4, stall_s=0.1))
 
 
 def test_groups_are_leased_whole_into_slots(queue: tq.Queue) -> None:

@@ -2,8 +2,9 @@
 
 The law, which `Slots` holds without I/O:
 
-1. At most `slots` rows are in work. A lease is asked for as soon as there is room, for no more rows than there is room for. A group is leased
-   whole, so its stage leases one when the largest group that it has seen fits, or when nothing is in work.
+1. At most `slots` rows are in work. A lease is asked for as soon as there is room for the least number of rows that the stage begins with, for no
+   more rows than there is room for. A group is leased whole, so its stage leases when the largest group that it has seen fits, or when
+   nothing is in work.
 2. A row's slot is free when its part is committed, not when its lease ends.
 3. As many failed leases in a row as a row may have attempts mean that the stage is broken. Leases end in any order; each that succeeds
    sets the count to 0.
@@ -34,13 +35,16 @@ LEASE_WAIT_S: Final = 2.0
 class Slots:
     """The rows in work of one stage. Pure: the caller says what happened, and when (seconds of any clock).
 
-    >>> slots = Slots(slots=4, rows=3, groups=0, now=0.0)
+    rows, groups, least: of one lease, as in `Stage`; least: 0: all of them.
+
+    >>> slots = Slots(slots=4, rows=3, groups=0, least=1, now=0.0)
     >>> slots.room(), slots.leased(3), slots.room(), slots.ended(2, 1.0), slots.room()
     (3, None, 1, None, 3)
     """
 
-    def __init__(self, *, slots: int, rows: int, groups: int, now: float) -> None:
+    def __init__(self, *, slots: int, rows: int, groups: int, least: int, now: float) -> None:
         self._slots, self._rows, self._groups = slots, rows, groups
+        self._least = least or rows
         self._largest = 0
         self._idle_since = now
         self.in_work = 0
@@ -51,7 +55,8 @@ class Slots:
         free = self._slots - self.in_work
         if self._groups:
             return self._groups if not self.in_work or free >= max(1, self._largest * self._groups) else 0
-        return min(self._rows, free)
+        most = min(self._rows, free)
+        return most if most >= self._least else 0
 
     def leased(self, rows: int) -> None:
         """A lease of `rows` rows has come."""
@@ -88,7 +93,9 @@ class Feeder:
         self._stop = stop or threading.Event()
         self._changed = threading.Condition()
         self._since = time.monotonic()
-        self._slots = Slots(slots=stage.slots, rows=stage.rows, groups=stage.groups, now=self._since)
+        self._slots = Slots(
+            slots=stage.slots, rows=stage.rows, groups=stage.groups, least=stage.at_least, now=self._since
+        )
         self._error: BaseException | None = None
         self._rows_done = 0
 

@@ -42,7 +42,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
     are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
-    soon as there is room: an engine is kept full (0: one call at a time). The function must then be callable from several threads
+    soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The function must then be callable from several threads
     at once. stall_s: longest wait for rows.
     """
 
@@ -69,14 +69,13 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             )
 
     def lease(self, table: tq.Table, most: int | None = None, timeout_s: float | None = None) -> tq.Batch:
-        """Lease the rows of one call: at most `most` rows or groups, if given, as soon as there is one. Waits and raises as `Table.lease` does."""
-        few = None if most is None else 1
+        """Lease the rows of one call: at most `most` rows or groups, if given. Waits and raises as `Table.lease` does."""
         return table.lease(
             self.task.name,
             rows=(self.rows if most is None else min(self.rows, most)) or None,
             tokens=self.tokens or None,
             groups=(self.groups if most is None else min(self.groups, most)) or None,
-            at_least=few or self.at_least or None,
+            at_least=self.at_least or None,
             timeout_s=self.stall_s if timeout_s is None else timeout_s,
             lease_s=self.task.lease_s,
         )

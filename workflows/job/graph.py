@@ -57,6 +57,8 @@ STALL_S: Final = 3600.0
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
+_LEASES: Final = 4
+"""Leases that fill the slots of an idle engine; each is committed in parts of its own."""
 _REWARD_ROWS: Final = 64
 _SCORED_ROWS: Final = 64
 """Rows of one lease of a scoring process, which packs them into passes itself. Fewer rows reach the trainer sooner."""
@@ -146,14 +148,24 @@ def _stage(task: str, job: Job) -> Stage:
     prompts = job.trainer.prompts_per_step
     if whole:
         return Stage(task=declared, groups=prompts, at_least=_at_least(task, job, prompts), stall_s=STALL_S)
+    if task in (names.ROLLOUT, names.PLAY):
+        return _generating(declared, job)
     rows = min(_rows(task, job), rows_ahead(job))
     return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows), stall_s=STALL_S)
 
 
+def _generating(task: tq.Task, job: Job) -> Stage:
+    """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the source puts them so."""
+    slots = max(engine.slots for engine in job.engine)
+    if job.trainer.order == "ordinal":
+        size = job.sampling.group_size
+        return Stage(task=task, rows=size, slots=max(slots, size), stall_s=STALL_S)
+    rows = max(1, min(slots // _LEASES, rows_ahead(job)))
+    return Stage(task=task, rows=rows, at_least=1, slots=slots, stall_s=STALL_S)
+
+
 def _rows(task: str, job: Job) -> int:
     """The most rows of one call of a stage."""
-    if task in (names.ROLLOUT, names.PLAY):
-        return max(engine.slots for engine in job.engine)
     if task in (names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
         return batch_rows(job)
     return _REWARD_ROWS if task == names.REWARD else _SCORED_ROWS

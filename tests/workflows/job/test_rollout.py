@@ -1,0 +1,164 @@
+"""The rollout stage on the transformers engine: its columns, its versions, and numbers that do not depend on the leases."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import transferqueue as tq  # noqa: E402
+from tests.workflows.job.policies import context_of, job_of, publish, put_prompts, table_of  # noqa: E402
+from transferqueue.adapters.protocols import PartialResult  # noqa: E402
+from transferqueue.adapters.stages.generation import BEGUN  # noqa: E402
+from transferqueue.errors import UsageError  # noqa: E402
+from transferqueue.workflows.flow.events import Event, TimeSpan  # noqa: E402
+from transferqueue.workflows.flow.runner import run_stage  # noqa: E402
+from transferqueue.workflows.flow.stage import Stage  # noqa: E402
+from transferqueue.workflows.job import names  # noqa: E402
+from transferqueue.workflows.job.settings.job import Job  # noqa: E402
+from transferqueue.workflows.job.stages.rollout import rollout, sampling_of  # noqa: E402
+from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
+
+COLUMNS = ("prompt_ids", "response_ids", "rollout_logprobs", "token_versions", "finish_reason")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("policy")
+    make(place, initializer_range=0.3)
+    return place
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect() as opened:
+        yield opened
+
+
+def task_of(table: tq.Table) -> tq.Task:
+    return table.tasks[names.ROLLOUT]
+
+
+def run(queue: tq.Queue, job: Job, table: tq.Table, **stage: Any) -> list[Event]:
+    """Serve the stage until every row is generated; rows may come again until they are trained, so the table has no end."""
+    events: list[Event] = []
+    left, stop = table.audit()["rows_put"], threading.Event()
+    with rollout(context_of(queue, table, job, events)) as work:
+
+        def counted(batch: tq.Batch) -> Iterator[PartialResult]:
+            nonlocal left
+            for part in work(batch):
+                assert isinstance(part, PartialResult)
+                left -= len(batch) if part.at is None else len(part.at)
+                if not left:
+                    stop.set()
+                yield part
+
+        run_stage(table, Stage(task=task_of(table), stall_s=60, **stage), counted, emit=events.append, stop=stop)
+    return events
+
+
+def rows_of(table: tq.Table) -> dict[int, tuple[Any, ...]]:
+    rows = table.read(fields=list(COLUMNS))
+    columns = [rows[name].list() if name == "finish_reason" else list(rows[name]) for name in COLUMNS]
+    return {ordinal: values for ordinal, *values in zip(rows.ordinal.tolist(), *columns, strict=True)}  # type: ignore[misc]
+
+
+@torch.no_grad()
+def logprobs(directory: Path, prompt: Any, response: Any, temperature: float) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    ids_1T = torch.from_numpy(np.concatenate([prompt, response])).long()[None]
+    logprobs_TV = (model(input_ids=ids_1T).logits[0, len(prompt) - 1 : -1] / temperature).log_softmax(-1)
+    return logprobs_TV.gather(-1, torch.from_numpy(np.array(response)).long()[:, None])[:, 0].numpy()
+
+
+def test_each_row_gets_a_response_with_its_logprobs_and_versions(queue: tq.Queue, directory: Path) -> None:
+    job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "temperature": 0.6})
+    table = table_of(queue, job)
+    put_prompts(table, 4, 4)
+    table.seal()
+    publish(queue, directory, 0)
+    events = run(queue, job, table, rows=8, slots=8)
+    rows = rows_of(table)
+    assert len(rows) == 16
+    end = transformers.AutoTokenizer.from_pretrained(directory).eos_token_id
+    for _, response, _, versions, reason in rows.values():
+        assert (response[-1] == end) == (reason == "stop")
+        assert end not in response[:-1].tolist()
+        assert reason == "stop" or len(response) == 12
+        assert versions.tolist() == [0] * len(response)
+    prompt, response, found, *_ = rows[0]
+    np.testing.assert_allclose(found, logprobs(directory, prompt, response, 0.6), atol=1e-4)
+    assert [event.name for event in events if isinstance(event, TimeSpan)][:2] == ["engine start", "swap"]
+
+
+@pytest.mark.parametrize("order", ["ordinal", "ready"])
+def test_a_row_draws_the_same_however_rows_are_leased(queue: tq.Queue, directory: Path, order: str) -> None:
+    """In order of the data the same to the last bit; otherwise the same tokens."""
+    found = []
+    for stage in ({"rows": 16}, {"rows": 3, "at_least": 1}, {"rows": 5, "at_least": 1, "slots": 7}):
+        with tq.connect() as fresh:
+            job = job_of(directory, trainer={"prompts_per_step": 4, "order": order})
+            table = table_of(fresh, job)
+            put_prompts(table, 4, 4)
+            table.seal()
+            publish(fresh, directory, 0)
+            run(fresh, job, table, **stage)
+            found.append({at: (ids.tolist(), np.array(lp)) for at, (_, ids, lp, *_) in rows_of(table).items()})
+    for other in found[1:]:
+        for ordinal, (ids, values) in found[0].items():
+            assert other[ordinal][0] == ids
+            if order == "ordinal":
+                assert other[ordinal][1].tobytes() == values.tobytes()
+    assert len({tuple(ids) for ids, _ in found[0].values()}) > 12  # rows of a group draw differently
+
+
+def test_another_seed_draws_others(queue: tq.Queue, directory: Path) -> None:
+    drawn = []
+    for seed in (0, 1):
+        with tq.connect() as fresh:
+            job = job_of(directory, seed=seed)
+            table = table_of(fresh, job)
+            put_prompts(table, 1, 4)
+            table.seal()
+            publish(fresh, directory, 0)
+            run(fresh, job, table, rows=4)
+            drawn.append([row[1].tolist() for row in rows_of(table).values()])
+    assert drawn[0] != drawn[1]
+
+
+def test_a_response_is_generated_in_parts_and_one_too_old_begins_anew(queue: tq.Queue, directory: Path) -> None:
+    job = job_of(directory, sampling={"group_size": 1, "tokens_max": 12, "budget": 5})
+    table = table_of(queue, job)
+    empty = {name: [np.empty(0, np.float32 if name == "begun_logprobs" else np.int32)] for name in BEGUN}
+    table.put(prompt_ids=[np.arange(3, 9, dtype=np.int32)], data=[{}], ordinal=0, group_id=0, group_size=1, **empty)
+    publish(queue, directory, 0)
+    with rollout(context_of(queue, table, job, [])) as work:
+        for version in (1, 2):
+            with table.lease(names.ROLLOUT, rows=1, timeout_s=20) as batch:
+                (part,) = work(batch)
+                assert part.unfinished
+                batch.release(batch.rows, **part.columns)
+            publish(queue, directory, version)
+        with table.lease(names.ROLLOUT, rows=1, timeout_s=20) as batch:
+            assert (batch.version, len(batch["begun_ids"].list()[0])) == (2, 10)
+            (part,) = work(batch)
+            batch.release()
+    assert part.unfinished  # the tokens of version 0 are 2 versions old: the response began again
+    assert len(part.columns["begun_ids"][0]) == 5
+
+
+def test_a_stop_text_must_be_one_token(directory: Path) -> None:
+    job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "stop": ["assistant"]})
+    sampling = sampling_of(job, job.engine[0])
+    assert len(sampling.stop_ids) == 2
+    job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "stop": ["the end"]})
+    with pytest.raises(UsageError, match=r"sampling\.stop='the end' is 7 tokens .* a text that is a single token"):
+        sampling_of(job, job.engine[0])

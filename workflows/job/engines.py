@@ -1,0 +1,165 @@
+"""Engines from a job's settings: `open_engine` makes the generator that an entry of ``engine`` names.
+
+| kind | adapter | slots | weights |
+|---|---|---|---|
+| transformers | `adapters.engines.TransformersGenerator` | rows that run at once | copied into the module |
+| vllm | `adapters.vllm.VllmGenerator` | ``max_num_seqs`` | its workers read the channel |
+| vllm_server | `adapters.vllm.VllmServer` | requests sent at once | its workers read the channel |
+| sglang_server | `adapters.engines.SglangServer` | requests sent at once | files in a folder (``options.weights``) |
+| openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
+
+``options`` are arguments of the engine itself: of ``from_pretrained`` (and ``device``) for transformers, of ``AsyncEngineArgs`` for vllm, of the adapter's class
+for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from transferqueue.adapters.protocols import Generator
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
+
+_CPU_CACHE_BYTES: Final = 256 << 20
+"""Key-value cache of vLLM on a machine without an accelerator, where its own default is gigabytes. ``options.kv_cache_memory_bytes`` sets another."""
+
+BEGINNING: Final = -1
+"""Version of the weights that an engine starts with, until it follows the job's channel."""
+
+
+def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Generator:
+    """Start the engine, or connect to it. Blocks while it starts (seconds to minutes). The caller closes it.
+
+    place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1, until somebody updates them. It generates at most
+    ``settings.slots`` completions at once. With ``trainer.order = "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit
+    for bit.
+
+    Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and `Impossible` for an endpoint without weights in a
+    job that would outgrow them; `PeerError` if a server does not answer.
+    """
+    key = f"engine.{place}"
+    try:
+        return _OPEN[settings.kind](settings, job, key)
+    except ImportError as error:
+        raise UsageError(
+            f'{key}.kind="{settings.kind}" needs a package that is not installed here: {error}; install '
+            f"asyncflow-transferqueue[{_EXTRA[settings.kind]}], or set another kind"
+        ) from error
+    except TypeError as error:
+        raise UsageError(
+            f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; leave out what it does not take"
+        ) from error
+
+
+def model_directory(settings: EngineSettings, job: Job) -> str:
+    """Return the directory of the engine's model; a model that is named by an id is looked up in (or loaded into) the local cache of the hub."""
+    path = settings.model or job.model.path
+    if Path(path).expanduser().is_dir():
+        return str(Path(path).expanduser())
+    from huggingface_hub import snapshot_download
+
+    try:
+        return str(snapshot_download(path, revision=job.model.revision or None))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"model {path}: neither a directory here nor a model that the hub gives: {error}") from error
+
+
+# ---------------------------------------------------------------- one function a kind
+
+
+def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from transferqueue.adapters.engines.transformers import TransformersGenerator
+
+    if settings.tensor_parallel != 1:
+        raise UsageError(
+            f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; set it to 1, or kind="vllm"'
+        )
+    options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
+    device = options.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
+    apart = job.trainer.order == "ordinal"
+    return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
+
+
+def _vllm(settings: EngineSettings, job: Job, key: str) -> Generator:
+    import torch
+
+    from transferqueue.adapters.vllm.engine import VllmGenerator
+
+    here: dict[str, Any] = (
+        {} if torch.cuda.is_available() else {"enforce_eager": True, "kv_cache_memory_bytes": _CPU_CACHE_BYTES}
+    )
+    arguments = {
+        "dtype": job.model.dtype,
+        "trust_remote_code": job.model.trust_remote_code,
+        "tensor_parallel_size": settings.tensor_parallel,
+        "max_num_seqs": settings.slots,
+        **here,
+        **settings.options,
+    }
+    return VllmGenerator(model_directory(settings, job), version=BEGINNING, **arguments)
+
+
+def _vllm_server(settings: EngineSettings, job: Job, key: str) -> Generator:
+    from transferqueue.adapters.vllm.server import VllmServer
+
+    arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
+    return VllmServer(_url(settings, key), **arguments)
+
+
+def _sglang_server(settings: EngineSettings, job: Job, key: str) -> Generator:
+    from transferqueue.adapters.engines.sglang_server import SglangServer
+
+    if not settings.options.get("weights"):
+        raise UsageError(
+            f'{key}.options has no "weights": give an empty folder that the server sees under the same path; new weights are written there'
+        )
+    arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
+    return SglangServer(_url(settings, key), **arguments)
+
+
+def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
+    from transferqueue.adapters.engines.openai import OpenAIGenerator
+
+    behind = 1 if job.pacing.max_staleness is None else job.pacing.max_staleness
+    if behind < job.steps - 1:
+        raise Impossible(
+            f'{key}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step {job.steps} would train rows that are {job.steps - 1} '
+            f'versions old; pacing.max_staleness={behind} allows {behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
+            "the rows of a fixed policy"
+        )
+    arguments = {"connections_max": settings.slots, **settings.options}
+    return OpenAIGenerator(_url(settings, key), settings.model or job.model.path, **arguments)
+
+
+_OPEN: Final[Mapping[EngineKind, Callable[[EngineSettings, Job, str], Generator]]] = {
+    "transformers": _transformers,
+    "vllm": _vllm,
+    "vllm_server": _vllm_server,
+    "sglang_server": _sglang_server,
+    "openai": _openai,
+}
+_EXTRA: Final[Mapping[EngineKind, str]] = {
+    "transformers": "train",
+    "vllm": "vllm",
+    "vllm_server": "http",
+    "sglang_server": "http",
+    "openai": "http",
+}
+
+
+def _url(settings: EngineSettings, key: str) -> str:
+    if not settings.url:
+        raise UsageError(f'{key}.kind="{settings.kind}" needs {key}.url, such as "http://127.0.0.1:8000"')
+    return settings.url
+
+
+def _local(job: Job) -> str | None:
+    """The directory of the model if it is on this machine: new weights are checked against it before they are sent."""
+    path = Path(job.model.path).expanduser()
+    return str(path) if path.is_dir() else None

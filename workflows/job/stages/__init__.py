@@ -1,0 +1,1 @@
+"""The processes of a job: factories that `transferqueue.workflows.job.graph` names."""

@@ -1,0 +1,250 @@
+"""The weights of a generating process: which version a row is generated with, and when the engine takes a new one.
+
+The law:
+
+1. Nothing is generated before the first version is there.
+2. *Follow in flight* (async): a thread loads each version as it is published, while tokens are drawn. *Follow between requests* is the same, but
+   requests that run are finished first and new ones wait.
+3. *Exact* (sync, delayed): a row is generated with one version from its first token to its last. In sync mode it is the clock at its lease. In delayed mode
+   rows of step k + 1 get the version before the one that step k makes (the delayed parameter update of AsyncFlow, arXiv 2507.01663, section 4).
+   The engine changes weights when no row of an older version is left in it.
+4. A row never begins with weights that would make it stale: it waits for newer ones.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from itertools import groupby
+from typing import Final, Protocol
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import GENERATE_S, Generator, Pause, Unsupported, WeightSource
+from transferqueue.adapters.weights import ChannelWeights, WeightUpdater
+from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
+from transferqueue.workflows.flow.events import SWAP, WEIGHTS
+from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job.names import POLICY
+from transferqueue.workflows.job.settings.job import Job
+
+FIRST_S: Final = 3600.0
+"""Longest wait for the first weights, which the trainer publishes when its model is loaded."""
+NEWER_S: Final = 3600.0
+"""Longest wait of a row for weights that are new enough for it, in which the trainer finishes a step."""
+_FOLLOW_S: Final = 3600.0
+
+
+class PolicyWeights(Protocol):
+    """When rows of a batch may be generated."""
+
+    def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
+        """Return (version, positions) in the order in which the rows are to be generated. What a version means is `at`'s affair."""
+
+    def at(self, version: int) -> AbstractContextManager[None]:
+        """Wait until rows of that turn may be generated; the block is their generation. From several threads at once."""
+
+
+@contextmanager
+def policy_weights(context: Context, engine: Generator, job: Job) -> Iterator[PolicyWeights]:
+    """Load the first version into `engine` and yield the weights that the job's mode asks for. An engine that takes no weights keeps its own.
+
+    Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
+    """
+    updater = WeightUpdater(context.queue, POLICY, _updating(context, engine, SWAP))
+    try:
+        if not updater.follow(FIRST_S):
+            raise DeadlineExceeded(
+                f'no weights came on channel "{POLICY}" within {FIRST_S:g} s; the trainer publishes them before its first step'
+            )
+    except Unsupported:
+        yield FixedWeights()
+        return
+    if job.pacing.mode != "async":
+        yield ExactWeights(context, engine, job, updater.version)
+        return
+    with followed_weights(context, engine, job, updater.version) as weights:
+        yield weights
+
+
+def _updating(context: Context, engine: Generator, span: str) -> Callable[[WeightSource, int], None]:
+    def update(source: WeightSource, version: int) -> None:
+        with context.span(span, version):
+            engine.update_weights(source, version)
+
+    return update
+
+
+class FixedWeights:
+    """Of an engine that takes no weights (an endpoint)."""
+
+    def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
+        """All rows at once."""
+        return [(-1, [*range(len(batch))])]
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """At any time."""
+        yield
+
+
+# ---------------------------------------------------------------- exact versions
+
+
+class VersionGate:
+    """Lets rows of one version into an engine at a time. load: makes a version, or a newer one, the engine's, and returns it; called while nothing runs."""
+
+    def __init__(self, load: Callable[[int], int], version: int) -> None:
+        self._load, self._version, self._inside = load, version, 0
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def at(self, version: int, timeout_s: float) -> Iterator[None]:
+        """Enter with `version` or a newer one, once no row of an older version is inside. Raises `DeadlineExceeded` after `timeout_s`."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._version >= version or not self._inside, timeout_s):
+                raise DeadlineExceeded(
+                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, of which {self._inside} requests still run"
+                )
+            if self._version < version:
+                self._version = self._load(version)
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._inside -= 1
+                self._changed.notify_all()
+
+
+class ExactWeights:
+    """Rule 3: rows of a step have one version."""
+
+    def __init__(self, context: Context, engine: Generator, job: Job, version: int) -> None:
+        self._address, self._channel = context.queue.address, context.queue.weights(POLICY)
+        self._update = _updating(context, engine, SWAP)
+        self._job = job
+        self._gate = VersionGate(self._load, version)
+
+    def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
+        """Older versions first."""
+        versions = [self._version_of(int(group), batch.version) for group in batch.group_id]
+        in_order = sorted(range(len(batch)), key=lambda at: versions[at])
+        return [(version, [*rows]) for version, rows in groupby(in_order, key=lambda at: versions[at])]
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """When the engine has that version; changes its weights if nobody else uses it."""
+        with self._gate.at(version, NEWER_S):
+            yield
+
+    def _version_of(self, group: int, clock: int) -> int:
+        """The version for a row of a group. A requeued row belongs to an earlier step: the clock decides, or it would become stale again."""
+        if self._job.pacing.mode == "sync":
+            return clock
+        step = group // self._job.trainer.prompts_per_step
+        return max(0, step - 1, clock - 1)
+
+    def _load(self, version: int) -> int:
+        try:
+            weights = self._channel.pull(version=version, timeout_s=NEWER_S)
+        except NotFound:
+            weights = self._channel.pull(above=version, timeout_s=NEWER_S)  # no longer kept
+        with weights:
+            self._update(ChannelWeights(self._address, weights), weights.version)
+        self._channel.applied(weights.version)
+        return weights.version
+
+
+# ---------------------------------------------------------------- followed versions
+
+
+class FollowedWeights:
+    """Rule 2: a thread keeps the engine at the newest version. Made by `followed_weights`."""
+
+    def __init__(self, max_staleness: int, version: int) -> None:
+        self._max_staleness, self._version = max_staleness, version
+        self._changed = threading.Condition()
+        self._failure: Exception | None = None
+
+    def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
+        """All rows at once, with the oldest version that may be trained."""
+        return [(batch.version - self._max_staleness, [*range(len(batch))])]
+
+    @contextmanager
+    def at(self, version: int) -> Iterator[None]:
+        """When the engine has that version or a newer one. Raises the error that ended the updates, if any."""
+        with self._changed:
+            ready = self._changed.wait_for(lambda: self._failure or self._version >= version, NEWER_S)
+            if self._failure:
+                raise self._failure
+            if not ready:
+                raise DeadlineExceeded(
+                    f"weights of version {version} did not come within {NEWER_S:g} s; the engine has {self._version}"
+                )
+        yield
+
+    def loaded(self, version: int) -> None:
+        """The engine has this version now."""
+        with self._changed:
+            self._version = version
+            self._changed.notify_all()
+
+    def failed(self, failure: Exception) -> None:
+        """No more versions come."""
+        with self._changed:
+            self._failure = failure
+            self._changed.notify_all()
+
+
+class _StageOver(Exception):
+    """A version arrived after the end of the stage."""
+
+
+@contextmanager
+def followed_weights(context: Context, engine: Generator, job: Job, version: int) -> Iterator[FollowedWeights]:
+    """Update weights in a thread until the block ends.
+
+    Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python ends.
+    """
+    weights = FollowedWeights(job.pacing.max_staleness or 0, version)
+    load = _updating(context, engine, WEIGHTS)
+    ended, updating = threading.Event(), threading.Lock()
+
+    def update(source: WeightSource, new: int) -> None:
+        with updating:
+            if ended.is_set():
+                raise _StageOver
+            if job.weights.in_flight:
+                load(source, new)
+            else:
+                with _between_requests(engine):
+                    load(source, new)
+        weights.loaded(new)
+
+    def follow() -> None:
+        try:
+            while not ended.is_set():
+                updater.follow(_FOLLOW_S)
+        except (PeerError, _StageOver):
+            return  # the queue is closed, or the stage is over
+        except Exception as failure:  # noqa: BLE001  (`FollowedWeights.at` raises it)
+            weights.failed(failure)
+
+    updater = WeightUpdater(context.queue, POLICY, update, version)
+    threading.Thread(target=follow, name="weights", daemon=True).start()
+    try:
+        yield weights
+    finally:
+        ended.set()
+        if updating.acquire(timeout=GENERATE_S):  # an update that hangs longer ends with the process
+            updating.release()
+
+
+@contextmanager
+def _between_requests(engine: Generator) -> Iterator[None]:
+    engine.pause(Pause.WAIT, timeout_s=GENERATE_S)
+    try:
+        yield
+    finally:
+        engine.resume()

@@ -1,0 +1,112 @@
+"""The rollout stage of a job: a response for each row, by the engine that the job names, under the job's weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from typing import Any, Final
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
+from transferqueue.adapters.stages.generation import PART_ROWS, Generate
+from transferqueue.errors import UsageError
+from transferqueue.workflows.flow.stage import Context, Work
+from transferqueue.workflows.job.engines import model_directory, open_engine
+from transferqueue.workflows.job.graph import engine_of
+from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
+
+_PARTS: Final = 16
+"""Finished rows are committed in parts of at most this share of the slots, so that few slots stand empty."""
+
+
+@contextmanager
+def rollout(context: Context) -> Iterator[Work]:
+    """Factory of ``rollout``: starts the engine, waits for the first weights, and generates.
+
+    Its function gives `response_ids`, `token_versions` (int32 ``[T]``), `rollout_logprobs` (float32 ``[T]``, of the distribution that was drawn from) and
+    `finish_reason`, with the end token as the response's last. It may be called from several threads at once (`Stage.slots`). A row draws with a seed
+    that is a hash of the job's seed and its ordinal.
+    """
+    job = context.settings(Job)
+    with generating(context, job) as (engine, weights, sampling):
+        yield EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+
+
+@contextmanager
+def generating(context: Context, job: Job) -> Iterator[tuple[Generator, PolicyWeights, Sampling]]:
+    """Open the engine of this process with the first weights; yield it, its weights, and the job's sampling."""
+    settings = engine_of(job, context.instance)
+    sampling = sampling_of(job, settings)
+    with ExitStack() as stack:
+        with context.span("engine start"):
+            engine = stack.enter_context(closing(open_engine(settings, job, place=list(job.engine).index(settings))))
+        yield engine, stack.enter_context(policy_weights(context, engine, job)), sampling
+
+
+class EngineRollout:
+    """The function of ``rollout``: `Generate` under the weights of the job."""
+
+    def __init__(self, engine: Generator, weights: PolicyWeights, sampling: Sampling, job: Job, *, slots: int) -> None:
+        budget = job.sampling.budget
+        self._weights = weights
+        self._generate = Generate(
+            engine,
+            sampling,
+            part_rows=max(1, min(PART_ROWS, slots // _PARTS)),
+            token_versions=True,
+            budget=budget,
+            max_staleness=job.pacing.max_staleness,
+            seed=job.seed,
+            whole_groups=job.sampling.group_size if job.trainer.order == "ordinal" and not budget else 0,
+        )
+
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
+        """Yield rows as they are finished; rows that wait for newer weights come last."""
+        for version, rows in self._weights.turns(batch):
+            with self._weights.at(version):
+                yield from self._generate.of(batch, rows)
+
+
+# ---------------------------------------------------------------- sampling
+
+
+def sampling_of(job: Job, settings: EngineSettings) -> Sampling:
+    """Return how the job draws. Stop tokens: the end tokens of the tokenizer and of the model's generation settings, and `sampling.stop`.
+
+    Raises `UsageError` for a stop text that is not one token.
+    """
+    from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+
+    return Sampling(
+        tokens_max=job.sampling.tokens_max,
+        temperature=job.sampling.temperature,
+        top_p=job.sampling.top_p,
+        stop_ids=stop_ids(load_tokenizer(job.model), job, model_directory(EngineSettings(), job)),
+    )
+
+
+def stop_ids(tokenizer: Any, job: Job, directory: str) -> tuple[int, ...]:
+    """Return the ids that end a response, ascending."""
+    ends = {tokenizer.eos_token_id, *_generation_ends(directory)} - {None}
+    return tuple(sorted({int(end) for end in ends} | {_token_of(tokenizer, text) for text in job.sampling.stop}))
+
+
+def _generation_ends(directory: str) -> list[int | None]:
+    """The end tokens of ``generation_config.json``: chat models often have several."""
+    from transformers import GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(directory).eos_token_id
+    except OSError:
+        return []  # a model without that file
+    return list(ends) if isinstance(ends, list | tuple) else [ends]
+
+
+def _token_of(tokenizer: Any, text: str) -> int:
+    ids: list[int] = tokenizer([text], add_special_tokens=False)["input_ids"][0]
+    if len(ids) != 1:
+        raise UsageError(
+            f"sampling.stop={text!r} is {len(ids)} tokens ({ids[:8]}); engines stop at one token id: give a text that is a single token of the model"
+        )
+    return int(ids[0])
