@@ -20,6 +20,7 @@ COMMANDS = [
     "chaos",
     "compare-modes",
     "plan",
+    "train",
     "serve",
     "top",
     "inspect",

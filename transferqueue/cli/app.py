@@ -29,6 +29,7 @@ from transferqueue.cli.commands import (
     shim,
     snapshot,
     top,
+    train,
     version,
 )
 from transferqueue.cli.exit_codes import reported
@@ -90,6 +91,7 @@ def _group() -> typer.Typer:
     )
     if find_spec(DEMO_MODULE) is not None:
         group.command("demo", help=_DEMO_SUMMARY)(_never_run)
+    _add(group, "train", train.train, train.EXAMPLES)
     _add(group, "compare-modes", compare_modes.compare_modes, compare_modes.EXAMPLES)
     _add(group, "plan", plan.plan, plan.EXAMPLES)
     _add(group, "serve", serve.serve, serve.EXAMPLES)

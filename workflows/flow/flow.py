@@ -28,7 +28,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
@@ -64,7 +64,7 @@ class StageFailed(PeerError):
 class _Child:
     """One running process: its pipes, and its last events."""
 
-    def __init__(self, job: StageJob, address: str, log: Path, restarts: int) -> None:
+    def __init__(self, job: StageJob, address: str, log: Path, restarts: int, environment: Mapping[str, str]) -> None:
         self.job = job
         self.log = log
         self.restarts = restarts
@@ -81,7 +81,7 @@ class _Child:
                     stderr=written,
                     pass_fds=(write_end,),
                     process_group=0,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
                 )
         except BaseException:
             os.close(self.events)
@@ -127,7 +127,7 @@ class Flow:
     """Runs `jobs`, each in a process, against `queue`. A context manager: leaving it ends all processes.
 
     directory: gets one log file a process (its stdout and stderr). queue: must accept other processes at
-    its address, and stays open. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
+    its address, and stays open. environment: variables of the processes, beside those of this one. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
     """
 
     def __init__(
@@ -138,12 +138,14 @@ class Flow:
         directory: Path,
         observe: Observe,
         restarts_max: int = RESTARTS_MAX,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
         self._queue = queue
         self._jobs = jobs
         self._directory = directory
         self._observe = observe
         self._restarts_max = restarts_max
+        self._environment = dict(environment or {})
         self._children: dict[str, _Child] = {}
         self._selector = selectors.DefaultSelector()
         self._stop = -1
@@ -233,7 +235,7 @@ class Flow:
             self._forget(child)
 
     def _start(self, job: StageJob, restarts: int) -> None:
-        child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts)
+        child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts, self._environment)
         self._children[job.label] = child
         self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
         self._selector.register(child.death, selectors.EVENT_READ, (child, self._died))

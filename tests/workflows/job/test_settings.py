@@ -99,7 +99,6 @@ REFUSED = [
     (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
     (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: give a finite number other than 0"),
     (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
-    (SFT, 'data.response=""', 'kind="sft" needs data.response'),
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),
     (DISTILL, "algorithm.top_k=0", 'direction="forward" with top_k=0'),

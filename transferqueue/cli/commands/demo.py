@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import math
 import signal
-import threading
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
@@ -17,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
 from transferqueue.cli.screens.demo import Bar, Lines, Watch
 from transferqueue.cli.screens.terminal import console
 
@@ -164,9 +163,9 @@ def demo(
     terminal = console()
     with (
         _logging(log, directory) as logger,
-        _ended_like_ctrl_c(signal.SIGTERM),
+        ended_like_ctrl_c(signal.SIGTERM),
         _watched(terminal, settings) as watch,
-        _last_words_shown(),
+        last_words_shown(),
     ):
         run = _run_on_ray if on == "ray" else _run_here
         outcome = run(settings, directory, logged(logger, watch) if logger else watch, watch)
@@ -248,36 +247,6 @@ def _logging(name: str | None, directory: Path) -> AbstractContextManager[Logger
     from transferqueue.workflows.flow.loggers import logger_named
 
     return nullcontext() if name is None else logger_named(name)(directory / name)
-
-
-@contextmanager
-def _ended_like_ctrl_c(number: signal.Signals) -> Iterator[None]:
-    """Let signal ``number`` end the run as Ctrl-C does, with everything cleaned up."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(signum: int, frame: FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(number, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(number, before)
-
-
-@contextmanager
-def _last_words_shown() -> Iterator[None]:
-    """Print the traceback of a stage that failed, before the one line that names it."""
-    from transferqueue.workflows.flow.flow import StageFailed
-
-    try:
-        yield
-    except StageFailed as error:
-        if error.last_words:
-            console(stderr=True).print(error.last_words, soft_wrap=True)
-        raise
 
 
 @contextmanager

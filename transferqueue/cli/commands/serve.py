@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import select
+import signal
+import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -144,6 +148,13 @@ SupervisedOption = Annotated[
     bool,
     typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
 ]
+LifelineOption = Annotated[
+    bool,
+    typer.Option(
+        "--lifeline",
+        help="Stop when standard input, a pipe, is closed: for a program that starts a server and may be killed.",
+    ),
+]
 
 
 def serve(
@@ -163,6 +174,7 @@ def serve(
     tokens: TokensOption = None,
     token_file: TokenFileOption = None,
     supervised: SupervisedOption = False,
+    lifeline: LifelineOption = False,
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
@@ -172,6 +184,8 @@ def serve(
     from transferqueue.server.process.supervisor import supervise
 
     _refuse_token_file(token_file)
+    if lifeline:
+        _stop_with_standard_input()
     announce = _announcer({"web": web, "http": http}, tokens)
     arena_bytes_max = size_in_bytes(arena_bytes)
     listen_at = listening_address(address, runtime)
@@ -195,6 +209,24 @@ def serve(
         run()
     elif code := supervise(run):
         raise typer.Exit(code)
+
+
+def _stop_with_standard_input() -> None:
+    """Have the kernel send SIGTERM when the writing end of the pipe at standard input closes.
+
+    The signal goes to the whole process group if this process leads one: to a supervisor and to the server that it runs,
+    so that neither outlives the program that started them, whichever of them was killed.
+    """
+    from transferqueue.errors import UsageError
+
+    if not stat.S_ISFIFO(os.fstat(0).st_mode):
+        raise UsageError("--lifeline needs a pipe as standard input; a terminal stops a server with Ctrl-C")
+    pid = os.getpid()
+    fcntl.fcntl(0, fcntl.F_SETSIG, signal.SIGTERM)
+    fcntl.fcntl(0, fcntl.F_SETOWN, -pid if os.getpgrp() == pid else pid)
+    fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([0], [], [], 0)[0]:  # it was closed before
+        raise UsageError("--lifeline: standard input is closed, or was written to; nothing was started")
 
 
 def _refuse_token_file(token_file: Path | None) -> None:

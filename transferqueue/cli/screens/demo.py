@@ -79,10 +79,10 @@ class Latest:
 class Lines:
     """Plain lines, for a pipe or a file."""
 
-    def __init__(self, console: Console, steps: int) -> None:
+    def __init__(self, console: Console, steps: int, figures: Latest | None = None) -> None:
         self._console = console
         self._steps = steps
-        self._figures = Latest()
+        self._figures = figures or Latest()
 
     def started(self, labels: Iterable[str]) -> None:
         """Name the processes."""
@@ -101,8 +101,8 @@ class Lines:
 class Bar:
     """A live bar; evaluations stay above it as lines."""
 
-    def __init__(self, console: Console, steps: int) -> None:
-        self._figures = Latest()
+    def __init__(self, console: Console, steps: int, figures: Latest | None = None) -> None:
+        self._figures = figures or Latest()
         self._progress = Progress(
             SpinnerColumn(),
             BarColumn(bar_width=30),

@@ -25,7 +25,7 @@ from transferqueue.workflows.job.settings.sizes import (
     tokens_of_row,
 )
 
-_FUNCTION: Final = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*")
+_FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
@@ -62,10 +62,6 @@ def _dtypes(job: Job) -> None:
 
 
 def _data(job: Job) -> None:
-    if job.algorithm.kind == "sft" and not job.data.response:
-        raise UsageError(
-            'kind="sft" needs data.response: the column with the answers to learn; set data.response="response"'
-        )
     if job.algorithm.kind != "sft" and job.data.response:
         raise UsageError(
             f"data.response={job.data.response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets the column "
@@ -110,7 +106,9 @@ def _rewards(job: Job) -> None:
             )
         named = reward.function or reward.environment
         if named and not _FUNCTION.fullmatch(named):
-            raise UsageError(f'reward.{place}.{given[0]}={named!r} is not named as "module:function"')
+            raise UsageError(
+                f'reward.{place}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"'
+            )
         if not math.isfinite(reward.weight) or not reward.weight:
             raise UsageError(f"reward.{place}.weight={reward.weight}: give a finite number other than 0")
     if len(job.reward) > 1 and any(reward.environment for reward in job.reward):

@@ -1,0 +1,147 @@
+"""What a run writes while it goes on, what a resumed run reads back, and what the summary says of both."""
+
+import json
+
+import pytest
+
+from tests.workflows.job.jobs import job
+from transferqueue.errors import AddressInUse, NotFound, UsageError
+from transferqueue.workflows.flow.audit import Audit
+from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Failure, Figures, TimeSpan
+from transferqueue.workflows.job.run import folder as folders
+from transferqueue.workflows.job.run.folder import RunFolder, new_folder, unfinished_folder
+from transferqueue.workflows.job.run.plot import draw
+from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.run.summary import evaluated, summarize
+
+AUDIT = Audit(put=32, live=0, done=30, dropped={"equal": 2})
+
+
+def step(number, at, **values):
+    figures = {"step": number, "rows": 8, "tokens": 80, "reward": number / 10, "loss": 0.5, "idle_s": 0.25} | values
+    return Figures(kind="step", at=at, values={"staleness": {"0": 6, "1": 2}} | figures)
+
+
+def evaluation(when, reward, number=0):
+    return Figures(kind="evaluation", at=0.0, values={"when": when, "step": number, "reward": reward, "rows": 64})
+
+
+def filled(folder, steps):
+    with RunRecord(folder) as record:
+        record.add("evaluate-0", evaluation("before", 0.25))
+        record.add("train-0", TimeSpan(name=WAIT, start=10.0, end=10.5))
+        for number in steps:
+            record.add("rollout-0", TimeSpan(name=WORK, start=9.0 + number, end=9.5 + number, rows=8))
+            record.add("train-0", TimeSpan(name=PUBLISH, start=10.0, end=10.125))
+            record.add("train-0", step(number, 10.0 + number))
+        record.add("reward-0", Failure(text="Traceback", rows=4))
+        record.add("reward-0", Figures(kind="samples", at=0.0, values={"samples": [{"prompt": "1+1", "reward": 1.0}]}))
+    return record
+
+
+def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
+    record = filled(tmp_path, [1, 2, 3, 4])
+    record.add("evaluate-0", evaluation("after", 0.75, 4))
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert (summary.measure, summary.before, summary.after) == ("reward", 0.25, 0.75)
+    assert (summary.train_reward_first, summary.train_reward_last) == (0.1, 0.4)
+    assert (summary.steps, summary.trained_s, summary.samples_per_s, summary.tokens_per_s) == (4, 4.0, 8.0, 80.0)
+    assert (summary.trainer_idle, summary.busy, summary.publish_s) == (0.25, {"rollout": 0.5}, 0.125)
+    assert summary.staleness == {"0": 24, "1": 8}
+    assert (summary.rows_put, summary.rows_done, summary.rows_dropped) == (32, 30, {"equal": 2})
+    assert summary.failures == {"reward-0": 1}
+    text = summary.text()
+    for words in ("0.250 → 0.750  (+0.500)", "trainer idle", "25%", "32 / 30 / 2 equal", "grpo, async, seed 0"):
+        assert words in text
+
+
+def test_what_nobody_reported_is_not_made_up(tmp_path):
+    with RunRecord(tmp_path) as record:
+        record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))
+    summary = summarize(record, job("distill"), AUDIT, starts=1, seconds=9.0)
+    assert (summary.before, summary.after, summary.trainer_idle, summary.publish_s) == (None, None, None, None)
+    assert (summary.train_reward_first, summary.logprob_difference, summary.busy) == (None, None, {})
+    assert (summary.trained_s, summary.samples_per_s) == (2.0, 4.0)
+    assert "not evaluated" in summary.text()
+
+
+def test_a_resumed_run_goes_on_with_what_was_written(tmp_path):
+    filled(tmp_path, [1, 2, 3])
+    with (tmp_path / "steps.jsonl").open("a") as torn:
+        torn.write('{"step": 4, "rew')
+    with RunRecord(tmp_path) as record:
+        record.add("train-0", step(3, 20.0, reward=0.9))
+        record.add("train-0", step(4, 21.0))
+    assert sorted(record.steps) == [1, 2, 3, 4]
+    assert record.steps[3]["reward"] == 0.9
+    assert list(record.each("reward")) == [0.9, 0.4]
+    assert evaluated(record.evaluations)[1] == 0.25
+    assert json.loads((tmp_path / "samples.jsonl").read_text()) == {"prompt": "1+1", "reward": 1.0}
+
+
+def test_the_first_evaluation_before_and_the_last_one_after_count():
+    found = [
+        {"when": "before", "kl": 0.5},
+        {"when": "before", "kl": 0.1},
+        {"when": "after", "kl": 0.3},
+        {"when": "after", "kl": 0.2},
+    ]
+    assert evaluated(found) == ("kl", 0.5, 0.2)
+    assert evaluated([]) == ("reward", None, None)
+
+
+@pytest.mark.slow
+def test_timeline_and_picture_are_written(tmp_path):
+    record = filled(tmp_path, [1, 2, 3])
+    record.write_timeline(tmp_path / "timeline.json")
+    draw(tmp_path / "learning.png", record, summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0))
+    names = {event["name"] for event in json.loads((tmp_path / "timeline.json").read_text())["traceEvents"]}
+    assert {"wait", "work", "publish", "reward"} <= names
+    assert (tmp_path / "learning.png").stat().st_size > 10_000
+
+
+# ---------------------------------------------------------------- the folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(folders, "RUNS", tmp_path / "runs")
+    return tmp_path / "runs"
+
+
+def test_a_folder_keeps_the_job_and_each_start(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.begin(job("ppo"), tmp_path)
+    folder.begin(job("ppo"), None)
+    assert folder.job() == job("ppo")
+    assert folder.job(["steps=7"]).steps == 7
+    first, second = folder.starts()
+    assert (first.code, second.code) == (str(tmp_path), "")
+    assert "torch" in first.packages
+    assert not folder.finished
+
+
+def test_an_unfinished_run_is_found_by_the_name_of_its_job(runs):
+    settings = job("grpo", "name=mine")
+    for name in ("mine-1", "mine-2", "mine-3"):
+        RunFolder(runs / name).begin(settings, None)
+    (runs / "mine-3" / "summary.json").write_text("{}")
+    (runs / "other").mkdir()
+    assert unfinished_folder("mine").path == runs / "mine-2"
+    with pytest.raises(NotFound, match="no unfinished run of job 'yours'"):
+        unfinished_folder("yours")
+    with pytest.raises(UsageError, match="is finished"):
+        unfinished_folder("mine", runs / "mine-3")
+    with pytest.raises(NotFound, match=r"has no job\.toml"):
+        unfinished_folder("mine", runs / "other")
+    with pytest.raises(UsageError, match="has a run already"):
+        new_folder(settings, runs / "mine-1")
+    assert new_folder(settings).path.name.startswith("mine-")
+
+
+def test_a_folder_is_run_by_one_process_at_a_time(tmp_path):
+    first, second = RunFolder(tmp_path).locked(), RunFolder(tmp_path).locked()
+    with first, pytest.raises(AddressInUse, match="is going on in another process"), second:
+        pass
+    with RunFolder(tmp_path).locked():
+        pass

@@ -1,0 +1,98 @@
+"""The server of a run: it outlives its own death, keeps its state for a later start, and never outlives the run."""
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.errors import Unreachable
+from transferqueue.workflows.job.run.server import RunServer, discard_state
+from transferqueue.workflows.job.settings.job import QueueSettings
+
+pytestmark = pytest.mark.slow
+SMALL = QueueSettings(memory_gib=0.0625)
+GENEROUS_S = 60.0
+
+
+def ended(pids: list[int]) -> bool:
+    """Wait until all processes have ended; whether they did."""
+    deadline = time.monotonic() + GENEROUS_S
+    for pid in pids:
+        try:
+            death = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        ready, _, _ = select.select([death], [], [], max(0.0, deadline - time.monotonic()))
+        os.close(death)
+        if not ready:
+            return False
+    return True
+
+
+def arenas() -> set[Path]:
+    return set(Path(f"/dev/shm/transferqueue-{os.geteuid()}").glob("*"))
+
+
+def test_rows_outlive_the_server_and_the_run_but_not_their_discard(tmp_path):
+    before = arenas()
+    with RunServer(tmp_path, SMALL) as server:
+        pids = server.pids()
+        with tq.connect(server.address) as queue:
+            table = queue.create_table("t", tasks=[tq.Task("x", needs=["v"])])
+            table.put(v=[1, 2, 3])
+            os.kill(pids[1], signal.SIGKILL)
+            assert table.audit()["rows_live"] == 3
+        assert len(server.pids()) == 2
+        pids += server.pids()
+    assert ended(pids)
+    with RunServer(tmp_path, SMALL) as server, tq.connect(server.address) as queue:
+        assert queue.table("t").audit()["rows_live"] == 3
+    discard_state(tmp_path)
+    assert not (tmp_path / "state").exists()
+    assert arenas() <= before
+    discard_state(tmp_path)
+
+
+_PROGRAM = """
+import os, signal, sys
+from pathlib import Path
+from transferqueue.workflows.job.run.server import RunServer
+from transferqueue.workflows.job.settings.job import QueueSettings
+server = RunServer(Path(sys.argv[1]), QueueSettings(memory_gib=0.0625)).__enter__()
+print(*server.pids(), flush=True)
+if sys.argv[2] == "supervisor":
+    os.kill(server.pids()[0], signal.SIGKILL)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.parametrize("also", ["", "supervisor"], ids=["the run is killed", "its supervisor too"])
+def test_a_server_ends_with_the_run_that_was_killed(tmp_path, also):
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, tmp_path, also], capture_output=True, text=True, timeout=GENEROUS_S
+    )
+    pids = list(map(int, ran.stdout.split()))
+    assert len(pids) == 2
+    assert ended(pids)
+    with RunServer(tmp_path, SMALL) as server:
+        assert server.pids()
+    discard_state(tmp_path)
+
+
+def test_a_server_that_cannot_start_says_why(tmp_path):
+    (tmp_path / "state").write_text("no directory")
+    with pytest.raises(Unreachable, match=r"did not start: .*state"), RunServer(tmp_path, SMALL):
+        pass
+
+
+def test_a_lifeline_must_be_a_pipe(tmp_path):
+    command = [sys.executable, "-m", "transferqueue.cli", "serve", "--runtime", tmp_path, "--lifeline"]
+    ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GENEROUS_S)
+    assert ran.returncode == 2
+    assert "--lifeline needs a pipe" in ran.stderr

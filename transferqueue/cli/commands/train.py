@@ -1,0 +1,208 @@
+"""`transferqueue train`: run a job of a TOML file, and show its progress."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
+from transferqueue.cli.screens.terminal import console, say, show_json
+
+if TYPE_CHECKING:
+    from transferqueue.cli.screens.demo import Watch
+    from transferqueue.workflows.job.run.folder import RunFolder
+    from transferqueue.workflows.job.run.run import JobOutcome, RunningJob
+    from transferqueue.workflows.job.settings.job import Job
+
+EXAMPLES = (
+    (
+        "transferqueue train grpo.toml --dry-run",
+        "check it: two prompts as tokens, each reward on a dummy row, processes, bytes",
+    ),
+    ("transferqueue train grpo.toml", "run it; results go to a new folder in runs/"),
+    (
+        "transferqueue train grpo.toml --set trainer.lr=2e-6 --set pacing.mode=sync",
+        "with other values; tables merge, arrays are replaced",
+    ),
+    ("transferqueue train grpo.toml --set engine.0.count=2", "with two processes of the first engine"),
+    ("transferqueue train grpo.toml --resume", "go on with its latest unfinished run"),
+    ("transferqueue train --resume --out runs/grpo-20260101-120000", "go on with the run in a folder"),
+)
+
+JobArgument = Annotated[
+    Path | None,
+    typer.Argument(
+        metavar="[JOB.toml]", help="The job file. May be left out with --resume --out DIR.", show_default=False
+    ),
+]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        show_default=False,
+        help="Change a value of the file, such as trainer.lr=2e-6; TOML, or a bare word. Repeatable.",
+    ),
+]
+DryRunOption = Annotated[
+    bool, typer.Option("--dry-run", help="Check the job and show what it would do; start nothing.")
+]
+ResumeOption = Annotated[
+    bool, typer.Option("--resume", help="Go on with a run that was ended or killed, from its last checkpoint.")
+]
+OutOption = Annotated[
+    Path | None, typer.Option(help="Folder of the run. Default: a new one in runs/.", show_default=False)
+]
+PageOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--page/--no-page",
+        help="Serve a page that shows the queue live. Default: at a terminal, if the extra web is installed.",
+        show_default=False,
+    ),
+]
+JsonOption = Annotated[
+    bool,
+    typer.Option("--json", help="Print the summary (or the dry run) as one JSON document; progress goes to stderr."),
+]
+
+
+def train(
+    job: JobArgument = None,
+    changes: SetOption = None,
+    dry_run: DryRunOption = False,
+    resume: ResumeOption = False,
+    out: OutOption = None,
+    page: PageOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Train a model as a job file says: prompts, rollout, rewards, scores and trainer are processes around one queue.
+
+    The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the end summary.json,
+    learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on.
+    """
+    if dry_run:
+        _show_dry_run(job, changes or [], as_json=as_json)
+        return
+    settings, folder, code = _chosen(job, changes or [], resume=resume, out=out)
+    screen = console(stderr=as_json)
+    with (
+        ended_like_ctrl_c(signal.SIGTERM),
+        _resumable(folder),
+        _watched(screen, settings) as watch,
+        last_words_shown(),
+    ):
+        outcome = _run(settings, folder, code, watch, screen, page=_with_page(page, screen))
+    if as_json:
+        show_json(outcome.summary)
+    else:
+        _show(outcome, screen)
+
+
+def _chosen(
+    job: Path | None, changes: list[str], *, resume: bool, out: Path | None
+) -> tuple[Job, RunFolder, Path | None]:
+    """Return the job, the folder of its run, and the folder whose modules rewards may name."""
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.run.folder import new_folder, unfinished_folder
+    from transferqueue.workflows.job.settings.read import job_from_file
+
+    if job is None and not (resume and out):
+        raise UsageError(
+            "train needs a job file: transferqueue train JOB.toml; only --resume --out DIR takes the one of the folder"
+        )
+    settings = None if job is None else job_from_file(job, set=changes)
+    if not resume:
+        if settings is None or job is None:
+            raise UsageError("train needs a job file: transferqueue train JOB.toml")
+        return settings, new_folder(settings, out), job.parent
+    folder = unfinished_folder("" if settings is None else settings.name, out)
+    code = folder.starts()[-1].code if folder.starts() else ""
+    return folder.job(changes), folder, Path(code) if code else None
+
+
+def _run(
+    settings: Job, folder: RunFolder, code: Path | None, watch: Watch, screen: Console, *, page: bool
+) -> JobOutcome:
+    from transferqueue.workflows.job.run.run import run_job
+
+    def started(running: RunningJob) -> None:
+        screen.print(Text.assemble(("run in", "dim"), f" {running.folder}"), soft_wrap=True)
+        if running.link:
+            screen.print(Text.assemble(("page", "dim"), f" {running.link}"), soft_wrap=True)
+        watch.started(running.pids)
+
+    return run_job(settings, folder=folder, code=code, page=page, observe=watch, started=started)
+
+
+def _show_dry_run(job: Path | None, changes: list[str], *, as_json: bool) -> None:
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.run.dry_run import dry_run
+    from transferqueue.workflows.job.settings.read import job_from_file
+
+    if job is None:
+        raise UsageError("--dry-run needs a job file: transferqueue train JOB.toml --dry-run")
+    found = dry_run(job_from_file(job, set=changes), code=job.parent)
+    if as_json:
+        show_json(found)
+    else:
+        say(found.text().rstrip())
+
+
+def _with_page(page: bool | None, screen: Console) -> bool:
+    from transferqueue.web.subprocesses import check_installed
+
+    if page is None:
+        return screen.is_terminal and _is_installed()
+    if page:
+        check_installed()
+    return page
+
+
+def _is_installed() -> bool:
+    from importlib.util import find_spec
+
+    return find_spec("starlette") is not None and find_spec("uvicorn") is not None
+
+
+@contextmanager
+def _resumable(folder: RunFolder) -> Iterator[None]:
+    """Say how to go on with a run that ended early."""
+    try:
+        yield
+    except BaseException:
+        if folder.starts() and not folder.finished:
+            say(f"the run is kept; go on with: transferqueue train --resume --out {folder.path}", err=True)
+        raise
+
+
+@contextmanager
+def _watched(to: Console, settings: Job) -> Iterator[Watch]:
+    from transferqueue.cli.screens.demo import Bar, Lines
+    from transferqueue.cli.screens.train import JobFigures
+
+    if not to.is_terminal:
+        yield Lines(to, settings.steps, JobFigures())
+        return
+    with Bar(to, settings.steps, JobFigures()) as bar:
+        yield bar
+
+
+def _show(outcome: JobOutcome, to: Console) -> None:
+    """Print the summary as a table, and where the files are."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in outcome.summary.rows():
+        table.add_row(Text(name, style="dim"), Text(value))
+    to.print()
+    to.print(table)
+    to.print()
+    for path in outcome.files:
+        to.print(Text.assemble(("wrote", "dim"), f" {path}"), soft_wrap=True)

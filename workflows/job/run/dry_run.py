@@ -1,0 +1,125 @@
+"""The dry run: what a job would do, without a server or a process. Two prompts as text and tokens, each reward on a dummy row, tasks, bytes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from transferqueue.workflows.flow.stage import Stage
+from transferqueue.workflows.job.data.sequence import PromptSequence
+from transferqueue.workflows.job.graph import pacing, stage_jobs, stages
+from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, preflight
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, row_bytes, rows_kept
+from transferqueue.workflows.job.settings.write import job_as_toml
+
+PROMPTS: Final = 2
+_IDS_SHOWN: Final = 24
+
+
+class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt: its text after the chat template, its ids, and those of the response that is learned (sft; else empty)."""
+
+    text: str
+    ids: list[int]
+    response_ids: list[int]
+
+
+class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task of the table: the columns it needs and gives, what one call gets, and how many processes serve it."""
+
+    name: str
+    needs: list[str]
+    gives: list[str]
+    amount: str
+    processes: int
+
+
+class DryRun(msgspec.Struct, frozen=True, kw_only=True):
+    """What a job would do. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in all. Bytes are upper bounds."""
+
+    job: str
+    prompts: list[ShownPrompt]
+    tasks: list[ShownTask]
+    processes: dict[str, int]
+    batch_rows: int
+    rows_ahead: int
+    rows_kept: int
+    row_bytes: int
+    row_bytes_total: int
+    weight_bytes: int
+    memory_bytes: int
+
+    def text(self) -> str:
+        """Return it for people."""
+        lines = [self.job.rstrip()]
+        for number, prompt in enumerate(self.prompts):
+            lines += ["", f"# prompt {number}: {len(prompt.ids)} tokens: {_shown(prompt.ids)}", prompt.text.rstrip()]
+            if prompt.response_ids:
+                lines.append(f"# response: {len(prompt.response_ids)} tokens: {_shown(prompt.response_ids)}")
+        lines += ["", "# tasks"]
+        for task in self.tasks:
+            lines.append(
+                f"{task.name}: {', '.join(task.needs)} -> {', '.join(task.gives) or 'weights'}; {task.amount} a call"
+            )
+        processes = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in self.processes.items())
+        lines += ["", f"# processes ({sum(self.processes.values())}, and the server): {processes}"]
+        lines.append(
+            f"# rows: {self.batch_rows:,} a step, up to {self.rows_ahead:,} ahead, up to {self.rows_kept:,} kept for a checkpoint"
+        )
+        lines.append(
+            f"# bytes: up to {self.row_bytes:,} a row, {_gib(self.row_bytes_total)} of rows, {_gib(self.weight_bytes)} of weights; "
+            f"memory {_gib(self.memory_bytes)}"
+        )
+        return "\n".join(lines) + "\n"
+
+
+def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
+    """Check `job` with its files and return what it would do. Raises as `preflight` does; starts nothing and writes nothing."""
+    data = preflight(job, code=code)
+    sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
+    held: JobBytes = bytes_of(job)
+    processes = Counter(process.name for process in stage_jobs(job))
+    return DryRun(
+        job=job_as_toml(job),
+        prompts=[
+            ShownPrompt(
+                text=prompt.text,
+                ids=prompt.ids.tolist(),
+                response_ids=[] if prompt.response_ids is None else prompt.response_ids.tolist(),
+            )
+            for prompt in sequence.take(PROMPTS)
+        ],
+        tasks=[_task(stage, processes[stage.task.name]) for stage in stages(job)],
+        processes=dict(processes),
+        batch_rows=batch_rows(job),
+        rows_ahead=pacing(job).rows_ahead_max,
+        rows_kept=rows_kept(job),
+        row_bytes=row_bytes(job),
+        row_bytes_total=held.rows,
+        weight_bytes=held.weights,
+        memory_bytes=held.memory,
+    )
+
+
+def _task(stage: Stage, processes: int) -> ShownTask:
+    amount = f"{stage.groups} groups" if stage.groups else f"{stage.rows} rows"
+    least = f"{stage.at_least} to " if stage.at_least else ""
+    return ShownTask(
+        name=stage.task.name,
+        needs=list(stage.task.needs),
+        gives=list(stage.task.gives),
+        amount=least + amount,
+        processes=processes,
+    )
+
+
+def _shown(ids: list[int]) -> str:
+    return " ".join(map(str, ids[:_IDS_SHOWN])) + (" …" if len(ids) > _IDS_SHOWN else "")
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.3f} GiB"

@@ -1,0 +1,129 @@
+"""What is checked with the files of a job before anything starts: models, data, rewards, memory.
+
+Rules that need no file: `transferqueue.workflows.job.settings.rules`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from transferqueue.errors import Impossible, NotFound
+from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
+
+_CONFIG: Final = "config.json"
+_WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
+_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobBytes:
+    """Most bytes that a job holds in its queue: rows, one version of the weights (0: not known before the model is loaded), and all kept versions."""
+
+    rows: int
+    version: int
+    weights: int
+    memory: int
+
+    @property
+    def total(self) -> int:
+        """Rows and weights."""
+        return self.rows + self.weights
+
+
+def preflight(job: Job, *, code: Path | None = None) -> PromptData:
+    """Check a job with its files and return its opened data. code: folder whose modules rewards may name.
+
+    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file or a column that is missing,
+    `UsageError` for data that makes no prompts, `Impossible` for weights that do not fit into the memory of the queue.
+    """
+    import_from(code)
+    for key, path in _models(job):
+        check_model(key, path)
+    data = open_prompts(job)
+    if job.evaluation.path:
+        open_held_out(job)
+    check_memory(job)
+    return data
+
+
+def import_from(code: Path | None) -> None:
+    """Let this process import modules of the folder `code`, and of the current one, as the processes of the job do."""
+    for folder in (Path.cwd(), code):
+        if folder is not None and str(folder.absolute()) not in sys.path:
+            sys.path.insert(0, str(folder.absolute()))
+
+
+def importable(code: Path | None) -> dict[str, str]:
+    """Return the variables of a process that may import modules of the folder `code`."""
+    if code is None:
+        return {}
+    before = os.environ.get("PYTHONPATH", "")
+    return {"PYTHONPATH": os.pathsep.join(filter(None, (str(code.absolute()), before)))}
+
+
+def check_model(key: str, path: str) -> None:
+    """Raise `NotFound` for a path that is no directory of a model. An id of the hub is not looked at."""
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not (folder / _CONFIG).is_file():
+        raise NotFound(f"{key}={path!r}: the directory has no {_CONFIG}; give one that save_pretrained wrote")
+    looks_like_path = path.startswith((".", "/", "~")) or (len(folder.parts) > 1 and folder.parent.is_dir())
+    if looks_like_path and not folder.is_dir():
+        raise NotFound(f"{key}={path!r}: there is no such directory")
+
+
+def bytes_of(job: Job) -> JobBytes:
+    """Return the most bytes that the job holds in its queue."""
+    version = weight_bytes(job.model.path, job.weights.dtype)
+    kept = version * (job.weights.keep + 1)  # one more while a version is being published
+    return JobBytes(
+        rows=rows_kept(job) * row_bytes(job), version=version, weights=kept, memory=int(job.queue.memory_gib * GIB)
+    )
+
+
+def check_memory(job: Job) -> None:
+    """Raise `Impossible` if the kept versions of the weights leave no room for a group, with the arithmetic."""
+    held = bytes_of(job)
+    if job.algorithm.kind != "sft" and held.total > held.memory:
+        raise Impossible(
+            f"weights.keep={job.weights.keep} and one more being published are {_gib(held.weights)}, rows up to {_gib(held.rows)}; memory_gib="
+            f"{job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
+        )
+
+
+def weight_bytes(path: str, dtype: str) -> int:
+    """Return the bytes of one version of the weights of the model at `path` in `dtype`; 0 if its files are not here."""
+    folder = Path(path).expanduser()
+    for pattern in _WEIGHTS:
+        if files := list(folder.glob(pattern)):
+            return sum(file.stat().st_size for file in files) * _BYTES[dtype] // _stored_bytes(folder)
+    return 0
+
+
+def _stored_bytes(folder: Path) -> int:
+    """Bytes of one number of the model's files."""
+    text = (folder / _CONFIG).read_text(encoding="utf-8") if (folder / _CONFIG).is_file() else ""
+    return 4 if '"float32"' in text else 2
+
+
+def _models(job: Job) -> Iterator[tuple[str, str]]:
+    yield "model.path", job.model.path
+    for key in ("reference", "critic", "teacher"):
+        if path := getattr(job, key).path:
+            yield f"{key}.path", path
+    for place, reward in enumerate(job.reward):
+        if reward.model:
+            yield f"reward.{place}.model", reward.model
+    for place, engine in enumerate(job.engine):
+        if engine.model and not engine.url:
+            yield f"engine.{place}.model", engine.model
+
+
+def _gib(size: int) -> str:
+    return f"{size / GIB:.2f} GiB"

@@ -1,0 +1,145 @@
+"""What a run reports, collected from the events of its processes: files that grow while it runs, and the figures of the summary."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Final, Self, TextIO
+
+from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
+from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
+from transferqueue.workflows.flow.loggers import EVALUATION, STEP
+from transferqueue.workflows.job import names
+
+SAMPLES: Final = "samples"
+"""Kind of the event with sample responses."""
+CHECKPOINT: Final = "checkpoint"
+SPANS_MAX: Final = 200_000
+"""Spans that are kept for the timeline; of a longer run the last ones."""
+_FILES: Final = {STEP: "steps.jsonl", EVALUATION: "evaluations.jsonl", SAMPLES: "samples.jsonl"}
+_COUNTERS: Final = ("reward", "loss")
+
+
+class RunRecord:
+    """Collects the events of a run in `folder`, and goes on with what earlier starts of the run wrote there. A context manager.
+
+    A step that is trained again after a resume replaces the one of the same number.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}
+        self._spans: deque[tuple[str, TimeSpan]] = deque(maxlen=SPANS_MAX)
+        self._work_s: dict[str, float] = {}
+        self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in self._earlier(STEP)}
+        self.evaluations: list[dict[str, Any]] = list(self._earlier(EVALUATION))
+        self.checkpoints: list[int] = []
+        self.failures: Counter[str] = Counter()
+        self.publish_s: list[float] = []
+        self.started_s = self.ended_s = 0.0
+        self.new_steps: list[int] = []
+
+    def __enter__(self) -> Self:
+        for kind, name in _FILES.items():
+            self._files[kind] = (self._folder / name).open("a", encoding="utf-8")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        while self._files:
+            self._files.popitem()[1].close()
+
+    def add(self, label: str, event: Event) -> None:
+        """Add an event of process `label`, and write it to its file."""
+        if isinstance(event, TimeSpan):
+            self._span(label, event)
+        elif isinstance(event, Failure):
+            self.failures[label] += 1
+        elif event.kind == SAMPLES:
+            for sample in event.values["samples"]:
+                self._write(SAMPLES, sample)
+        elif event.kind == CHECKPOINT:
+            self.checkpoints.append(int(event.values["step"]))
+        elif event.kind in (STEP, EVALUATION):
+            self._figures(event)
+
+    def _figures(self, event: Figures) -> None:
+        values = event.values | {"at": event.at}
+        if event.kind == EVALUATION:
+            self.evaluations.append(values)
+        else:
+            self.steps[int(values["step"])] = values
+            self.new_steps.append(int(values["step"]))
+            self.ended_s = event.at
+        self._write(event.kind, values)
+
+    def _span(self, label: str, span: TimeSpan) -> None:
+        self._spans.append((label, span))
+        task = label.rpartition("-")[0]
+        if span.name == WORK:
+            self._work_s[label] = self._work_s.get(label, 0.0) + span.end - span.start
+        if task == names.TRAIN:
+            if span.name == PUBLISH:
+                self.publish_s.append(span.end - span.start)
+            if span.name in (WAIT, WORK) and not self.started_s:
+                self.started_s = span.start
+
+    def trained_s(self) -> float:
+        """Seconds from the trainer's first wait for rows to its last step, of this start of the run."""
+        first = self.steps[self.new_steps[0]] if self.new_steps else {}
+        begin = self.started_s or float(first.get("at", 0.0)) - float(first.get("seconds", 0.0))
+        return max(0.0, self.ended_s - begin)
+
+    def busy(self, task: str) -> float:
+        """Mean share of `trained_s` in which the processes of `task` worked on rows; 0 where none reported any."""
+        worked = [seconds for label, seconds in self._work_s.items() if label.rpartition("-")[0] == task]
+        return sum(worked) / len(worked) / max(self.trained_s(), 1e-9) if worked else 0.0
+
+    def sum_of(self, name: str) -> float:
+        """Sum of a figure over the steps of this start."""
+        return sum(self.each(name))
+
+    def each(self, name: str) -> Iterator[float]:
+        """Yield a figure of each step of this start that has it."""
+        for step in dict.fromkeys(self.new_steps):
+            value = self.steps[step].get(name)
+            if isinstance(value, int | float) and not isinstance(value, bool):
+                yield float(value)
+
+    def staleness(self) -> dict[str, int]:
+        """Rows by versions behind, over all steps."""
+        total: Counter[str] = Counter()
+        for step in self.steps.values():
+            total.update(step.get("staleness", {}))
+        return {versions: total[versions] for versions in sorted(total, key=int)}
+
+    def write_timeline(self, path: Path) -> None:
+        """Write the spans of all processes as a Chrome trace, with reward and loss as counters."""
+        spans: dict[str, list[TimeSpan]] = {}
+        for label, span in self._spans:
+            spans.setdefault(label, []).append(span)
+        counters = [
+            Figures(kind=STEP, at=step["at"], values={name: step[name] for name in _COUNTERS if name in step})
+            for step in (self.steps[number] for number in dict.fromkeys(self.new_steps))
+        ]
+        write_chrome_trace(path, spans, counters)
+
+    def _earlier(self, kind: str) -> Iterator[dict[str, Any]]:
+        """Yield what earlier starts wrote. A line that a killed process left unfinished is passed over."""
+        path = self._folder / _FILES[kind]
+        if not path.exists():
+            return
+        for line in path.read_text(encoding="utf-8").splitlines():
+            try:
+                yield json.loads(line)
+            except ValueError:
+                continue
+
+    def _write(self, kind: str, values: Mapping[str, Any]) -> None:
+        if kind in self._files:
+            self._files[kind].write(json.dumps(values) + "\n")
+            self._files[kind].flush()

@@ -1,0 +1,173 @@
+"""Runs a job: its server, its table and its processes, until the last step; then the summary.
+
+Rules:
+
+1. Nothing starts before the job has passed all rules, those that need its files too (`preflight`).
+2. The server, the stages and the trainer are processes of their own. Whichever is killed is started again, and the run goes on; one
+   that cannot work ends the run with its last words.
+3. However the run ends, no process is left. A run that did not come to its end keeps its rows and its checkpoints, and `run_job` with
+   `resume` goes on with them; a finished one keeps neither rows nor shared memory.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+import transferqueue as tq
+from transferqueue.workflows.flow.audit import Audit, audit
+from transferqueue.workflows.flow.events import Event
+from transferqueue.workflows.flow.flow import Flow, Observe
+from transferqueue.workflows.flow.loggers import logged, logger_named
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.graph import create_table, stage_jobs
+from transferqueue.workflows.job.run.folder import SUMMARY, RunFolder, new_folder
+from transferqueue.workflows.job.run.plot import can_draw, draw
+from transferqueue.workflows.job.run.preflight import importable, preflight
+from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.run.server import RunServer, discard_state
+from transferqueue.workflows.job.run.summary import RunSummary, summarize
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.read import checked
+
+RESTARTS_MAX: Final = 5
+"""Restarts of one process of a run; a run may take days."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningJob:
+    """A run that has just started: its folder, the labels and process ids of its processes, and the link of the page ("": none)."""
+
+    folder: Path
+    address: str
+    pids: dict[str, int]
+    server: list[int]
+    link: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobOutcome:
+    """A finished run: its summary, the row counts of its table, its folder and the files in it."""
+
+    summary: RunSummary
+    audit: Audit
+    folder: Path
+    files: list[Path]
+
+
+def run_job(
+    job: Job,
+    *,
+    folder: RunFolder | None = None,
+    code: Path | None = None,
+    page: bool = False,
+    observe: Observe = lambda label, event: None,
+    started: Callable[[RunningJob], None] = lambda running: None,
+) -> JobOutcome:
+    """Run `job` to its end and return its outcome. Blocks for as long as that takes.
+
+    folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name, beside the current one. page: serve the
+    queue's page too. observe: called for every event, by the supervising thread. started: called once the processes run.
+
+    Raises `UsageError` and `Impossible` before anything starts; `AddressInUse` if another process runs the folder; `StageFailed` when a process cannot work; `InternalError` when the row
+    counts do not balance at the end. Ends all processes on `KeyboardInterrupt`.
+    """
+    job = checked(job)
+    preflight(job, code=code)
+    folder = folder or new_folder(job)
+    with folder.locked():
+        folder.begin(job, code)
+        with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, server):
+            table = create_table(queue, job)
+            began = time.monotonic()
+            with _loggers(job, folder, observe) as hear:
+                _run_processes(
+                    queue,
+                    job,
+                    folder,
+                    code,
+                    _both(record, hear),
+                    lambda flow: started(_running(folder, flow, queue, server)),
+                )
+            audited = audit(table)
+            audited.check_finished(names.TABLE)
+            summary = summarize(record, job, audited, starts=len(folder.starts()), seconds=time.monotonic() - began)
+            files = _write_files(folder.path, record, summary)
+        if server is not None:
+            discard_state(folder.path)
+        return JobOutcome(summary=summary, audit=audited, folder=folder.path, files=files)
+
+
+def _run_processes(
+    queue: tq.Queue, job: Job, folder: RunFolder, code: Path | None, observe: Observe, started: Callable[[Flow], None]
+) -> None:
+    with Flow(
+        queue,
+        stage_jobs(job, folder.path),
+        directory=folder.path / "logs",
+        observe=observe,
+        restarts_max=RESTARTS_MAX,
+        environment=importable(code),
+    ) as flow:
+        started(flow)
+        flow.run()
+
+
+@contextmanager
+def _queue(job: Job, folder: RunFolder, *, page: bool) -> Iterator[tuple[tq.Queue, RunServer | None]]:
+    """Connect to the job's own server, which is started, or to the one that it names."""
+    with ExitStack() as stack:
+        server = None if job.queue.address else stack.enter_context(RunServer(folder.path, job.queue, page=page))
+        address = job.queue.address if server is None else server.address
+        yield stack.enter_context(tq.connect(address, label="supervisor")), server
+
+
+@contextmanager
+def _loggers(job: Job, folder: RunFolder, observe: Observe) -> Iterator[Observe]:
+    """Open the loggers of the job beside the files that every run has."""
+    with ExitStack() as stack:
+        for name in job.log.to:
+            if name != "jsonl":
+                observe = logged(stack.enter_context(logger_named(name)(folder.path / name)), observe)
+        yield observe
+
+
+def _both(record: RunRecord, observe: Observe) -> Observe:
+    def hear(label: str, event: Event) -> None:
+        record.add(label, event)
+        observe(label, event)
+
+    return hear
+
+
+def _running(folder: RunFolder, flow: Flow, queue: tq.Queue, server: RunServer | None) -> RunningJob:
+    return RunningJob(
+        folder=folder.path,
+        address=queue.address,
+        pids=flow.pids(),
+        server=[] if server is None else server.pids(),
+        link="" if server is None else server.link,
+    )
+
+
+def _write_files(folder: Path, record: RunRecord, summary: RunSummary) -> list[Path]:
+    """Write the files of a finished run; ``summary.json``, which says that it is finished, last."""
+    timeline, curve, text, result = (
+        folder / name for name in ("timeline.json", "learning.png", "summary.txt", SUMMARY)
+    )
+    record.write_timeline(timeline)
+    if can_draw() and record.steps:
+        draw(curve, record, summary)
+    text.write_text(summary.text(), encoding="utf-8")
+    result.write_bytes(msgspec.json.format(msgspec.json.encode(summary), indent=2) + b"\n")
+    return [
+        path
+        for path in (result, text, folder / "steps.jsonl", folder / "samples.jsonl", timeline, curve)
+        if path.exists()
+    ]

@@ -1,0 +1,176 @@
+"""The summary of a run: what it learned, how fast, and where time went; as JSON and as a text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from statistics import fmean, median
+from typing import Any, Final
+
+import msgspec
+
+from transferqueue.workflows.flow.audit import Audit
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run.record import RunRecord
+from transferqueue.workflows.job.settings.job import Job
+
+MEASURES: Final = ("reward", "kl", "loss")
+"""What an evaluation may measure; of a run that of its kind."""
+
+
+class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """The result of a run, with the keys of ``summary.json``.
+
+    measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none); before, after:
+    its mean at the two ends of the run (None: not evaluated). train_reward_first, _last: mean reward of the trained rows in the first and in the last tenth of the
+    steps. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the trainer's first wait to its last
+    step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
+    processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for weights. publish_s: median time of a
+    publication. logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
+    versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised.
+    """
+
+    name: str
+    kind: str
+    mode: str
+    seed: int
+    steps: int
+    starts: int
+    measure: str
+    before: float | None
+    after: float | None
+    train_reward_first: float | None
+    train_reward_last: float | None
+    seconds: float
+    trained_s: float
+    samples_per_s: float
+    tokens_per_s: float
+    trainer_idle: float | None
+    busy: dict[str, float]
+    stood_still_s: float | None
+    publish_s: float | None
+    logprob_difference: float | None
+    staleness: dict[str, int]
+    rows_put: int
+    rows_done: int
+    rows_dropped: dict[str, int]
+    failures: dict[str, int]
+
+    def rows(self) -> list[tuple[str, str]]:
+        """Return names and values of a table for people."""
+        busy = ", ".join(f"{task} {share:.0%}" for task, share in self.busy.items())
+        dropped = ", ".join(f"{rows:,} {reason}" for reason, rows in self.rows_dropped.items()) or "0"
+        return [
+            ("job", f"{self.name}: {self.kind}, {self.mode}, seed {self.seed}"),
+            ("steps", f"{self.steps:,}" + (f", in {self.starts} starts" if self.starts > 1 else "")),
+            (f"held-out {self.measure}", _change(self.before, self.after)),
+            ("reward of trained rows", _change(self.train_reward_first, self.train_reward_last)),
+            ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
+            ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
+            ("trainer idle", "not told" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
+            ("busy", busy or "not told"),
+            ("rows by staleness", _counts(self.staleness)),
+            (
+                "trainer − engine log-probs",
+                "not told" if self.logprob_difference is None else f"{self.logprob_difference:.2g}",
+            ),
+            ("stood still for weights", _milliseconds(self.stood_still_s, "a step")),
+            ("weights published in", _milliseconds(self.publish_s, "median")),
+            ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+        ]
+
+    def text(self) -> str:
+        """Return the table as lines."""
+        rows = self.rows()
+        width = max(len(name) for name, _ in rows)
+        return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
+
+
+def summarize(record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds: float) -> RunSummary:
+    """Summarise a finished run; `audit` is of its table."""
+    trained_s = record.trained_s()
+    measure, before, after = evaluated(record.evaluations)
+    first, last = _ends(record.steps)
+    idle = list(record.each("idle_s"))
+    return RunSummary(
+        name=job.name,
+        kind=job.algorithm.kind,
+        mode=job.pacing.mode,
+        seed=job.seed,
+        steps=len(record.steps),
+        starts=starts,
+        measure=measure,
+        before=before,
+        after=after,
+        train_reward_first=first,
+        train_reward_last=last,
+        seconds=round(seconds, 2),
+        trained_s=round(trained_s, 2),
+        samples_per_s=round(record.sum_of("rows") / max(trained_s, 1e-9), 2),
+        tokens_per_s=round(record.sum_of("tokens") / max(trained_s, 1e-9), 1),
+        trainer_idle=round(min(1.0, sum(idle) / max(trained_s, 1e-9)), 4) if idle else None,
+        busy={task: round(share, 4) for task in _TASKS if (share := record.busy(task))},
+        stood_still_s=_mean(list(record.each("stood_still_s"))),
+        publish_s=round(median(record.publish_s), 5) if record.publish_s else None,
+        logprob_difference=_mean(list(record.each("logprob_difference"))),
+        staleness=record.staleness(),
+        rows_put=audit.put,
+        rows_done=audit.done,
+        rows_dropped=dict(audit.dropped),
+        failures=dict(record.failures),
+    )
+
+
+_TASKS: Final = (
+    names.ROLLOUT,
+    names.PLAY,
+    names.REWARD,
+    names.REFERENCE,
+    names.PROXIMAL,
+    names.VALUE,
+    names.TEACHER,
+    names.ADVANTAGE,
+    names.TRAIN,
+    names.TRAIN_CRITIC,
+)
+
+
+def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, float | None]:
+    """Return what was measured, before the run and after it; None for an evaluation that is missing.
+
+    >>> evaluated([{"when": "before", "reward": 0.25}, {"when": "during", "reward": 0.5}, {"when": "after", "reward": 0.75}])
+    ('reward', 0.25, 0.75)
+    """
+    at = {evaluation["when"]: evaluation for evaluation in reversed(evaluations) if evaluation.get("when") == "before"}
+    at |= {evaluation["when"]: evaluation for evaluation in evaluations if evaluation.get("when") == "after"}
+    measure = next((name for name in MEASURES if any(name in evaluation for evaluation in at.values())), MEASURES[0])
+    before, after = (at.get(when, {}).get(measure) for when in ("before", "after"))
+    return measure, _rounded(before), _rounded(after)
+
+
+def _ends(steps: Mapping[int, Mapping[str, Any]]) -> tuple[float | None, float | None]:
+    """Mean reward in the first and in the last tenth of the steps."""
+    rewards = [float(steps[step]["reward"]) for step in sorted(steps) if steps[step].get("reward") is not None]
+    tenth = max(1, len(rewards) // 10)
+    return (round(fmean(rewards[:tenth]), 4), round(fmean(rewards[-tenth:]), 4)) if rewards else (None, None)
+
+
+def _mean(values: list[float]) -> float | None:
+    return float(f"{fmean(values):.4g}") if values else None
+
+
+def _rounded(value: object) -> float | None:
+    return round(float(value), 4) if isinstance(value, int | float) else None
+
+
+def _change(before: float | None, after: float | None) -> str:
+    if before is None or after is None:
+        return "not evaluated" if before is None and after is None else f"{before} → {after}"
+    return f"{before:.3f} → {after:.3f}  ({after - before:+.3f})"
+
+
+def _counts(rows: Mapping[str, int]) -> str:
+    return ", ".join(f"{versions}: {count:,}" for versions, count in rows.items()) or "none"
+
+
+def _milliseconds(seconds: float | None, of: str) -> str:
+    return "not told" if seconds is None else f"{1000 * seconds:.1f} ms ({of})"
