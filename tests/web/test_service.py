@@ -110,6 +110,23 @@ def test_a_call_that_comes_again_is_told_what_became_of_the_first(service, job):
     assert "was given back; nothing was changed" in again.json["text"]
 
 
+def test_the_papers_names_are_the_same_calls(service, job):
+    rows = service.call("put_prompts_data", table=job, columns={"prompt": ["a", "b"]})["rows"]
+    got = service.call(
+        "get_experience_data",
+        table=job,
+        experience_consumer_stage="rollout",
+        experience_columns=["prompt"],
+        experience_count=2,
+    )
+    assert (got["rows"], got["columns"]) == (rows, {"prompt": ["a", "b"]})
+    service.call("put_experience_data", lease=got["lease"], columns={"ids": [[1], [2]]})
+    assert service.call("get_experience", table=job, stage="train", rows=2)["rows"] == rows
+    service.call("weight_sync_notify", table=job, version=2)
+    assert service.call("get_weights", table=job)["version"] == 2
+    assert service.refused("get_experience_data", table=job, stage="rollout").status == 400
+
+
 def test_late_columns_of_rows_by_their_ids(service, job):
     rows = service.call("put_prompts", table=job, columns={"prompt": ["a", "b"]})["rows"]
     service.call("put_experience", table=job, rows=rows, columns={"ids": [[1], [2]], "note": ["x", "y"]})
@@ -403,6 +420,7 @@ def test_the_document_names_every_call_and_what_it_refers_to_is_there(service):
     document = service.request("GET", "/openapi.json").json
     assert document["openapi"] == "3.1.0"
     names = {"init_engines", "put_prompts", "put_experience", "get_experience", "notify_weights"}
+    names |= {"put_prompts_data", "put_experience_data", "get_experience_data", "weight_sync_notify"}
     assert names <= {path.removeprefix("/action/") for path in document["paths"]}
     text = json.dumps(document)
     found = {part.partition('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}

@@ -185,3 +185,65 @@ def test_the_same_for_an_event_loop():
             return await service.status()
 
     assert asyncio.run(run())["rows_done"] == 4
+
+
+# ---------------------------------------------------------------- AsyncFlow's own names
+
+
+def test_the_papers_names_do_what_todays_do(queue):
+    service = AsyncFlowService.init_engines(queue, job())
+    rows = service.put_prompts_data({"prompt": ["a", "b"]}, samples=2)
+    batch, index = service.get_experience_data("rollout", ["prompt"], 4)
+    assert batch["prompt"].list() == ["a", "a", "b", "b"]
+    assert [*index] == np.asarray(index).tolist() == rows.tolist()
+    service.put_experience_data({"ids": [[1], [2]]}, index, rows=rows[:2], policy_version=0)
+    service.put_experience_data({"ids": [[3], [4]]}, index, policy_version=0)
+    assert batch.ended
+    service.put_experience_data({"note": ["x"]}, rows[:1])  # a late column, by row ids
+    with service.get_experience("train", groups=1) as taken:
+        assert taken["ids"].list() == [[1], [2]]
+    service.weight_sync_notify(3, notice={"path": "there"})
+    with service.get_weights() as weights:
+        assert (weights.version, notice_of(weights)) == (3, {"path": "there"})
+
+
+def test_a_stream_gives_batches_whose_results_return_in_any_order(queue):
+    service = AsyncFlowService.init_engines(queue, job())
+    service.put_prompts_data({"prompt": list("abcd")})
+    service.seal()
+    with service.create_stream_data_loader(experience_consumer_stage="rollout", experience_count=2) as loader:
+        (_, first), (_, second) = next(loader), next(loader)
+        for index in (second, first):
+            service.put_experience_data({"ids": [[0]] * 2}, index, policy_version=0)
+        assert list(loader) == []
+    assert service.status()["tasks"]["rollout"]["done"] == 4
+
+
+def test_a_stream_that_is_left_gives_back_what_has_no_results(queue):
+    service = AsyncFlowService.init_engines(queue, job())
+    service.put_prompts_data({"prompt": list("abcdef")})
+    with service.create_stream_data_loader(experience_consumer_stage="rollout", experience_count=2) as loader:
+        (_, given), (_, kept) = next(loader), next(loader)
+        service.put_experience_data({"ids": [[0]] * 2}, given, policy_version=0)
+    assert kept.batch.ended
+    loader.close()
+    assert len(service.get_experience("rollout", rows=4, timeout_s=10)) == 4
+
+
+def test_the_papers_names_for_an_event_loop():
+    async def run():
+        async with tq.aconnect() as queue:
+            service = await AsyncService.init_engines(queue, job())
+            await service.put_prompts_data({"prompt": list("abcd")})
+            batch, index = await service.get_experience_data("rollout", experience_count=1)
+            await service.put_experience_data({"ids": [[1]]}, index, policy_version=0)
+            assert batch.ended
+            loader = service.create_stream_data_loader(experience_consumer_stage="rollout", experience_count=1)
+            async with loader:
+                _, index = await anext(loader)
+            assert index.batch.ended
+            await service.weight_sync_notify(1)
+            status = await service.status()
+            assert (status["version"], status["tasks"]["rollout"]["ready"]) == (1, 3)
+
+    asyncio.run(run())

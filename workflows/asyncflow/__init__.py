@@ -8,15 +8,19 @@ from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
     from transferqueue.workflows.asyncflow.declaration import ColumnSpec, Engines, EngineStage, GroupSpec, PacingSpec
+    from transferqueue.workflows.asyncflow.experience import AsyncExperienceStream, ExperienceIndex, ExperienceStream
     from transferqueue.workflows.asyncflow.service import AsyncFlowService, notice_of
     from transferqueue.workflows.asyncflow.service_aio import AsyncService
 
 __all__ = [
+    "AsyncExperienceStream",
     "AsyncFlowService",
     "AsyncService",
     "ColumnSpec",
     "EngineStage",
     "Engines",
+    "ExperienceIndex",
+    "ExperienceStream",
     "GroupSpec",
     "PacingSpec",
     "notice_of",
@@ -27,6 +31,7 @@ __getattr__ = lazy_names(
     {
         "service": "AsyncFlowService notice_of",
         "service_aio": "AsyncService",
+        "experience": "AsyncExperienceStream ExperienceIndex ExperienceStream",
         "declaration": "ColumnSpec Engines EngineStage GroupSpec PacingSpec",
     },
 )

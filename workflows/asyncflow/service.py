@@ -11,6 +11,9 @@ Rules:
    a notice, such as the path of a checkpoint, or tensors.
 5. `status` counts every row that was ever put: nothing is lost silently.
 
+AsyncFlow's own names are beside them, with its conventions: `put_prompts_data`, `get_experience_data` and `put_experience_data` (a batch and its
+index; results return by index), `weight_sync_notify`, `create_stream_data_loader` (`experience`). They are the same calls.
+
 `service_aio` has the same calls for event loops, and `transferqueue serve --http` over HTTP.
 """
 
@@ -31,6 +34,7 @@ from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import TEXT_CHARS_MAX, TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
+from transferqueue.workflows.asyncflow.experience import ExperienceIndex, ExperienceStream, lease_terms
 
 NOTICE: Final = "notice"
 """Name of the tensor that carries a version's notice, as the bytes of its JSON."""
@@ -202,6 +206,7 @@ class AsyncFlowService(ServiceBase):
         With row ids instead of a batch, the columns are late columns of these rows.
         """
         arguments = {**check_facts(facts), **check_columns(columns)}
+        taken = taken.batch if isinstance(taken, ExperienceIndex) else taken
         if isinstance(taken, tq.Batch):
             taken.ack(rows, **arguments)
         else:
@@ -224,6 +229,83 @@ class AsyncFlowService(ServiceBase):
     def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
         """Wait for a version above `above` and return the newest; `notice_of` returns its notice."""
         return self._channel.pull(above, timeout_s=timeout_s)
+
+    def put_prompts_data(
+        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+    ) -> NDArray[np.int64]:
+        """`put_prompts` by its name in AsyncFlow."""
+        return self.put_prompts(prompts_data, samples=samples, timeout_s=timeout_s, **facts)
+
+    def get_experience_data(
+        self,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        **terms: Any,
+    ) -> tuple[tq.Batch, ExperienceIndex[tq.Batch]]:
+        """Lease ``experience_count`` rows of a stage and return the batch and its index, by which `put_experience_data` takes results.
+
+        experience_columns: those to bring (None: what the stage needs). terms: further arguments of `Table.lease`, such as
+        ``groups`` or ``tokens`` instead of a count.
+        """
+        batch = self.get_experience(
+            experience_consumer_stage, **lease_terms(experience_columns, experience_count, terms)
+        )
+        return batch, ExperienceIndex(batch)
+
+    def put_experience_data(
+        self,
+        experience_data: Mapping[str, Any],
+        index: ExperienceIndex[tq.Batch] | Any,
+        *,
+        rows: Any = None,
+        **facts: Any,
+    ) -> None:
+        """`put_experience` by its name in AsyncFlow: results, keyed by the index that the rows came with, or by row ids."""
+        self.put_experience(index, experience_data, rows=rows, **facts)
+
+    def weight_sync_notify(
+        self,
+        version: int,
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        notice: Any = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> None:
+        """`notify_weights` by its name in AsyncFlow."""
+        self.notify_weights(version, tensors, notice=notice, timeout_s=timeout_s)
+
+    def create_stream_data_loader(
+        self,
+        *,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        prefetch: int = 2,
+        **terms: Any,
+    ) -> ExperienceStream:
+        """Return a stream of ``(batch, index)`` of a stage, fetched ahead, until the table is sealed and drained.
+
+        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms with ``rank`` and ``world``
+        give each rank its share of one agreed batch.
+
+        Example:
+            >>> import transferqueue as tq
+            >>> from transferqueue.workflows.asyncflow import AsyncFlowService, Engines, EngineStage
+            >>> job = Engines(stages=[EngineStage(name="reward", needs=["response"], gives=["rewards"])])
+            >>> with tq.connect() as queue:
+            ...     service = AsyncFlowService.init_engines(queue, job)
+            ...     rows = service.put_prompts_data({"response": ["4", "5", "4"]})
+            ...     service.seal()
+            ...     with service.create_stream_data_loader(experience_consumer_stage="reward", experience_count=2) as loader:
+            ...         for batch, index in loader:
+            ...             scores = [float(text == "4") for text in batch["response"].list()]
+            ...             service.put_experience_data({"rewards": scores}, index)
+            ...     service.status()["rows_done"]
+            3
+        """
+        wanted = lease_terms(experience_columns, experience_count, terms)
+        return ExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
 
     def status(self) -> dict[str, Any]:
         """Statistics of the table: docs/OBSERVING.md lists the keys."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import transferqueue as tq
 from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
+from transferqueue.workflows.asyncflow.experience import AsyncExperienceStream, ExperienceIndex, lease_terms
 from transferqueue.workflows.asyncflow.service import PromptBatch, ServiceBase, announcement, check_columns, check_facts
 
 
@@ -55,6 +56,7 @@ class AsyncService(ServiceBase):
     ) -> None:
         """As `AsyncFlowService.put_experience`."""
         arguments = {**check_facts(facts), **check_columns(columns)}
+        taken = taken.batch if isinstance(taken, ExperienceIndex) else taken
         if isinstance(taken, tq.AsyncBatch):
             await taken.ack(rows, **arguments)
         else:
@@ -74,6 +76,59 @@ class AsyncService(ServiceBase):
     async def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
         """As `AsyncFlowService.get_weights`."""
         return await self._channel.pull(above, timeout_s=timeout_s)
+
+    async def put_prompts_data(
+        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+    ) -> NDArray[np.int64]:
+        """As `AsyncFlowService.put_prompts_data`."""
+        return await self.put_prompts(prompts_data, samples=samples, timeout_s=timeout_s, **facts)
+
+    async def get_experience_data(
+        self,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        **terms: Any,
+    ) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
+        """As `AsyncFlowService.get_experience_data`."""
+        wanted = lease_terms(experience_columns, experience_count, terms)
+        batch = await self.get_experience(experience_consumer_stage, **wanted)
+        return batch, ExperienceIndex(batch)
+
+    async def put_experience_data(
+        self,
+        experience_data: Mapping[str, Any],
+        index: ExperienceIndex[tq.AsyncBatch] | Any,
+        *,
+        rows: Any = None,
+        **facts: Any,
+    ) -> None:
+        """As `AsyncFlowService.put_experience_data`."""
+        await self.put_experience(index, experience_data, rows=rows, **facts)
+
+    async def weight_sync_notify(
+        self,
+        version: int,
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        notice: Any = None,
+        timeout_s: float = TIMEOUT_S_DEFAULT,
+    ) -> None:
+        """As `AsyncFlowService.weight_sync_notify`."""
+        await self.notify_weights(version, tensors, notice=notice, timeout_s=timeout_s)
+
+    def create_stream_data_loader(
+        self,
+        *,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        prefetch: int = 2,
+        **terms: Any,
+    ) -> AsyncExperienceStream:
+        """As `AsyncFlowService.create_stream_data_loader`: ``async with`` and ``async for``."""
+        wanted = lease_terms(experience_columns, experience_count, terms)
+        return AsyncExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
 
     async def status(self) -> dict[str, Any]:
         """As `AsyncFlowService.status`."""

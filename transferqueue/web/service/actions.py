@@ -15,6 +15,7 @@ from transferqueue.web.service.schemas import (
     DoneBody,
     Experience,
     GetExperience,
+    GetExperienceData,
     GetWeights,
     JobBody,
     LeaseRemainder,
@@ -88,6 +89,10 @@ class Actions:
             keys=list(batch.keys),
         )
 
+    async def get_experience_data(self, body: GetExperienceData) -> Experience:
+        """Get rows of a stage, by AsyncFlow's names. `lease` and `rows` of the answer are the index by which results return."""
+        return await self.get_experience(body.renamed())
+
     async def put_experience(self, body: PutExperience) -> LeaseRemainder:
         """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
         given = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
@@ -151,6 +156,9 @@ class Actions:
         service = await self._service(body.table)
         return Status(stats=await service.status())
 
+    put_prompts_data, put_experience_data, weight_sync_notify = put_prompts, put_experience, notify_weights
+    """The same calls by their names in AsyncFlow."""
+
     async def _service(self, name: str) -> AsyncService:
         return await AsyncService.join(self._queue, name=name, timeout_s=0.0)
 
@@ -208,6 +216,10 @@ ACTIONS: Final = (
     Action("get_weights", GetWeights, WeightsBody, waits=True),
     Action("seal", TableBody, DoneBody),
     Action("status", TableBody, Status),
+    Action("put_prompts_data", PutPrompts, PromptRows, waits=True),
+    Action("get_experience_data", GetExperienceData, Experience, waits=True),
+    Action("put_experience_data", PutExperience, LeaseRemainder),
+    Action("weight_sync_notify", NotifyWeights, DoneBody, waits=True),
 )
 
 

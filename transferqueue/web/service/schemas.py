@@ -75,6 +75,32 @@ class GetExperience(_Body):
     table: Name = NAME
 
 
+class GetExperienceData(_Body):
+    """As GetExperience, by the names of AsyncFlow: `experience_count` rows of a stage, with these columns (null: all that it needs)."""
+
+    experience_consumer_stage: Name
+    experience_count: int
+    experience_columns: Names | None = None
+    at_least: int | None = None
+    timeout_s: Wait = 30.0
+    lease_s: float | None = None
+    packed: bool = False
+    table: Name = NAME
+
+    def renamed(self) -> GetExperience:
+        """The same request by today's names."""
+        return GetExperience(
+            stage=self.experience_consumer_stage,
+            rows=self.experience_count,
+            columns=self.experience_columns,
+            at_least=self.at_least,
+            timeout_s=self.timeout_s,
+            lease_s=self.lease_s,
+            packed=self.packed,
+            table=self.table,
+        )
+
+
 class PutExperience(_Body):
     """Results of rows that were got (`lease`; all that are left of it, or `rows` of it), which are done with that. Without a
     lease: columns that come late, of `rows` by their ids."""
