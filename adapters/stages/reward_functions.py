@@ -42,12 +42,17 @@ _SHOWN_CHARS: Final = 200
 
 
 class RewardFailed(UsageError):
-    """A reward function raised, or returned what is no score. name: of the function. at: position of the row among those of the call; -1: unknown."""
+    """A reward function raised, or returned what is no score.
 
-    def __init__(self, text: str, *, name: str, at: int = -1) -> None:
+    name: of the function. at: position of the row among those of the call (-1: unknown). of_call: the call as a whole failed, and would fail
+    with every row.
+    """
+
+    def __init__(self, text: str, *, name: str, at: int = -1, of_call: bool = False) -> None:
         super().__init__(text)
         self.name = name
         self.at = at
+        self.of_call = of_call
 
 
 # ---------------------------------------------------------------- one function
@@ -164,10 +169,14 @@ def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]
         listed = list(scores)
     except TypeError as error:
         raise RewardFailed(
-            f"reward {name} returned {type(scores).__name__}; return a list with one number for each row", name=name
+            f"reward {name} returned {type(scores).__name__}; return a list with one number for each row",
+            name=name,
+            of_call=True,
         ) from error
     if len(listed) != rows:
-        raise RewardFailed(f"reward {name} gave {len(listed)} values for {rows} rows; give one for each", name=name)
+        raise RewardFailed(
+            f"reward {name} gave {len(listed)} values for {rows} rows; give one for each", name=name, of_call=True
+        )
     return np.array([_score(name, score, at) for at, score in enumerate(listed)], dtype=np.float64)
 
 

@@ -6,7 +6,8 @@ Rules:
 2. While the function works, the client renews the lease (see `Table.lease`). A process that is frozen loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.
 3. When the function raises, its rows are released as failed; the queue leases them again, at most ``attempts_max`` times.
-   As many failures in a row mean that the stage is broken, and not a row: the loop raises `StageFailedInProcess`.
+   As many failures in a row mean that the stage is broken, and not a row: the loop raises `StageFailedInProcess`. A
+   function that knows that another try would fail the same raises it itself, and the loop ends at once.
 4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each lease.

@@ -15,7 +15,7 @@ from transferqueue.workflows.flow.stage import Stage, Work
 
 
 class StageFailedInProcess(TransferQueueError):
-    """A stage failed as often in a row as a row may be tried. Its cause is the last failure."""
+    """A stage failed as often in a row as a row may be tried; its cause is the last failure. Or its function raised this, to end at once."""
 
 
 def serve(batch: tq.Batch, work: Work, ended: Callable[[int], bool] = lambda rows: True) -> Exception | None:
@@ -35,7 +35,7 @@ def serve(batch: tq.Batch, work: Work, ended: Callable[[int], bool] = lambda row
                 return None
         if left:
             raise UsageError(f"the stage gave results for all but {left} of {len(batch)} rows; it must for each")
-    except PeerError:
+    except (PeerError, StageFailedInProcess):
         raise
     except Exception as failure:  # noqa: BLE001  (the caller reports it, and raises when it repeats)
         _give_back(batch, failure)

@@ -1,0 +1,116 @@
+"""The advantage stage: the columns of each kind for whole groups or batches, and groups that teach nothing dropped."""
+
+import msgspec
+import numpy as np
+import pytest
+
+import transferqueue as tq
+from tests.workflows.job import jobs
+from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of
+from transferqueue.workflows.job.graph import fields, stages
+from transferqueue.workflows.job.stages.advantage import advantage
+
+LENGTHS = [3, 1, 2, 4, 2, 3, 1, 2]
+REWARDS = [1.0, 0.0, 0.0, 0.5, 0.25, 0.25, 0.25, 0.25]
+
+
+def ragged(draw: int, lengths=LENGTHS) -> list[np.ndarray]:
+    draws = np.random.default_rng(draw)
+    return [-draws.random(length).astype(np.float32) for length in lengths]
+
+
+COLUMNS = {
+    "rewards": REWARDS,
+    "response_ids": [np.arange(length, dtype=np.int32) for length in LENGTHS],
+    "rollout_logprobs": ragged(1),
+    "ref_logprobs": ragged(2),
+    "values": ragged(3),
+    "loss_mask": [np.arange(length) != 1 for length in LENGTHS],
+}
+
+
+def serve(settings):
+    """Run the stage over two groups of four rows; return columns that it gave by row, events, and counts of drops."""
+    (stage,) = [stage for stage in stages(settings) if stage.task.name == names.ADVANTAGE]
+    needed = [*stage.task.needs, *stage.task.gives]
+    events = []
+    with tq.connect() as queue:
+        table = queue.create_table(
+            names.TABLE,
+            fields=[field for field in fields(settings) if field.name in needed],
+            tasks=[stage.task, tq.Task("keep", needs=stage.task.gives)],
+        )
+        table.put(
+            group_id=np.repeat([0, 1], 4),
+            group_size=4,
+            **{name: values for name, values in COLUMNS.items() if name in stage.task.needs},
+        )
+        table.seal()
+        plain = msgspec.json.decode(msgspec.json.encode(settings))
+        with advantage(Context(queue=queue, table=table, emit=events.append, settings=plain)) as work:
+            run_stage(table, stage, work, emit=events.append)
+        left = table.read()
+        return {name: list(left[name]) for name in stage.task.gives}, events, table.audit()["dropped"]
+
+
+def job(kind, *changes):
+    return jobs.job(kind, "sampling.group_size=4", "trainer.prompts_per_step=2", *changes)
+
+
+def test_grpo_gives_one_advantage_a_row_and_keeps_equal_groups():
+    columns, events, dropped = serve(job("grpo"))
+    assert np.round(columns["advantages"], 3).tolist() == pytest.approx(
+        [1.305, -0.783, -0.783, 0.261, 0, 0, 0, 0], abs=2e-3
+    )
+    assert dropped == {}
+    figures = [event.values for event in events if isinstance(event, Figures)]
+    assert sum(values["rows"] for values in figures) == 8
+
+
+def test_dapo_drops_equal_groups_whatever_their_length_costs():
+    columns, events, dropped = serve(
+        job("dapo", "sampling.tokens_max=4", "algorithm.overlong_buffer=2", "algorithm.overlong_penalty=0.5")
+    )
+    assert dropped == {"zero_advantage": 4}
+    assert len(columns["advantages"]) == 4
+    shaped = [1.0 - 0.25, 0.0, 0.0, 0.5 - 0.5]
+    expected = (np.array(shaped) - np.mean(shaped)) / (np.std(shaped, ddof=1) + 1e-4)
+    assert columns["advantages"] == pytest.approx(expected.tolist(), abs=1e-6)
+    assert sum(event.values["dropped"] for event in events if isinstance(event, Figures)) == 4
+
+
+@pytest.mark.parametrize("kind", ["ppo", "reinforce_pp"])
+def test_kinds_by_token_whiten_over_the_whole_batch(kind):
+    settings = jobs.job(kind, "trainer.prompts_per_step=8")
+    columns, *_ = serve(settings)
+    with_kl = kind == "ppo"
+    rows = ScoredRows(
+        rewards=REWARDS,
+        group_id=range(8),
+        masks=[np.ones(length, bool) for length in LENGTHS],
+        logprobs=COLUMNS["rollout_logprobs"] if with_kl else (),
+        ref_logprobs=COLUMNS["ref_logprobs"] if with_kl else (),
+        values=COLUMNS["values"] if with_kl else (),
+    )
+    expected = advantage_columns_of(rows, settings.algorithm)
+    assert set(columns) == set(expected)
+    for name, values in expected.items():
+        assert [row.tolist() for row in columns[name]] == [row.tolist() for row in values]
+    every = np.concatenate(columns["token_advantages"])
+    assert (float(every.mean()), float(every.std(ddof=1))) == (pytest.approx(0, abs=1e-6), pytest.approx(1, abs=1e-3))
+
+
+def test_tokens_of_an_environment_are_stepped_over():
+    settings = jobs.job(
+        "reinforce_pp",
+        "trainer.prompts_per_step=8",
+        'reward=[{ environment = "my_envs:make" }]',
+        "algorithm.whiten=false",
+    )
+    columns, *_ = serve(settings)
+    for row, (mask, reward) in enumerate(zip(COLUMNS["loss_mask"], REWARDS, strict=True)):
+        assert columns["token_advantages"][row].tolist() == pytest.approx((mask * reward).tolist())

@@ -1,0 +1,310 @@
+"""The reward stage: what functions return is weighted and kept by term; what fails names the function, the row and its text."""
+
+import os
+import subprocess
+import sys
+from copy import deepcopy
+
+import msgspec
+import numpy as np
+import pytest
+
+import transferqueue as tq
+from tests.workflows.job import jobs
+from tests.workflows.job.tokens import ByteTokenizer
+from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFailed, load_reward
+from transferqueue.errors import NotFound, UsageError
+from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.flow.stage_process import EXIT_FINAL
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.graph import fields, stages
+from transferqueue.workflows.job.settings.read import job_from_values
+from transferqueue.workflows.job.stages.reward import reward_with
+from transferqueue.workflows.job.stages.reward_terms import RewardScorer
+
+REWARDS = """
+import asyncio, time
+import numpy as np
+
+def exact(prompts, completions, answer, **columns):
+    return [float(text == str(right)) for text, right in zip(completions, answer, strict=True)]
+
+def half(completion_ids, scale=0.5):
+    return np.array([scale * len(ids) for ids in completion_ids], np.float32)
+
+async def later(completions):
+    await asyncio.sleep(0)
+    return [None if text == "none" else 1 for text in completions]
+
+def said(completions, prompts):
+    return [len(c[-1]["content"]) + 100 * len(p) for c, p in zip(completions, prompts)]
+
+def picky(completions):
+    if "bad" in completions:
+        raise KeyError("bad text")
+    return [1.0] * len(completions)
+
+def nan(completions):
+    return [float("nan") if text == "bad" else 2.0 for text in completions]
+
+def words(completions):
+    return ["high" for text in completions]
+
+def few(completions):
+    return [1.0]
+
+def number(completions):
+    return 1.0
+
+def hangs(completions):
+    time.sleep(600)
+
+class Scaled:
+    def __init__(self, scale):
+        self.scale = scale
+    def __call__(self, completions, answer=0):
+        return [self.scale + answer_ for answer_ in answer] if answer else [self.scale] * len(completions)
+
+three = 3
+def _hidden(completions): ...
+def positional(completions, /): ...
+def blind(prompts): ...
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch, request):
+    """The name of a module with the functions above, of its own for each test."""
+    name = f"rewards_{abs(hash(request.node.name))}"
+    (tmp_path / f"{name}.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    return name
+
+
+def with_rewards(rewards):
+    return job_from_values(deepcopy(jobs.KINDS["grpo"]) | {"reward": rewards})
+
+
+def job(module: str, *functions: str, **more):
+    return with_rewards([{"function": f"{module}:{name}"} | more for name in functions])
+
+
+def scores(settings, texts, data=None):
+    scorer = RewardScorer(settings, ByteTokenizer())
+    data = data or [{"prompt": f"p{at}", "answer": at} for at in range(len(texts))]
+    ids = [np.array([*text.encode(), 256], np.int32) for text in texts]
+    return scorer.score(ids=range(10, 10 + len(texts)), data=data, response_ids=ids)
+
+
+def test_rewards_are_a_weighted_sum_and_each_term_is_kept(module):
+    settings = with_rewards(
+        [
+            {"function": f"{module}:exact", "weight": 2.0},
+            {"function": f"{module}:half", "args": {"scale": 0.1}},
+            {"function": f"{module}:later", "weight": -1.0},
+        ]
+    )
+    result = scores(settings, ["0", "none"])
+    assert result.terms.tolist() == [[1.0, pytest.approx(0.2), 1.0], [0.0, 0.5, pytest.approx(np.nan, nan_ok=True)]]
+    assert result.rewards.tolist() == [pytest.approx(1.2), pytest.approx(0.5)]
+    assert result.rewards.dtype == result.terms.dtype == np.float32
+    assert not result.failed.any()
+    assert RewardScorer(settings, ByteTokenizer()).names == tuple(f"{module}:{n}" for n in ("exact", "half", "later"))
+
+
+def test_terms_of_one_function_have_their_own_names(module):
+    assert RewardScorer(job(module, "half", "half"), ByteTokenizer()).names == (f"{module}:half", f"{module}:half 2")
+
+
+def test_completions_have_the_form_of_the_prompt(module):
+    prompt = [{"role": "user", "content": "hi"}]
+    assert scores(job(module, "said"), ["abc"], [{"prompt": prompt}]).rewards.tolist() == [103.0]
+
+
+def test_a_class_is_made_with_its_args_and_gets_optional_columns(module):
+    settings = job(module, "Scaled", args={"scale": 0.25})
+    assert scores(settings, ["a", "b"]).rewards.tolist() == [0.25, 1.25]
+    assert scores(settings, ["a"], [{"prompt": "p"}]).rewards.tolist() == [0.25]
+
+
+@pytest.mark.parametrize(
+    ("function", "match"),
+    [
+        ("picky", r"picky raised KeyError: 'bad text'; row 11, prompt 'p1', completion 'bad'"),
+        ("nan", r"nan gave nan; give a finite number, or None; row 11, prompt 'p1', completion 'bad'"),
+        ("words", r"words gave 'high' \(str\); give a number, or None; row 10, prompt 'p0', completion 'good'"),
+        ("few", r"few gave 1 values for 3 rows; give one for each"),
+        ("number", r"number returned float; return a list with one number for each row"),
+    ],
+)
+def test_a_failure_names_the_function_the_row_and_its_text(module, function, match):
+    with pytest.raises(RewardFailed, match=match):
+        scores(job(module, function), ["good", "bad", "good"])
+
+
+@pytest.mark.parametrize(("function", "text"), [("picky", "KeyError"), ("nan", "gave nan")])
+def test_a_row_whose_reward_fails_is_dropped_alone_if_the_job_says_so(module, function, text):
+    result = scores(job(module, function, on_error="drop"), ["good", "bad", "good"])
+    assert result.failed.tolist() == [False, True, False]
+    assert len(result.failures) == 1
+    assert text in result.failures[0]
+    assert "row 11, prompt 'p1', completion 'bad'" in result.failures[0]
+    assert (result.rewards[[0, 2]] > 0).all()
+
+
+def test_the_wrong_number_of_scores_ends_the_run_even_if_rows_may_be_dropped(module):
+    with pytest.raises(RewardFailed, match="few gave 1 values for 3 rows"):
+        scores(job(module, "few", on_error="drop"), ["a", "b", "c"])
+
+
+def test_a_row_that_no_reward_scores_is_a_failure(module):
+    with pytest.raises(RewardFailed, match=r"row 10, prompt 'p0', completion 'none' got None from every reward"):
+        scores(job(module, "later"), ["none", "x"])
+    assert scores(job(module, "later", on_error="drop"), ["none", "x"]).failed.tolist() == [True, False]
+
+
+def test_long_texts_are_shortened_in_messages(module):
+    with pytest.raises(RewardFailed) as raised:
+        scores(job(module, "words"), ["x" * 10_000])
+    assert len(str(raised.value)) < 700
+
+
+# ---------------------------------------------------------------- by name
+
+
+@pytest.mark.parametrize(
+    ("named", "error", "match"),
+    [
+        ("{m}", UsageError, "names no function; write module:function"),
+        ("{m}:", UsageError, "names no function"),
+        ("no_such_module_here:f", NotFound, "there is no module no_such_module_here; put it beside the job file"),
+        ("{m}:exct", NotFound, "the module has no exct; it has"),
+        ("{m}:three", UsageError, "is int; give a function"),
+        ("{m}:positional", UsageError, "parameter completions cannot be given by name; remove the /"),
+        ("{m}:blind", UsageError, "none of them is completions"),
+        ("{m}:Scaled", UsageError, "is a class and cannot be made with args nothing"),
+        ("gone.py:f", NotFound, "there is no file .*gone.py"),
+    ],
+)
+def test_what_names_no_function_is_refused(module, named, error, match):
+    with pytest.raises(error, match=match):
+        load_reward(named.format(m=module))
+
+
+def test_a_file_is_named_by_its_path_and_imports_what_lies_beside_it(tmp_path):
+    (tmp_path / "beside_it.py").write_text("value = 7.0")
+    (tmp_path / "mine.py").write_text(
+        "import beside_it\ndef f(completions): return [beside_it.value] * len(completions)"
+    )
+    call = load_reward(f"{tmp_path / 'mine.py'}:f")
+    assert call({"completions": ["a"]}, rows=1).tolist() == [7.0]
+
+
+def test_a_module_that_fails_says_how(tmp_path):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    with pytest.raises(UsageError, match=r"broken.py:f: its module raised ZeroDivisionError"):
+        load_reward(f"{tmp_path / 'broken.py'}:f")
+    (tmp_path / "wants.py").write_text("import no_such_module_here")
+    with pytest.raises(UsageError, match=r"wants.py:f: its module raised ModuleNotFoundError: .*no_such_module_here"):
+        load_reward(f"{tmp_path / 'wants.py'}:f")
+
+
+def test_args_must_be_parameters(module):
+    with pytest.raises(UsageError, match=r"args has 'scal', which is no parameter; it has completion_ids, scale"):
+        load_reward(f"{module}:half", {"scal": 1})
+
+
+def test_a_missing_column_is_refused_with_the_remedy():
+    call = RewardCall.of(lambda completions, answr: [0.0], name="my:score")
+    with pytest.raises(
+        NotFound,
+        match=r'reward my:score wants "answr"; data has answer, question: set data.columns = \{ answr = "answer" \}',
+    ):
+        call.columns(["question", "answer"])
+
+
+# ---------------------------------------------------------------- the stage
+
+
+def context(queue, table, settings, events) -> Context:
+    plain = msgspec.json.decode(msgspec.json.encode(settings))
+    return Context(queue=queue, table=table, emit=events.append, settings=plain)
+
+
+def serve(settings, texts) -> tuple[dict, list, list]:
+    """Run the stage over rows with these responses; return rows left, events, and counts of drops."""
+    events = []
+    (stage,) = [stage for stage in stages(settings) if stage.task.name == names.REWARD]
+    with tq.connect() as queue:
+        table = queue.create_table(
+            names.TABLE, fields=fields(settings), tasks=[stage.task, tq.Task("keep", needs=["rewards"])]
+        )
+        table.put(
+            prompt_ids=[np.array([1], np.int32)] * len(texts),
+            response_ids=[np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts],
+            finish_reason=["stop"] * len(texts),
+            data=[{"prompt": "p", "answer": at} for at in range(len(texts))],
+        )
+        table.seal()
+        with reward_with(context(queue, table, settings, events), ByteTokenizer()) as work:
+            run_stage(table, stage, work, emit=events.append)
+        left = table.read()
+        columns = {name: left[name].list() for name in ("rewards", names.REWARD_TERMS)} if len(left.rows) else {}
+        return columns, events, table.audit()["dropped"]
+
+
+def test_the_stage_acks_rewards_and_terms_and_reports_their_means(module):
+    columns, events, dropped = serve(job(module, "exact", "half", weight=2.0), ["0", "x"])
+    assert columns["rewards"] == [3.0, 1.0]
+    assert columns[names.REWARD_TERMS] == [[1.0, 0.5], [0.0, 0.5]]
+    (figures,) = [event.values for event in events if isinstance(event, Figures)]
+    assert figures[f"reward/{module}:exact"] == 0.5
+    assert (figures["rows"], figures["dropped"], dropped) == (2, 0, {})
+
+
+def test_the_stage_drops_rows_with_their_reason(module):
+    columns, events, dropped = serve(job(module, "nan", on_error="drop"), ["good", "bad"])
+    assert columns["rewards"] == [2.0]
+    assert dropped == {"reward_error": 1}
+    (figures,) = [event.values for event in events if isinstance(event, Figures)]
+    assert "gave nan" in figures["failures"][0]
+
+
+def test_the_stage_ends_at_the_first_failure(module):
+    with pytest.raises(StageFailedInProcess, match=r"nan gave nan; .* row 1, prompt 'p', completion 'bad'"):
+        serve(job(module, "nan"), ["good", "bad"])
+
+
+HANGING = """
+import sys, time
+from transferqueue.workflows.job.stages.time_limit import ended_process_after
+with ended_process_after(0.2, lambda: "reward my:slow did not return; row 7"):
+    {code}
+print("not reached")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("code", "status", "words"),
+    [
+        ("time.sleep(60)", EXIT_FINAL, b"reward my:slow did not return; row 7\n"),
+        ("import ctypes; ctypes.PyDLL(None).sleep(60)", 1, b"Timeout (0:00:02.200000)!"),
+    ],
+    ids=["asleep", "holding the lock of the interpreter"],
+)
+def test_a_function_that_hangs_ends_its_process_and_says_which(code, status, words):
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING.format(code=code)], capture_output=True, timeout=60, env=os.environ, check=False
+    )
+    assert done.returncode == status
+    assert words in done.stderr
+    assert b"not reached" not in done.stdout
+
+
+def test_a_call_in_time_ends_nothing():
+    code = HANGING.format(code="pass") + "time.sleep(0.5); print('alive')"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
+    assert b"alive" in done.stdout

@@ -1,0 +1,74 @@
+"""The stage ``reward``: scores responses with the rewards of the job, and keeps the score of each term."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import PartialResult
+from transferqueue.adapters.stages.reward_functions import RewardFailed
+from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.stage import Context, Work
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.reward_terms import DROPPED, RewardScorer, RowScores
+from transferqueue.workflows.job.stages.time_limit import ended_process_after
+
+_SHOWN: Final = 3
+"""Failed rows of one lease whose text is reported."""
+
+
+@contextmanager
+def reward(context: Context) -> Iterator[Work]:
+    """Factory of the stage. A reward that fails and says "stop" ends the run at once: a second try would fail the same."""
+    with reward_with(context, load_tokenizer(context.settings(Job).model)) as score:
+        yield score
+
+
+@contextmanager
+def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
+    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, and rows dropped."""
+    scorer = RewardScorer(context.settings(Job), tokenizer, limit=ended_process_after)
+
+    def score(batch: tq.Batch) -> Iterator[PartialResult]:
+        try:
+            scores = scorer.score(
+                ids=batch.rows.tolist(), data=batch[names.DATA].list(), response_ids=list(batch["response_ids"])
+            )
+        except RewardFailed as failure:
+            raise StageFailedInProcess(str(failure)) from failure
+        yield from _parts(scores)
+        _report(context, scorer, scores, batch.version)
+
+    yield score
+
+
+def _parts(scores: RowScores) -> Iterator[PartialResult]:
+    scored, failed = np.flatnonzero(~scores.failed), np.flatnonzero(scores.failed)
+    if scored.size:
+        columns = {"rewards": scores.rewards[scored], names.REWARD_TERMS: list(scores.terms[scored])}
+        yield PartialResult(at=scored, columns=columns)
+    if failed.size:
+        yield PartialResult(at=failed, columns={}, drop=DROPPED)
+
+
+def _report(context: Context, scorer: RewardScorer, scores: RowScores, version: int) -> None:
+    kept = ~scores.failed
+    terms: dict[str, Any] = {
+        f"reward/{name}": float(np.nanmean(term_B))
+        for name, term_B in zip(scorer.names, scores.terms[kept].T, strict=True)
+        if not np.isnan(term_B).all()
+    }
+    context.figures(
+        "reward",
+        rows=int(np.count_nonzero(kept)),
+        version=version,
+        dropped=int(np.count_nonzero(scores.failed)),
+        failures=list(scores.failures[:_SHOWN]),
+        **terms,
+    )
