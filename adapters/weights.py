@@ -74,6 +74,20 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
             raise SchemaError(f'tensor "{name}" has shape {offered.shape}; the model has {wanted[name].shape}')
 
 
+def copy_weights(source: WeightSource, module: nn.Module) -> None:
+    """Copy the tensors of `source` into `module`, by name; dtypes are converted. Tensors that the source lacks stay as they are.
+
+    Raises `SchemaError`, before anything is copied, for a tensor that the module does not have or has in another shape.
+    """
+    import torch
+
+    check_fits(source, ModuleWeights(module).metadata())
+    tensors = module.state_dict()
+    with torch.no_grad():
+        for name, tensor in source:
+            tensors[name].copy_(tensor)
+
+
 class WeightHandoff:
     """Gives engines in other processes a channel to read weights from: the channel that the weights came from, or one that it publishes."""
 

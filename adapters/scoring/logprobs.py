@@ -105,6 +105,28 @@ def response_scores(
     )
 
 
+@torch.no_grad()
+def teacher_top_k(
+    model: nn.Module,
+    prompts: Iterable[Any],
+    responses: Iterable[Any],
+    *,
+    k: int,
+    temperature: float = 1.0,
+    logits_dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return the most probable tokens at each response token, best first: ids int64 ``[N, k]`` and log-probs float32 ``[N, k]``.
+
+    k 0: the drawn token alone, ``[N, 1]``. Arguments and errors as of `response_scores`; no gradient.
+    """
+    responses = list(responses)
+    scores = response_scores(model, prompts, responses, temperature=temperature, logits_dtype=logits_dtype, top_k=k)
+    if scores.top_ids_NK is None or scores.top_logprobs_NK is None:
+        drawn_N = torch.cat([torch.as_tensor(each, dtype=torch.int64) for each in responses])
+        return drawn_N[:, None].to(scores.logprobs_N.device), scores.logprobs_N[:, None]
+    return scores.top_ids_NK, scores.top_logprobs_NK
+
+
 @dataclass(frozen=True)
 class _Wanted:
     """What is computed of logits."""

@@ -1,1 +1,1 @@
-"""Conformance kits: checks that every generator, learner, stage, backing and store must pass, for adapters of any engine."""
+"""Conformance kits: checks that every generator, learner, stage, scorer, backing and store must pass, for adapters of any engine."""

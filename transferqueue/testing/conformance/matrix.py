@@ -20,7 +20,7 @@ from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.lazy import renamed_names
 from transferqueue.testing.conformance.report import CheckOutcome, Verdict
 
-KINDS: Final = ("generator", "learner", "stage")
+KINDS: Final = ("generator", "learner", "stage", "scorer")
 BEGIN: Final = "<!-- conformance: written by transferqueue.testing.conformance.matrix -->"
 END: Final = "<!-- /conformance -->"
 

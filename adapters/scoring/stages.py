@@ -1,0 +1,169 @@
+"""Models as stages of a flow: rows with prompts and responses in, log-probs, values, rewards or the teacher's tokens out.
+
+A stage runs its model over the rows of a lease in micro-batches, and gives each as it is scored, the shortest rows first, so that the next
+task does not wait for the longest.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from transferqueue.adapters.protocols import PartialResult
+from transferqueue.adapters.scoring.logprobs import response_logprobs, teacher_top_k
+from transferqueue.adapters.scoring.micro_batches import micro_batches
+from transferqueue.adapters.scoring.plan import is_packed
+from transferqueue.adapters.scoring.values import response_values, rewards_of
+from transferqueue.errors import UsageError
+
+if TYPE_CHECKING:
+    import transferqueue as tq
+
+Refresh = Callable[["tq.Batch"], object]
+"""Brings the weights of a stage's model up to date before a batch is scored."""
+
+
+class ScoringStage(ABC):
+    """A stage (`protocols.StageFunction`) that runs a model over micro-batches of rows.
+
+    model: of `transferqueue.adapters.scoring`'s loaders. gives: name of its column or columns. prompts, responses: names of the columns with
+    token ids. tokens: of one forward pass, at most (a longer row is alone in one). refresh: called with each batch before it is scored.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        gives: str | tuple[str, ...],
+        prompts: str = "prompt_ids",
+        responses: str = "response_ids",
+        tokens: int = 8192,
+        refresh: Refresh | None = None,
+    ) -> None:
+        if tokens < 1:
+            raise UsageError(f"tokens={tokens}: a forward pass of no tokens; give at least 1")
+        self._model, self._tokens, self._refresh = model, tokens, refresh
+        self._needs = (prompts, responses)
+        self._gives = (gives,) if isinstance(gives, str) else gives
+
+    @property
+    def needs(self) -> Sequence[str]:
+        """Prompt and response."""
+        return self._needs
+
+    @property
+    def gives(self) -> Sequence[str]:
+        """The names of its columns."""
+        return self._gives
+
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
+        """Yield scores of the rows of a batch, a micro-batch at a time."""
+        if self._refresh is not None:
+            self._refresh(batch)
+        prompts, responses = (list(batch[name]) for name in self._needs)
+        for rows in self._micro_batches(prompts, responses):
+            yield PartialResult(
+                columns=self._columns([prompts[row] for row in rows], [responses[row] for row in rows]),
+                at=np.array(rows, dtype=np.intp),
+            )
+
+    def _micro_batches(self, prompts: Sequence[Any], responses: Sequence[Any]) -> list[list[int]]:
+        lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
+        found = micro_batches(lengths, self._tokens, padded=not is_packed(self._model))
+        return sorted(found, key=lambda rows: max(lengths[row] for row in rows))
+
+    @torch.no_grad()
+    def _columns(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Mapping[str, Any]:
+        columns = self.score(prompts, responses)
+        return dict(zip(self._gives, columns, strict=True))
+
+    @abstractmethod
+    def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
+        """Return the values of each column for the rows of one forward pass. Called without gradients."""
+
+
+class LogProbs(ScoringStage):
+    """Log-probs of response tokens: float32 ``[T]`` a row, of the distribution at `temperature`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        gives: str = "ref_logprobs",
+        temperature: float = 1.0,
+        logits_dtype: torch.dtype = torch.float32,
+        **stage: Any,
+    ) -> None:
+        super().__init__(model, gives=gives, **stage)
+        self._temperature, self._logits_dtype = temperature, logits_dtype
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
+        """See `ScoringStage`."""
+        logprobs_N = response_logprobs(
+            self._model, prompts, responses, temperature=self._temperature, logits_dtype=self._logits_dtype
+        )
+        return (_by_row(logprobs_N, responses),)
+
+
+class Values(ScoringStage):
+    """The critic's value before each response token: float32 ``[T]`` a row."""
+
+    def __init__(self, model: nn.Module, *, gives: str = "values", **stage: Any) -> None:
+        super().__init__(model, gives=gives, **stage)
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
+        """See `ScoringStage`."""
+        return (_by_row(response_values(self._model, prompts, responses), responses),)
+
+
+class RewardModel(ScoringStage):
+    """The score of a reward model: float32, one a row. The policy's tokens must be those of the reward model."""
+
+    def __init__(self, model: nn.Module, *, gives: str = "rewards", **stage: Any) -> None:
+        super().__init__(model, gives=gives, **stage)
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
+        """See `ScoringStage`."""
+        return (rewards_of(self._model, prompts, responses).cpu().numpy(),)
+
+    def rewards(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Any:
+        """Return the scores of rows in their order, for a stage that adds several rewards: float32 ``[rows]``. prompts, responses: token ids."""
+        rewards_R = np.empty(len(prompts), np.float32)
+        for rows in self._micro_batches(prompts, responses):
+            rewards_R[rows] = self.score([prompts[row] for row in rows], [responses[row] for row in rows])[0]
+        return rewards_R
+
+
+class TeacherTopK(ScoringStage):
+    """The teacher's most probable tokens at each response token: ids int32 ``[T, k]`` and log-probs float32 ``[T, k]`` a row.
+
+    k 0: the drawn token alone, ``[T, 1]``. gives: names of the two columns.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        k: int,
+        gives: tuple[str, str] = ("teacher_ids", "teacher_logprobs"),
+        temperature: float = 1.0,
+        **stage: Any,
+    ) -> None:
+        super().__init__(model, gives=gives, **stage)
+        self._k, self._temperature = k, temperature
+
+    def score(self, prompts: Sequence[Any], responses: Sequence[Any]) -> tuple[Any, ...]:
+        """See `ScoringStage`."""
+        ids_NK, logprobs_NK = teacher_top_k(self._model, prompts, responses, k=self._k, temperature=self._temperature)
+        return _by_row(ids_NK.int(), responses), _by_row(logprobs_NK, responses)
+
+
+def _by_row(flat_N: Tensor, responses: Sequence[Any]) -> list[Any]:
+    """Split a flat tensor of response tokens into an array a row."""
+    ends = np.cumsum([len(response) for response in responses])
+    return np.split(flat_N.cpu().numpy(), ends[:-1])
