@@ -8,6 +8,8 @@ TABLE: Final = "rollouts"
 """The table of the job: one row for each response."""
 POLICY: Final = f"{TABLE}/policy"
 """Weight channel of the trained policy, and clock of the table; its name starts with the table's, so both have the same home coordinator."""
+CRITIC: Final = f"{TABLE}/critic"
+"""Weight channel of the critic: version k is the critic after step k, as of the policy. The process that scores values follows it."""
 
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of messages), and the

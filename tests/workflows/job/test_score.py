@@ -1,0 +1,167 @@
+"""The scoring processes of a job: what each gives, and which weights it scores with."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+import transferqueue as tq
+from tests.workflows.job.jobs import job as job_of
+from transferqueue.errors import DeadlineExceeded
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from transferqueue.adapters.scoring import (  # noqa: E402
+    load_causal_lm,
+    load_value_model,
+    response_logprobs,
+    response_values,
+    teacher_top_k,
+)
+from transferqueue.adapters.weights import ModuleWeights  # noqa: E402
+from transferqueue.workflows.flow.stage import Context  # noqa: E402
+from transferqueue.workflows.job import names  # noqa: E402
+from transferqueue.workflows.job.graph import create_table  # noqa: E402
+from transferqueue.workflows.job.settings.job import Job, RewardSettings  # noqa: E402
+from transferqueue.workflows.job.stages import score  # noqa: E402
+from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
+
+PROMPTS = [np.array([3, 4, 5], np.int32), np.array([6], np.int32)]
+RESPONSES = [np.array([7, 8], np.int32), np.array([9, 10, 11, 1], np.int32)]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    make(place / "policy")
+    make(place / "large", seed=1)
+    make(place / "critic", kind="value")
+    make(place / "reward", kind="classifier")
+    return place
+
+
+def job(models: Path, kind: str, *changes: str) -> Job:
+    used = {"model": "policy", "teacher": "large", "critic": "critic"}
+    of_kind = {"ppo": ("model", "critic"), "distill": ("model", "teacher")}.get(kind, ("model",))
+    paths = [f'{table}.path="{models / used[table]}"' for table in of_kind]
+    return job_of(kind, *paths, "model.dtype=float32", "sampling.temperature=0.7", *changes)
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect("embedded") as queue:
+        yield queue
+
+
+def context(queue: tq.Queue, job: Job) -> Context:
+    settings = msgspec.json.decode(msgspec.json.encode(job))
+    return Context(queue=queue, table=create_table(queue, job), emit=lambda event: None, settings=settings)
+
+
+class Batch:
+    """Two rows at a version, as a stage reads them."""
+
+    def __init__(self, version: int) -> None:
+        self.version = version
+
+    def __getitem__(self, name: str) -> Any:
+        return {"prompt_ids": PROMPTS, "response_ids": RESPONSES}[name]
+
+
+def scored(stage: Any, version: int = 0) -> dict[str, list[Any]]:
+    found: dict[str, list[Any]] = {name: [None] * len(PROMPTS) for name in stage.gives}
+    for part in stage(Batch(version)):
+        for name, values in part.columns.items():
+            for at, value in zip(part.at, values, strict=True):
+                found[name][at] = value
+    return found
+
+
+def assert_near(found: list[Any], wanted: Any) -> None:
+    np.testing.assert_allclose(np.concatenate(found), wanted.detach(), atol=1e-5)
+
+
+def test_the_reference_is_the_policy_as_it_was(queue: tq.Queue, models: Path) -> None:
+    wanted_of = load_causal_lm(models / "policy", dtype="float32", device="cpu")
+    with score.reference(context(queue, job(models, "grpo-trainer-old"))) as stage:
+        found = scored(stage)["ref_logprobs"]
+    assert_near(found, response_logprobs(wanted_of, PROMPTS, RESPONSES, temperature=0.7))
+
+
+def test_the_teacher_gives_as_many_tokens_as_the_table_has(queue: tq.Queue, models: Path) -> None:
+    wanted_of = load_causal_lm(models / "large", dtype="float32", device="cpu")
+    with score.teacher(context(queue, job(models, "distill"))) as stage:
+        found = scored(stage)
+    ids, logprobs = teacher_top_k(wanted_of, PROMPTS, RESPONSES, k=4, temperature=0.7)
+    assert np.array_equal(np.concatenate(found["teacher_ids"]), ids)
+    assert_near(found["teacher_logprobs"], logprobs)
+
+
+def test_the_drawn_token_alone_is_enough_for_the_reverse_direction(queue: tq.Queue, models: Path) -> None:
+    given = job(models, "distill", "algorithm.direction=reverse", "algorithm.top_k=0")
+    with score.teacher(context(queue, given)) as stage:
+        found = scored(stage)
+    assert [row.tolist() for row in found["teacher_ids"]] == [row[:, None].tolist() for row in RESPONSES]
+
+
+def publish(queue: tq.Queue, channel: str, version: int, model: Any) -> None:
+    queue.weights(channel, keep=2).publish(version, dict(ModuleWeights(model)))
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_values_are_of_the_critic_as_it_is_trained(queue: tq.Queue, models: Path, mode: str) -> None:
+    critic = load_value_model(models / "critic", dtype="float32", device="cpu")
+    given = context(queue, job(models, "ppo", f"pacing.mode={mode}"))
+    publish(queue, names.CRITIC, 0, critic)
+    with score.value(given) as stage, torch.no_grad():
+        assert_near(scored(stage)["values"], response_values(critic, PROMPTS, RESPONSES))
+        critic.score.bias.add_(1.0)
+        publish(queue, names.CRITIC, 1, critic)
+        assert_near(scored(stage, version=1)["values"], response_values(critic, PROMPTS, RESPONSES))
+
+
+def test_in_sync_mode_values_wait_for_the_critic_of_their_step(queue: tq.Queue, models: Path) -> None:
+    critic = load_value_model(models / "critic", dtype="float32", device="cpu")
+    given = context(queue, job(models, "ppo", "pacing.mode=sync"))
+    publish(queue, names.CRITIC, 0, critic)
+    with score.value(given) as stage, torch.no_grad():
+        critic.score.bias.add_(1.0)
+        publisher = threading.Timer(0.1, publish, (queue, names.CRITIC, 1, critic))
+        publisher.start()
+        assert_near(scored(stage, version=1)["values"], response_values(critic, PROMPTS, RESPONSES))
+        publisher.join()
+
+
+def test_rows_whose_version_does_not_come_are_not_scored(
+    queue: tq.Queue, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(score, "NEWER_S", 0.05)
+    monkeypatch.setattr(score, "FIRST_S", 0.05)
+    given = context(queue, job(models, "ppo", "pacing.mode=sync"))
+    with pytest.raises(DeadlineExceeded, match='no weights came on channel "rollouts/critic"'), score.value(given):
+        pass
+    publish(queue, names.CRITIC, 0, load_value_model(models / "critic", dtype="float32", device="cpu"))
+    with score.value(given) as stage, pytest.raises(DeadlineExceeded, match="rows of version 1 waited"):
+        scored(stage, version=1)
+
+
+def test_the_proximal_policy_follows_the_trained_one(queue: tq.Queue, models: Path) -> None:
+    policy = load_causal_lm(models / "large", dtype="float32", device="cpu")
+    given = context(queue, job(models, "grpo-trainer-old"))
+    publish(queue, names.POLICY, 0, policy)
+    with score.proximal(given) as stage:
+        found = scored(stage)["prox_logprobs"]
+    assert_near(found, response_logprobs(policy, PROMPTS, RESPONSES, temperature=0.7))
+
+
+def test_a_reward_model_is_loaded_for_its_term(models: Path) -> None:
+    term = RewardSettings(model=str(models / "reward"))
+    rewards = score.reward_model(term, job(models, "grpo")).rewards(PROMPTS, RESPONSES)
+    assert (rewards.shape, rewards.dtype) == ((2,), np.float32)
