@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
+    from transferqueue.adapters.scoring.batching import micro_batches
     from transferqueue.adapters.scoring.load import load_causal_lm, load_classifier, load_value_model
     from transferqueue.adapters.scoring.logprobs import (
         ResponseScores,
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
         response_scores,
         teacher_top_k,
     )
-    from transferqueue.adapters.scoring.micro_batches import micro_batches
     from transferqueue.adapters.scoring.plan import is_packed, plan_for
     from transferqueue.adapters.scoring.stages import LogProbs, RewardModel, TeacherTopK, Values
     from transferqueue.adapters.scoring.values import response_values, rewards_of
@@ -43,7 +43,7 @@ __getattr__ = lazy_names(
     {
         "load": "load_causal_lm load_classifier load_value_model",
         "logprobs": "ResponseScores response_logprobs response_scores teacher_top_k",
-        "micro_batches": "micro_batches",
+        "batching": "micro_batches",
         "plan": "is_packed plan_for",
         "stages": "LogProbs RewardModel TeacherTopK Values",
         "values": "response_values rewards_of",

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import PartialResult
+from transferqueue.adapters.scoring.batching import micro_batches
 from transferqueue.adapters.scoring.logprobs import response_logprobs, teacher_top_k
-from transferqueue.adapters.scoring.micro_batches import micro_batches
 from transferqueue.adapters.scoring.plan import is_packed
 from transferqueue.adapters.scoring.values import response_values, rewards_of
 from transferqueue.errors import UsageError
