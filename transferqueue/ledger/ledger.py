@@ -162,8 +162,13 @@ class Ledger:
 
     def tick(self, now: float) -> None:
         """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned."""
-        self.state.now = now = max(now, self.state.now)
-        for subject in self.state.core.deadlines.due(now):
+        state = self.state
+        if now > state.now:
+            state.now = now
+        now = state.now
+        if (at := state.core.deadlines.next()) is None or at > now:
+            return
+        for subject in state.core.deadlines.due(now):
             if isinstance(subject, LeaseState):
                 self._expire(subject)
             elif isinstance(subject, FormingGroup):

@@ -21,6 +21,8 @@ class IntervalSet:
         self._spans: list[list[int]] = []
 
     def __contains__(self, number: int) -> bool:
+        if not self._spans:
+            return False
         at = bisect_right(self._spans, [number, number]) - 1
         near = self._spans[max(0, at) : at + 2]
         return any(first <= number <= last for first, last in near)
@@ -80,8 +82,9 @@ class ReplyCache:
         if call <= self._seen:
             return
         self._seen = call
-        for number in [number for number in self._kept if number <= call]:
-            del self._kept[number]
+        kept = self._kept
+        for number in [number for number in kept if number <= call]:
+            del kept[number]
         self._given.forget(call)
 
 

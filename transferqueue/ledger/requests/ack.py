@@ -40,6 +40,8 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     """End rows of a lease as done, together with their results; or as dropped."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
     task = table.tasks[lease.task]
+    if request.rows is None and request.columns is None and lease.replicas == 1 and lease.is_whole:
+        return _ack_whole(table, task, lease, request, session, now)
     named = lease.positions(None if request.rows is None else decode_rows(request.rows))
     _check_whole_groups(table, task, lease, named, "ack")
     if request.drop:
@@ -63,6 +65,22 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     lease.held[held] = lease.open[named] = False
     _finish_acked(table, task, rows, request, session, now)
     _end_if_empty(table, lease, "it was acked")
+    apply_stale_policy(table, rows, now)
+    apply_group_and_stale_rules(table, now)
+    return DoneReply(rows.size)
+
+
+def _ack_whole(
+    table: TableState, task: TaskState, lease: LeaseState, request: Ack, session: int, now: float
+) -> DoneReply:
+    """Ack a lease of which no row ended before, without columns: nothing of it needs to be searched for."""
+    rows = lease.rows
+    if request.drop:
+        check_reason(table, request.drop)
+    elif task.required_results:
+        check_required_results(table, task, (), rows)
+    _finish_acked(table, task, rows, request, session, now)
+    end_lease(table, lease, "it was acked", by_holder=True)
     apply_stale_policy(table, rows, now)
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)

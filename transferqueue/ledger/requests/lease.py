@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, run_of, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
@@ -46,8 +46,8 @@ def lease(table: TableState, task: TaskState, request: LeaseRequest, session: in
 
 
 def _check_request(table: TableState, task: TaskState, request: LeaseRequest) -> None:
-    units = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
-    if len(units) != 1:
+    if bool(request.rows) + bool(request.tokens) + bool(request.groups) != 1:
+        units = [name for name in ("rows", "tokens", "groups") if getattr(request, name)]
         raise UsageError(
             f"a lease names exactly one of rows, tokens and groups, above 0; this names {' and '.join(units) or 'none'}"
         )
@@ -57,10 +57,13 @@ def _check_request(table: TableState, task: TaskState, request: LeaseRequest) ->
         )
     budget = request.rows or request.tokens or request.groups
     if request.at_least > budget:
-        raise UsageError(f"at_least={request.at_least} is above {units[0]}={budget}; it is the least of that number")
-    _check_peers(request)
+        unit = "rows" if request.rows else "tokens" if request.tokens else "groups"
+        raise UsageError(f"at_least={request.at_least} is above {unit}={budget}; it is the least of that number")
+    if request.rank or request.replica or request.world > 1 or request.replicas > 1:
+        _check_peers(request)
     _check_possible(table, task, request)
-    check_where(table.rows, request.where, table.expected_fields())
+    if request.where:
+        check_where(table.rows, request.where, table.expected_fields())
     for name in _requested_fields(task, request) or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
@@ -121,15 +124,15 @@ def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, sess
     choice = choose(table, task, request)
     if choice is None:
         return None
-    choice.queue.taken(choice.sizes.size)
-    at = table.rows.pages.index(choice.rows)
+    choice.queue.taken(choice.count)
+    at = table.rows.pages.where(choice.rows)
     lease = _open_lease(table, task, choice.rows, at, request, now)
     table.core.leases.hold(lease, session, 0)
     return _lease_reply(table, lease, at, request, session, now)
 
 
 def _open_lease(
-    table: TableState, task: TaskState, rows: IntArray, at: IntArray, request: LeaseRequest, now: float
+    table: TableState, task: TaskState, rows: IntArray, at: Index, request: LeaseRequest, now: float
 ) -> LeaseState:
     """Take the rows out of the queue into a lease without a holder. at: their positions."""
     length = request.lease_s or task.task.lease_s
@@ -146,12 +149,12 @@ def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] |
 
 
 def _lease_reply(
-    table: TableState, lease: LeaseState, at: IntArray, request: LeaseRequest, session: int, now: float
+    table: TableState, lease: LeaseState, at: Index, request: LeaseRequest, session: int, now: float
 ) -> Leased:
     task = table.tasks[lease.task]
     requested = _requested_fields(task, request)
     fields = task.task.needs if requested is None else complete_fields(table, at, requested)
-    content, blocks = describe_rows(table, lease.rows, run_of(at), fields)
+    content, blocks = describe_rows(table, lease.rows, at, fields)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", lease.rows, lease.task, session, f"lease {lease.id}")
     if table.pacing and table.pacing.task == lease.task:
@@ -160,14 +163,15 @@ def _lease_reply(
     return Leased(lease.id, lease.token, lease.length_s, table.clock, content)
 
 
-def _count_staleness(table: TableState, at: IntArray) -> None:
+def _count_staleness(table: TableState, at: Index) -> None:
     """Count how many versions behind the clock leased rows are, and where they fell behind. Rows without a version do
     not count.
     """
-    at = at[table.rows.version.a[at] >= 0]
     version = table.rows.version.a[at]
+    has_version = version >= 0
+    version = version[has_version]
     lag = np.maximum(table.clock - version, 0)
-    in_flight = np.clip(table.rows.stamped.a[at] - version, 0, lag)
+    in_flight = np.clip(table.rows.stamped.a[at][has_version] - version, 0, lag)
     _add_counts(table.staleness, lag)
     _add_counts(table.staleness_in_flight, in_flight)
     _add_counts(table.staleness_in_queue, lag - in_flight)
@@ -202,12 +206,13 @@ def _claim_share(table: TableState, task: TaskState, request: LeaseRequest, sess
 def _make_shares(
     table: TableState, task: TaskState, choice: ChosenUnits, request: LeaseRequest, now: float
 ) -> list[int]:
-    choice.queue.taken(choice.sizes.size)
-    starts = np.cumsum(choice.sizes) - choice.sizes
+    choice.queue.taken(choice.count)
+    sizes = np.ones(choice.count, np.int64) if choice.sizes is None else choice.sizes
+    starts = np.cumsum(sizes) - sizes
     made = []
-    weights = tokens_of(table, choice.rows, choice.sizes)
+    weights = tokens_of(table, choice.rows, sizes)
     for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
-        rows = [choice.rows[starts[unit] : starts[unit] + choice.sizes[unit]] for unit in units]
+        rows = [choice.rows[starts[unit] : starts[unit] + sizes[unit]] for unit in units]
         share = np.concatenate(rows) if rows else NO_ROWS
         lease = _open_lease(table, task, share, table.rows.pages.index(share), request, now)
         lease.share = (request.world, request.replicas)

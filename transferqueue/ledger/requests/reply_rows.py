@@ -11,10 +11,9 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import Index, IntArray
+from transferqueue.ledger.rows.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.column_places import BlockSlots
-from transferqueue.ledger.rows.facts import DTYPES
 from transferqueue.ledger.table import TableState
 from transferqueue.wire import run_length
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
@@ -34,7 +33,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = ReplyRows(
         rows=rows.tobytes(),
-        **{name: run_length.encode_constant(table.rows.facts[name].a[at]) for name in DTYPES},
+        **{name: run_length.encode_constant(column.a[at]) for name, column in table.rows.facts.items()},
         keys=_of_rows(table.rows.keys, rows, ""),
         tags=_of_rows(table.rows.tags, rows, {}),
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
@@ -44,7 +43,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     return content, list(blocks)
 
 
-def complete_fields(table: TableState, at: IntArray, fields: Sequence[str]) -> list[str]:
+def complete_fields(table: TableState, at: Index, fields: Sequence[str]) -> list[str]:
     """Those of `fields` that all rows have."""
     known = list(filter(table.rows.fields.__contains__, dict.fromkeys(fields)))
     if bool(table.rows.has_all(at, table.rows.mask(known)).all()):
@@ -75,7 +74,7 @@ def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> 
 
 def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
     """The distinct blocks, and for each row the index of its block, encoded as `run_length.encode_constant` does."""
-    if blocks.size and (blocks == blocks[0]).all():
+    if blocks.size and are_equal(blocks):
         return [int(blocks[0])], _FIRST
     numbers, index = np.unique(blocks, return_inverse=True)
     return numbers.tolist(), index.astype(np.int32).tobytes()

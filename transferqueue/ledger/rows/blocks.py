@@ -185,19 +185,21 @@ class BlockRegistry:
 
     def check(self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1) -> None:
         """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
-        taken: dict[int, ExtentState] = {}
+        written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
-            shards = [self._check_place(session, taken, block, *place) for place in _places(block)]
-            if len(shards) != replicas or len(set(shards)) != replicas:
+            shards = [self._check_place(session, written, block, *place) for place in _places(block)]
+            if len(shards) != replicas or (replicas > 1 and len(set(shards)) != replicas):
                 raise UsageError(
                     f"block of {', '.join(block.fields)} was written to shards {listing(shards)}; each block goes to "
                     f"{replicas} different ones here"
                 )
 
     def _check_place(
-        self, session: int, taken: dict[int, ExtentState], block: WrittenBlock, number: int, start: int
+        self, session: int, written: dict[int, ExtentState] | None, block: WrittenBlock, number: int, start: int
     ) -> int:
-        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard."""
+        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: what the blocks before it
+        take; None: it is the only one (its copies lie in other shards).
+        """
         extent, end = self._granted(session, number), start + block.nbytes
         if start % ALIGNMENT:
             raise UsageError(f"block at offset {start} is not aligned; blocks begin at multiples of {ALIGNMENT} bytes")
@@ -206,12 +208,13 @@ class BlockRegistry:
                 f"block [{start}, {end}) lies outside extent {extent.id}, which is "
                 f"[{extent.offset}, {extent.offset + extent.nbytes})"
             )
-        new = taken.setdefault(extent.id, ExtentState(0, 0, 0, 0, 0))
-        if block.nbytes and (extent.overlaps(start, end) or new.overlaps(start, end)):
+        new = written.setdefault(extent.id, ExtentState(0, 0, 0, 0, 0)) if written is not None else None
+        if block.nbytes and (extent.overlaps(start, end) or (new is not None and new.overlaps(start, end))):
             raise UsageError(
                 f"block [{start}, {end}) overlaps bytes that were committed before; bytes are written once"
             )
-        new.write(start, end)
+        if new is not None:
+            new.write(start, end)
         return extent.shard
 
     def _granted(self, session: int, number: int) -> ExtentState:
@@ -229,21 +232,23 @@ class BlockRegistry:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
         to each.
         """
-        numbers = [self._commit(block, usage, count) for block, count in zip(placed, refs, strict=True)]
         written: dict[int, list[tuple[int, int]]] = {}
-        for block in placed:
-            for number, start in _places(block):
-                written.setdefault(number, []).append((start, start + block.nbytes))
+        numbers = [self._commit(block, usage, count, written) for block, count in zip(placed, refs, strict=True)]
         for number, spans in written.items():
             self._close_if_full(self.extents[number], spans)
         return numbers
 
-    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int) -> int:
+    def _commit(
+        self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: dict[int, list[tuple[int, int]]]
+    ) -> int:
         number = self._next_block
         self._next_block += 1
-        extents = [self.extents[extent] for extent, _ in _places(placed)]
-        for extent, (_, start) in zip(extents, _places(placed), strict=True):
-            extent.write(start, start + placed.nbytes)
+        extents = []
+        for extent_number, start in _places(placed):
+            extent, span = self.extents[extent_number], (start, start + placed.nbytes)
+            extent.write(*span)
+            extents.append(extent)
+            written.setdefault(extent_number, []).append(span)
         if refs:
             block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
@@ -253,9 +258,9 @@ class BlockRegistry:
         return number
 
     def _close_if_full(self, extent: ExtentState, spans: Sequence[tuple[int, int]]) -> None:
-        end = extent.offset + extent.nbytes
-        starts = min(start for start, _ in spans) == extent.offset
-        if starts and max(last for _, last in spans) > end - PAGE_BYTES:
+        if min(spans)[0] != extent.offset:
+            return
+        if max(last for _, last in spans) > extent.offset + extent.nbytes - PAGE_BYTES:
             extent.open = False
             self._free_if_unused(extent)
 
@@ -319,15 +324,21 @@ class BlockRegistry:
 
 def _places(placed: WrittenBlock) -> list[tuple[int, int]]:
     """Extent and offset of a block and of each of its copies."""
+    if not placed.copies:
+        return [(placed.extent, placed.offset)]
     return [(placed.extent, placed.offset), *((copy.extent, copy.offset) for copy in placed.copies)]
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """The location of a block, as replies state it."""
-    copies = [
-        CopyLocation(extent.shard, copy.extent, copy.offset)
-        for extent, copy in zip(extents[1:], placed.copies, strict=True)
-    ]
+    copies = (
+        []
+        if not placed.copies
+        else [
+            CopyLocation(extent.shard, copy.extent, copy.offset)
+            for extent, copy in zip(extents[1:], placed.copies, strict=True)
+        ]
+    )
     return BlockLocation(
         number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, list(placed.fields),
         list(placed.counts), placed.checksum, copies=copies,

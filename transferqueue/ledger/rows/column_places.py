@@ -15,14 +15,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, are_equal, tally
 from transferqueue.ledger.rows.pages import StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.limits import PARTS_MAX
+from transferqueue.limits import PAGE_ROWS, PARTS_MAX
 
 Slots = npt.NDArray[np.int32]
 TOGETHER_KEPT = 64
@@ -86,7 +87,7 @@ class ColumnGroups:
     def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> Retired:
         """Record that `count` rows have the fields of `parts` in `block`. Returns the references that this replaces."""
         retired: Retired = []
-        values = np.arange(count, dtype=np.int32) if isinstance(slots, slice) else slots
+        values = _first_slots(count) if isinstance(slots, slice) else slots
         for part in parts:
             if part.entries:
                 retired += self._take_out(part, part.block.a[at])
@@ -97,6 +98,12 @@ class ColumnGroups:
 
     @staticmethod
     def _take_out(part: ColumnGroup, blocks: IntArray) -> Retired:
+        if are_equal(blocks):  # as after one put
+            first = int(blocks[0])
+            if not first:
+                return []
+            part.entries -= blocks.size
+            return [(first, blocks.size)]
         held = blocks[blocks > 0]
         part.entries -= held.size
         return tally(held)
@@ -126,7 +133,7 @@ class ColumnGroups:
         newest: IntArray = np.max([part.block.a[at] for part in self._of_field[name]], axis=0)
         return newest
 
-    def release(self, at: IntArray) -> Retired:
+    def release(self, at: Index) -> Retired:
         """Remove all entries of finished rows. Returns their references."""
         retired: Retired = []
         for part in self._by_fields.values():
@@ -172,3 +179,11 @@ class ColumnGroups:
         newest = blocks.argmax(axis=0)[np.newaxis]
         slots = np.stack([part.slot.a[at] for part in parts])
         return BlockSlots(names, np.take_along_axis(blocks, newest, 0)[0], np.take_along_axis(slots, newest, 0)[0])
+
+
+_SLOTS: Final[Slots] = np.arange(PAGE_ROWS, dtype=np.int32)
+
+
+def _first_slots(count: int) -> Slots:
+    """The slots 0 to `count` - 1."""
+    return _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)

@@ -60,20 +60,23 @@ def check_columns(
     inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
     names = [name for placed in columns.blocks for name in placed.fields] + [name for name, _ in inline]
-    if len(set(names)) != len(names):
+    if len(names) > 1 and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
     blocks.check(session, columns.blocks, replicas)
     facts = check_facts(columns.facts, count)
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
-    rows.check_added(field.name for field in new)
-    nbytes = replicas * sum(placed.nbytes for placed in columns.blocks)
+    if new:
+        rows.check_added(field.name for field in new)
+    nbytes = replicas * sum([placed.nbytes for placed in columns.blocks])
     return StagedCommit(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
 
 
 def _check_count(columns: Columns) -> None:
     """Raise if there are more columns than a table can have, before any of them is decoded."""
-    count = sum(len(placed.fields) for placed in columns.blocks) + len(columns.inline)
+    count = len(columns.inline)
+    for placed in columns.blocks:
+        count += len(placed.fields)
     if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
         raise UsageError(
             f"a request gives {count} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"

@@ -36,12 +36,14 @@ class TableHistory:
 
     def add(self, at: float, what: str, rows: IntArray, task: str = "", session: int = 0, detail: str = "") -> None:
         """Record an event. The caller must not change `rows` afterwards."""
-        if not rows.size:
+        size = rows.size
+        if not size:
             return
-        rows = rows if rows.base is None else rows.copy()  # a view would keep its whole base array alive
+        if rows.base is not None:
+            rows = rows.copy()  # a view would keep its whole base array alive
         self._events.append(TableEvent(at, what, rows, task, session, detail))
-        self._rows += rows.size
-        while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + rows.size:
+        self._rows += size
+        while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.ledger.rows.arrays import AnyArray, IntArray, tally_in_order
+from transferqueue.ledger.rows.arrays import AnyArray, Index, IntArray, tally_in_order
 from transferqueue.ledger.rows.row_state import RowStore
 
 
@@ -127,7 +127,7 @@ class GroupIndex:
 
     # ------------------------------------------------------------ rows out
 
-    def leave(self, rows: IntArray, at: IntArray, *, dropped: bool) -> list[int]:
+    def leave(self, rows: IntArray, at: Index, *, dropped: bool) -> list[int]:
         """Remove rows that got a fate. Returns the units that have no live row left."""
         ids: IntArray = self._rows.group_id.a[at]
         gone: list[int] = (-2 - rows[ids < 0]).tolist()

@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
 from transferqueue.ledger.rows.pages import LIVE, StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 
@@ -78,6 +78,7 @@ class VersionIndex:
 
 
 PENDING_MAX: Final = 1 << 16
+_NONE: Final = (-1).to_bytes(8, "little", signed=True)
 """Ordinals of ended rows that are buffered before they are merged into spans."""
 SPANS_MAX: Final = 1 << 16
 """Most spans of a table. If ordinals are so sparse that there are more, the highest spans are removed. The cursor then
@@ -101,11 +102,13 @@ class FinishedOrdinals:
         self._pending: list[IntArray] = []
         self._count = 0
 
-    def ended(self, at: IntArray) -> None:
+    def ended(self, at: Index) -> None:
         """Record the ordinals of rows that got their fate."""
         ordinals: IntArray = self._rows.facts["ordinal"].a[at]
-        if int(ordinals.max()) < 0:
+        if ordinals.tobytes() == _NONE * ordinals.size or int(ordinals.max()) < 0:
             return
+        if isinstance(at, slice):
+            ordinals = ordinals.copy()  # the column changes
         self._pending.append(ordinals)
         self._count += ordinals.size
         if self._count > PENDING_MAX:

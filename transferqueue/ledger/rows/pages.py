@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
 from transferqueue.limits import PAGE_ROWS
 
 SHIFT = PAGE_ROWS.bit_length() - 1
@@ -133,12 +133,14 @@ class RowPages:
 
     # ------------------------------------------------------------ rows out
 
-    def free(self, rows: IntArray) -> list[int]:
-        """Remove resident rows. Returns the pages that have no rows left."""
-        self.fate.a[self.index(rows)] = FREE
+    def free(self, rows: IntArray, at: Index) -> list[int]:
+        """Remove resident rows at positions `at`. Returns the pages that have no rows left."""
+        self.fate.a[at] = FREE
         self.resident -= rows.size
         finished = []
-        for page, count in tally(rows >> SHIFT):
+        # A slice is within one page.
+        pages = [(rows.item(0) >> SHIFT, rows.size)] if isinstance(at, slice) else tally(rows >> SHIFT)
+        for page, count in pages:
             self._left[page] -= count
             if not self._left[page] and page < self.next_row >> SHIFT:
                 self._close_page(page)
@@ -151,6 +153,17 @@ class RowPages:
         self._frames[page - self._base] = -1
 
     # ------------------------------------------------------------ where rows are
+
+    def where(self, rows: IntArray) -> Index:
+        """Positions of resident rows, as a slice if the rows are one run within a page. Otherwise as `index`."""
+        if not is_run(rows):
+            return self.index(rows)
+        first = rows.item(0)
+        page, last = first >> SHIFT, first + rows.size - 1
+        if last >> SHIFT != page or not 0 <= page - self._base < self._frames.size:
+            return self.index(rows)
+        at = self._frames.item(page - self._base) * PAGE_ROWS + (first & MASK)
+        return slice(at, at + rows.size) if at >= 0 else self.index(rows)
 
     def index(self, rows: IntArray) -> IntArray:
         """Positions of resident rows. Not checked: for another row it returns some position in bounds."""

@@ -222,11 +222,11 @@ class RowStore:
         """Write the values of an inline field."""
         self.inline[name].a[at] = values
 
-    def free(self, rows: IntArray) -> list[int]:
-        """Remove rows. Returns the pages that have no rows left."""
+    def free(self, rows: IntArray, at: Index) -> list[int]:
+        """Remove rows at positions `at`. Returns the pages that have no rows left."""
         if self.keys or self.tags:
             gone = rows.tolist()
             self._unname(gone)
             for row in gone:
                 self.tags.pop(row, None)
-        return self.pages.free(rows)
+        return self.pages.free(rows, at)

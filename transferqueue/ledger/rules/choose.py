@@ -33,10 +33,11 @@ BATCH_FIRST = 64
 
 @dataclass(slots=True)
 class ChosenUnits:
-    """Rows of the chosen units, unit by unit. sizes: rows of each unit."""
+    """Rows of the chosen units, unit by unit. count: number of units. sizes: rows of each; None: each has one."""
 
     rows: IntArray
-    sizes: IntArray
+    count: int
+    sizes: IntArray | None
     queue: ReadyQueue
     """The queue of the units; the caller removes them with `taken`."""
 
@@ -53,7 +54,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     count, amount, full = units.count, units.amount, units.full
     if request.world > 1 and task.ranker.equal_counts and not final:
         count -= count % request.world
-        amount = int(units.costs[:count].sum())
+        amount = count if units.costs is None else int(units.costs[:count].sum())
         full = full and count > 0
     enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
     if not enough or (request.world > count and not final):
@@ -73,7 +74,8 @@ def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: b
 @dataclass(slots=True)
 class _BudgetFit:
     ids: IntArray
-    costs: IntArray
+    costs: IntArray | None
+    """What each unit takes of the budget; None: one."""
     count: int
     amount: int
     full: bool
@@ -85,7 +87,7 @@ def _units_in_budget(
     """The units at the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         ids = queue.first(budget)[UNIT]
-        return _BudgetFit(ids, np.ones(ids.size, np.int64), ids.size, ids.size, ids.size == budget)
+        return _BudgetFit(ids, None, ids.size, ids.size, ids.size == budget)
     look = BATCH_FIRST
     while True:
         ids = queue.first(look)[UNIT]
@@ -149,5 +151,7 @@ def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
 
 
 def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
+    if not isinstance(task, GroupTaskState):
+        return ChosenUnits(ids, ids.size, None, queue)
     rows, sizes = task.members(ids)
-    return ChosenUnits(rows, sizes, queue)
+    return ChosenUnits(rows, ids.size, sizes, queue)

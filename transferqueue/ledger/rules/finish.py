@@ -12,7 +12,7 @@ left to do.
 from __future__ import annotations
 
 from transferqueue.ledger.effects import LeaseEnded
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, tally
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
@@ -41,21 +41,24 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
 
 def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, before: int = LEASED) -> None:
     """Record that `task` is done with leased (or acked) rows. Rows that no task needs any more are done."""
-    at = table.rows.pages.index(rows)
+    at = table.rows.pages.where(rows)
     task.finish(rows, at, before)
-    left = table.rows.tasks_left
-    left.a[at] -= 1
-    over: BoolArray = left.a[at] == 0
-    if not over.any():
+    left = table.rows.tasks_left.a[at]  # a view or a copy
+    left -= 1
+    table.rows.tasks_left.a[at] = left
+    ended = left.tobytes().count(0)
+    if not ended:
         return
-    if not over.all():
-        rows, at = rows[over], at[over]
+    if ended < rows.size:
+        over: BoolArray = left == 0
+        rows = rows[over]
+        at = table.rows.pages.where(rows)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)
     _set_fate(table, rows, at, DONE)
 
 
-def _set_fate(table: TableState, rows: IntArray, at: IntArray, fate: int) -> None:
+def _set_fate(table: TableState, rows: IntArray, at: Index, fate: int) -> None:
     table.ordinals.ended(at)
     if len(table.groups) or table.group_tasks:
         for unit in table.groups.leave(rows, at, dropped=fate == DROPPED):
@@ -69,10 +72,10 @@ def _set_fate(table: TableState, rows: IntArray, at: IntArray, fate: int) -> Non
     table.wake_room()
 
 
-def free_rows(table: TableState, rows: IntArray, at: IntArray) -> None:
+def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
     """Free rows that have their fate: their bytes, keys, tags, and pages without a row."""
     retire(table, table.parts.release(at))
-    forget_puts(table, table.rows.free(rows))
+    forget_puts(table, table.rows.free(rows, at))
 
 
 def forget_puts(table: TableState, pages: list[int]) -> None:

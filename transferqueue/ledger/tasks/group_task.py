@@ -139,7 +139,7 @@ class GroupTaskState(TaskState):
         if units:
             self._enqueue_units(units)
 
-    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+    def finish(self, rows: IntArray, at: Index, before: int = LEASED) -> None:
         """Mark leased (or acked) groups as done."""
         super().finish(rows, at, before)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):
@@ -312,7 +312,7 @@ class GroupTaskState(TaskState):
         """Rows of queued groups, group by group, and the number of rows of each."""
         return self._queued_members(units.tolist())
 
-    def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
+    def lease(self, rows: IntArray, at: Index, lease: int) -> None:
         """Mark queued groups as leased."""
         super().lease(rows, at, lease)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, all_true, some
 from transferqueue.ledger.rows.commit import StagedCommit
 from transferqueue.limits import LEASES_REMEMBERED_MAX
 from transferqueue.wire.messages import Leased
@@ -52,8 +52,8 @@ class LeaseState:
         self.table = table
         self.task = task
         self.rows = rows
-        self.held: BoolArray = np.ones(rows.size, np.bool_)
-        self.open: BoolArray = np.ones(rows.size, np.bool_)
+        self.held: BoolArray = all_true(rows.size)
+        self.open: BoolArray = all_true(rows.size)
         self.length_s = length_s
         self.since = now
         self.deadline: float | None = None
@@ -73,6 +73,11 @@ class LeaseState:
         self.reply: Leased | None = None
         self.fields: list[str] | None = None
         self._sorter: IntArray | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all of its rows are held, and none was ended."""
+        return 0 not in self.held.tobytes() and 0 not in self.open.tobytes()
 
     @property
     def left(self) -> int:
@@ -110,8 +115,8 @@ class LeaseState:
         """Start the lease for its first holder, without rows that were removed before."""
         self.since = now
         self.rows = self.rows[self.held]
-        self.held = np.ones(self.rows.size, np.bool_)
-        self.open = np.ones(self.rows.size, np.bool_)
+        self.held = all_true(self.rows.size)
+        self.open = all_true(self.rows.size)
         self._sorter = None
 
     def remove(self, rows: IntArray) -> None:

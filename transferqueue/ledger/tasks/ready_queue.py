@@ -38,8 +38,8 @@ PREPEND_MIN = 64
 """Shorter pushes are merged instead: a run of tiny chunks is slow to read."""
 
 Entries = IntArray
-Alive = Callable[[IntArray, IntArray], BoolArray]
-"""(units, stamps) -> which entries are alive."""
+Alive = Callable[[IntArray, IntArray], BoolArray | None]
+"""(units, stamps) -> which entries are alive; None: all are."""
 
 _NONE: Entries = np.empty((4, 0), np.int64)
 
@@ -51,8 +51,8 @@ def in_order(entries: Entries) -> Entries:
 
 def _before(left: Entries, right: Entries) -> bool:
     """Whether all of `left` sorts before all of `right`; both are sorted and not empty."""
-    end, start = left[KEY, -1], right[KEY, 0]
-    return bool(end < start or (end == start and left[ORDER, -1] < right[ORDER, 0]))
+    end, start = left.item(KEY, -1), right.item(KEY, 0)
+    return bool(end < start or (end == start and left.item(ORDER, -1) < right.item(ORDER, 0)))
 
 
 class SortedRun:
@@ -144,7 +144,10 @@ class ReadyQueue:
             entries = self._join_front(self._front, entries)
         if not entries.shape[1]:
             return
-        if not any(run.extend(entries) for run in self._runs):
+        for run in self._runs:
+            if run.extend(entries):
+                break
+        else:
             self._add(SortedRun(entries))
         if self.size > 2 * alive_at_most + SLACK:
             self._compact()
@@ -182,7 +185,7 @@ class ReadyQueue:
         while (run := self._leading(look)) is not None:
             entries = run.peek(look)
             alive = self._alive(entries[UNIT], entries[STAMP])
-            if alive.all():
+            if alive is None or alive.all():
                 self._looked = run, None
                 return entries[:, :count]
             places = np.flatnonzero(alive)[:count]
@@ -207,12 +210,16 @@ class ReadyQueue:
         if not self.size:
             return _NONE
         entries = in_order(np.concatenate([run.entries() for run in self._all_runs()], axis=1))
-        return entries[:, self._alive(entries[UNIT], entries[STAMP])]
+        alive = self._alive(entries[UNIT], entries[STAMP])
+        return entries if alive is None else entries[:, alive]
 
     @property
     def size(self) -> int:
         """Number of entries, dead ones too."""
-        return sum(run.size for run in self._all_runs())
+        total = 0 if self._front is None else self._front.size
+        for run in self._runs:
+            total += run.size
+        return total
 
     def _all_runs(self) -> list[SortedRun]:
         return self._runs if self._front is None else [self._front, *self._runs]

@@ -37,6 +37,7 @@ from transferqueue.policies import Predicate, Task
 
 PENDING, WAITING_FOR_GROUP, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(9)
 STATES: Final = ("pending", "held", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
+_READY: Final = bytes([READY])
 OPEN: Final = (PENDING, WAITING_FOR_GROUP, READY, LEASED)
 """States in which the task still has work with the row."""
 
@@ -134,13 +135,13 @@ class TaskState:
             at = at[ready]
             self._enqueue(rows[ready], at, self.order.a[at], self.stamps(at.size))
 
-    def step(self, rows: IntArray, at: IntArray, step: int) -> None:
+    def step(self, rows: IntArray, at: Index, step: int) -> None:
         """Record that leased rows were acked with `step`. They are done once a checkpoint covers it."""
         self.move(at, rows.size, LEASED, ACKED_WITH_STEP)
         self.hold.a[at] = step
         self.stepped.file(rows, step)
 
-    def finish(self, rows: IntArray, at: IntArray, before: int = LEASED) -> None:
+    def finish(self, rows: IntArray, at: Index, before: int = LEASED) -> None:
         """Mark leased (or acked) rows as done."""
         self.counters.done += rows.size
         self.move(at, rows.size, before, DONE)
@@ -183,10 +184,8 @@ class TaskState:
 
     def _enqueue(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> None:
         self.hold.a[at] = stamps
-        entries = np.empty((4, rows.size), np.int64)
-        if self.ranker.by_arrival:
-            entries[0] = 0
-        else:
+        entries = np.zeros((4, rows.size), np.int64)
+        if not self.ranker.by_arrival:
             places = np.arange(at.start, at.stop) if isinstance(at, slice) else at
             entries[0] = self.ranker.keys(UnitFacts(self.rows, rows, places, None))
         entries[ORDER] = -rows if self.ranker.newest_first else orders
@@ -206,13 +205,15 @@ class TaskState:
         """Number of units that can be leased."""
         return self.counts[READY]
 
-    def alive(self, units: IntArray, stamps: IntArray) -> BoolArray:
-        """Which queue entries are valid.
+    def alive(self, units: IntArray, stamps: IntArray) -> BoolArray | None:
+        """Which queue entries are valid; None: all are.
 
         The position of a freed row belongs to another row by now. That does no harm: a stamp is used once in the life
         of a task, so the `hold` of the other row differs from it.
         """
-        at = self.rows.pages.index(units)
+        at = self.rows.pages.where(units)
+        if self.hold.a[at].tobytes() == stamps.tobytes() and self.state.a[at].tobytes() == _READY * units.size:
+            return None
         alive: BoolArray = (self.hold.a[at] == stamps) & (self.state.a[at] == READY)
         return alive
 
@@ -243,7 +244,7 @@ class TaskState:
         """Rows of ready units, and the number of rows of each."""
         return units, np.ones(units.size, np.int64)
 
-    def lease(self, rows: IntArray, at: IntArray, lease: int) -> None:
+    def lease(self, rows: IntArray, at: Index, lease: int) -> None:
         """Mark ready rows, of whole units, as leased."""
         self.counters.given += rows.size
         self.move(at, rows.size, READY, LEASED)
