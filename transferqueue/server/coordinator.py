@@ -63,7 +63,7 @@ from transferqueue.server.turn_times import Turns
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
-from transferqueue.wire.requests import is_notice, undo
+from transferqueue.wire.requests import declaration, is_notice, undo
 from transferqueue.wire.roles import Role
 from transferqueue.wire.versions import refusal_of
 
@@ -152,6 +152,8 @@ class Coordinator:
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
         )
+        self._timed: Final = (self.waiting, self.sessions, memory, self.shards)
+        """Parts that have something to do by themselves at some time. So has the ledger."""
         self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
@@ -186,8 +188,8 @@ class Coordinator:
                 self._answer(peer, codec.call_of(frame)[1], _failed(error))
             return
         self.counters.calls += 1
-        self.handled = m.tag_of(call.request)
-        if isinstance(call.request, m.Hello):
+        self.handled = declaration(call.request).tag
+        if type(call.request) is m.Hello:
             self._hello(peer, role, call.id, call.request, now)
         else:
             self._call(peer, role, call, now)
@@ -263,14 +265,12 @@ class Coordinator:
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
 
     def _next_deadline(self) -> float | None:
-        deadlines = (
-            self.ledger.next_deadline(),
-            self.waiting.next_deadline(),
-            self.sessions.next_deadline(),
-            self.memory.next_deadline(),
-            self.shards.next_deadline(),
-        )
-        return min((at for at in deadlines if at is not None), default=None)
+        earliest = self.ledger.next_deadline()
+        for part in self._timed:
+            at = part.next_deadline()
+            if at is not None and (earliest is None or at < earliest):
+                earliest = at
+        return earliest
 
     def process_exited(self, number: int, now: float) -> None:
         """The process of a session ended: end the session."""
@@ -433,30 +433,35 @@ class Coordinator:
     # ------------------------------------------------------------ calls
 
     def _call(self, peer: Peer, role: Role, call: m.CallFrame, now: float) -> None:
-        try:
-            session = self.sessions.of_call(call.session)
-            if session.peer == NOWHERE:
-                return  # its client has not said Hello since the restart: ZeroMQ delivered an older frame first
-            authorization.check_owner(session, peer)
-        except Disconnected as error:
-            self._answer(peer, call.id, _failed(error))
+        session = self.sessions.get(call.session)
+        if session is None or session.peer != peer:
+            self._not_its_connection(peer, call)
             return
-        if peer != session.peer:
-            return  # sent on a lost connection, or before Hello on a new one: the client sends it again, in order
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
         session.message_received(peer, call.seen, now)
         self.ledger.message_received(session.number, now)
+        request = call.request
         if call.id <= session.seen or self.waiting.holds(session.number, call.id):
             self.counters.repeated += 1
-            self.waiting.shorten_wait(session.number, call.id, now + wait_of(call.request))
-        elif (refused := self._refused(role, call.request)) is not None:
+            self.waiting.shorten_wait(session.number, call.id, now + wait_of(request))
+        elif (refused := self._refused(role, request)) is not None:
             self._answer(peer, call.id, _failed(refused))
-        elif isinstance(call.request, m.Goodbye):
+        elif type(request) is m.Goodbye:
             self._answer(peer, call.id, m.DoneReply())
             self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
-            self._accept_call(session, call.id, call.request, now)
+            self._accept_call(session, call.id, request, now)
+
+    def _not_its_connection(self, peer: Peer, call: m.CallFrame) -> None:
+        """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it again, in order,
+        after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ) before a restart of the server."""
+        try:
+            session = self.sessions.of_call(call.session)
+            if session.peer != NOWHERE:
+                authorization.check_owner(session, peer)
+        except Disconnected as error:
+            self._answer(peer, call.id, _failed(error))
 
     def _refused(self, role: Role, request: m.Request) -> TransferQueueError | None:
         """Why a request is refused before it is tried; None: it is not."""
@@ -465,7 +470,7 @@ class Coordinator:
         return authorization.why_not_allowed(role, request) or wrong_coordinator(self.index, request)
 
     def _accept_call(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
-        if isinstance(request, m.LeaseRequest) and self.ledger.has_task(request.table, request.task):
+        if type(request) is m.LeaseRequest and self.ledger.has_task(request.table, request.task):
             self.workers.record_request(session.number, request.table, request.task, now)
         ahead = self.waiting.count_ahead(request)
         outcome = (
@@ -508,27 +513,21 @@ class Coordinator:
 
     def _run_until_idle(self, now: float) -> None:
         """Apply the ledger's effects and try due requests, until nothing is left to do."""
-        more = True
-        while more:
-            try:
-                more = self._run_next(now)
-            except JournalFailed:
-                raise
-            except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
-                self._defect(f"what follows {self.handled}", error)
-                return
-
-    def _run_next(self, now: float) -> bool:
-        """Apply the ledger's effects, and try the next due request. False if there was none."""
-        self._apply_effects(self.ledger.take_effects(), now)
-        while self._failed_sessions:
-            number, reason = self._failed_sessions.pop()
-            if (session := self.sessions.get(number)) is not None:
-                self._end(session, now, reason)
-        waiting = self.waiting.next_due()
-        if waiting is not None:
-            self._try_again(waiting, now)
-        return waiting is not None
+        try:
+            while True:
+                self._apply_effects(self.ledger.take_effects(), now)
+                while self._failed_sessions:
+                    number, reason = self._failed_sessions.pop()
+                    if (session := self.sessions.get(number)) is not None:
+                        self._end(session, now, reason)
+                waiting = self.waiting.next_due()
+                if waiting is None:
+                    return
+                self._try_again(waiting, now)
+        except JournalFailed:
+            raise
+        except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
+            self._defect(f"what follows {self.handled}", error)
 
     def _try_again(self, waiting: WaitingRequest, now: float) -> None:
         session = self.sessions.of_call(waiting.session)
@@ -540,13 +539,12 @@ class Coordinator:
 
     def _apply_effects(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
-            match effect:
-                case WakeWaiters():
-                    self.waiting.wake(effect.key)
-                case FreeExtent():
-                    self._guard("return of memory", partial(self.shards.give_back, effect, now))
-                case LeaseEnded():
-                    self.counters.leases_ended += 1
+            if type(effect) is WakeWaiters:
+                self.waiting.wake(effect.key)
+            elif type(effect) is FreeExtent:
+                self._guard("return of memory", partial(self.shards.give_back, effect, now))
+            else:
+                self.counters.leases_ended += 1
 
     def _complete_waiting(self, waiting: WaitingRequest, reply: m.Reply) -> None:
         self.waiting.remove(waiting)

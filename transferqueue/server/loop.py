@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import select
 import time
-from collections.abc import Callable, Container
-from typing import Final, Protocol
+from collections.abc import Callable, Collection
+from typing import Final
 
 import zmq
 
@@ -22,18 +22,11 @@ from transferqueue.server.turn_times import Meter
 from transferqueue.transport import Wakeup
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.send_result import SendResult
-from transferqueue.transport.control.unix_socket import UnixPeer, UnixServer
+from transferqueue.transport.control.unix_socket import Descriptor, UnixPeer, UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
 
-POLL_MS_MAX: Final = 1 << 30
+POLL_S_MAX: Final = 1e6
 """The longest sleep that `poll` accepts. A later deadline takes several."""
-
-
-class Descriptor(Protocol):
-    """Anything that `poll` can wait for."""
-
-    def fileno(self) -> int:
-        """The descriptor."""
 
 
 class ProcessExits:
@@ -97,6 +90,8 @@ class Loop:
         self._meter = Meter(clock, processor)
         self._batch = batch
         coordinator.on_hello = self._admit
+        self._poller = zmq.Poller()
+        """Polls the sockets of the tcp port together with the socket file. Without a tcp port it is not used."""
         self._stopping = False
         self._more = False
         self._due: float | None = -math.inf
@@ -112,34 +107,41 @@ class Loop:
 
         woken_by: becomes readable when a signal arrives whose handler calls `stop`. The loop does not read it.
         """
-        poller = zmq.Poller()
-        network = self._port.sources if self._port else []
-        for source in (*network, self._local, self._wakeup, self._exits, *([woken_by] if woken_by else [])):
-            poller.register(source, zmq.POLLIN)
+        self._local.watch(self._wakeup)
+        self._local.watch(self._exits)
+        if woken_by is not None:
+            self._local.watch(woken_by)
+        for socket in (self._local, *(self._port.sources if self._port is not None else ())):
+            self._poller.register(socket, zmq.POLLIN)
         try:
             while not self._stopping:
-                self._turn({source for source, _ in poller.poll(self._patience_ms())})
+                self._turn(self._wait())
         finally:
             self._coordinator.stop()
             self._send()
 
-    def _patience_ms(self) -> int | None:
+    def _wait(self) -> Collection[int]:
+        """Sleep until something happens, and read the socket file. Returns the readable ones of the other descriptors."""
+        patience_s = self._patience_s()
+        if self._port is not None and patience_s != 0:
+            self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000))
+            patience_s = 0.0
+        return self._local.poll(patience_s)
+
+    def _patience_s(self) -> float | None:
         if self._more:
             self._due = -math.inf
-            return 0
+            return 0.0
         deadline = self._due = self._coordinator.next_deadline()
-        waits = [self._local.patience_s()]
+        patience_s = self._local.patience_s()
         if deadline is not None:
-            waits.append(deadline - self._clock())
+            patience_s = _least(patience_s, deadline - self._clock())
         if self._port is not None:
-            waits.append(self._port.patience_s())
-        patience_s = min((wait for wait in waits if wait is not None), default=None)
-        if patience_s is None:
-            return None
-        return min(max(math.ceil(patience_s * 1000), 0), POLL_MS_MAX)
+            patience_s = _least(patience_s, self._port.patience_s())
+        return None if patience_s is None else min(max(patience_s, 0.0), POLL_S_MAX)
 
-    def _turn(self, ready: Container[object]) -> None:
-        """ready: the sockets and descriptors that `poll` found. The others are not read: a read in vain costs more than a frame."""
+    def _turn(self, ready: Collection[int]) -> None:
+        """ready: the descriptors beside the sockets that are readable. The others are not read: a read in vain costs more than a frame."""
         self.turns += 1
         now = self._clock()
         self._meter.start(now)
@@ -155,7 +157,9 @@ class Loop:
         for session in self._exits.take() if self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
         self._send()
-        drained = self._drain(self._local.recv_nowait) + self._drain(self._hub.recv_nowait)
+        drained = self._drain(self._local.take)
+        if woken or self._more:  # a frame of this process comes with a wake-up
+            drained += self._drain(self._hub.recv_nowait)
         if self._port is not None:
             drained += self._drain(self._port.recv_nowait)
         self._send()
@@ -201,3 +205,10 @@ class Loop:
         if isinstance(peer, UnixPeer):
             return self._local.send(peer, frame) is not SendResult.UNREAD
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD
+
+
+def _least(one: float | None, other: float | None) -> float | None:
+    """The earlier of two times; None: never."""
+    if one is None or other is None:
+        return other if one is None else one
+    return min(one, other)

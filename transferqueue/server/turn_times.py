@@ -10,6 +10,7 @@ ran other processes, which says more about the machine than about the server.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -84,11 +85,12 @@ class Meter:
 
     def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:
         self._clock, self._processor = clock, processor
-        self._read_at = self._busy_s = 0.0
+        self._read_at, self._busy_s = -math.inf, 0.0
 
     def start(self, now: float) -> None:
         """A turn begins: the thread was idle until `now`."""
-        self._read_at, self._busy_s = now, self._processor()
+        if now - self._read_at > SAMPLE_S_MAX:
+            self._read(now)
 
     def took(self, turns: Histogram, began: float, subject: str) -> None:
         """A turn that began at `began` has just ended."""
@@ -97,6 +99,9 @@ class Meter:
         turns.add(seconds, subject)
         if ended - self._read_at > SAMPLE_S_MAX:
             before = self._busy_s
-            self.start(ended)
+            self._read(ended)
             if seconds > TURN_S_MAX:
                 turns.busy(min(seconds, self._busy_s - before), subject)
+
+    def _read(self, now: float) -> None:
+        self._read_at, self._busy_s = now, self._processor()

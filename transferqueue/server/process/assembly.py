@@ -16,7 +16,7 @@ from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, Snapsh
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.loop import Descriptor, Loop, ProcessExits
+from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
@@ -25,7 +25,7 @@ from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.control.inproc import InprocServer
-from transferqueue.transport.control.unix_socket import UnixServer
+from transferqueue.transport.control.unix_socket import Descriptor, UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire.home_coordinator import CoordinatorIndex

@@ -88,7 +88,8 @@ class OpenSession:
     def message_received(self, peer: Peer, seen: int, now: float) -> None:
         """Record that a frame came from `peer`, whose client has all replies up to `seen`."""
         self.peer, self.last_message_at = peer, now
-        self.seen = max(self.seen, seen)
+        if seen > self.seen:
+            self.seen = seen
         if self.too_large:
             self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
 
@@ -219,4 +220,7 @@ class SessionTable:
 
     def next_deadline(self) -> float | None:
         """When to call `silent` or `released_by_dead_process` next; None: not before another session changes."""
-        return min((at for at in (self._check_silence_at, self._check_locks_at) if at is not None), default=None)
+        silence_at, locks_at = self._check_silence_at, self._check_locks_at
+        if silence_at is None or locks_at is None:
+            return locks_at if silence_at is None else silence_at
+        return min(silence_at, locks_at)

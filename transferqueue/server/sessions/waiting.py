@@ -55,13 +55,13 @@ def wait_of(request: m.Request) -> float:
 
 def lane_of(request: m.Request) -> Lane | None:
     """The lane that a request waits in; None if it is tried on its own (rules 2 and 3)."""
-    match request:
-        case m.LeaseRequest(where=[], world=1, replicas=1):
-            return ("lease", request.table, request.task)
-        case m.PutRequest(reservation=0):
-            return ("put", request.table)
-        case m.Reserve() if request.policy_version < 0:
-            return ("reserve", request.table)
+    if isinstance(request, m.LeaseRequest):
+        alone = request.where or request.world > 1 or request.replicas > 1
+        return None if alone else ("lease", request.table, request.task)
+    if isinstance(request, m.PutRequest):
+        return None if request.reservation else ("put", request.table)
+    if isinstance(request, m.Reserve) and request.policy_version < 0:
+        return ("reserve", request.table)
     return None
 
 
@@ -96,8 +96,9 @@ class WaitQueue:
 
     def count_ahead(self, request: m.Request) -> int:
         """The number of requests in the lane of `request`. If there are any, a new request must `join` without being tried."""
-        lane = lane_of(request)
-        return len(self._lanes.get(lane, ())) if lane is not None else 0
+        if not self._lanes or (lane := lane_of(request)) is None:
+            return 0
+        return len(self._lanes.get(lane, ()))
 
     def ahead_of(self, waiting: WaitingRequest) -> int:
         """The number of requests before `waiting` in its lane."""

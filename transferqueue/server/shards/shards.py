@@ -235,6 +235,8 @@ class ShardRegistry:
 
     def next_deadline(self) -> float | None:
         """When `trim` of a remote shard has something to do next; None: nothing is due."""
+        if not self._remote:
+            return None
         deadlines = [at for shard in self._remote.values() if (at := shard.next_deadline()) is not None]
         return min(deadlines, default=None)
 
@@ -260,7 +262,7 @@ class ShardRegistry:
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
         """The reply, with tickets for what the session does not map."""
-        if not session.remote and all(_maps(session, shard) for shard in self._remote.values()):
+        if not session.remote and (not self._remote or all(_maps(session, shard) for shard in self._remote.values())):
             return reply
         near = {number for number, shard in self._remote.items() if _maps(session, shard)}
         near |= set() if session.remote else {SHARD}

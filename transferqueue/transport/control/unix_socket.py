@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
 from transferqueue.errors import Disconnected, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
@@ -41,8 +41,19 @@ HEARD_AFTER: Final = 64
 """After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must not look like
 one that does not read."""
 _READ_BYTES: Final = 64 * KIB
+_JOINED_MAX: Final = 16 * KIB
+"""Frames up to this size are copied behind their length, larger ones are written from two places."""
+_EVENTS_MAX: Final = 256
+"""The most peers that the server reads in one turn. The kernel brings the others at the next."""
 _LENGTH: Final = 4
 _BACKLOG: Final = 1024
+
+
+class Descriptor(Protocol):
+    """Anything that can be polled."""
+
+    def fileno(self) -> int:
+        """The descriptor."""
 
 
 class PeerClosed(Exception):
@@ -78,9 +89,16 @@ class FrameStream:
     def send(self, frame: bytes) -> None:
         """Write a frame, and queue what the kernel does not take."""
         head = len(frame).to_bytes(_LENGTH, "little")
-        sent = 0 if self._unsent else self._write([head, frame])
-        if sent < _LENGTH + len(frame):
-            self._unsent.append(memoryview(head + frame)[sent:])
+        if len(frame) > _JOINED_MAX:
+            sent = 0 if self._unsent else self._write([head, frame])
+            if sent < _LENGTH + len(frame):
+                self._unsent.append(memoryview(head + frame)[sent:])
+            return
+        whole = head + frame  # cheaper than a list of parts
+        if self._unsent or (sent := self._write_whole(whole)) == 0:
+            self._unsent.append(memoryview(whole))
+        elif sent < len(whole):
+            self._unsent.append(memoryview(whole)[sent:])
 
     def flush(self) -> None:
         """Write some of the queued frames, as far as the kernel takes them."""
@@ -91,6 +109,14 @@ class FrameStream:
                 self._unsent[0] = first[sent:]
                 return
             self._unsent.popleft()
+
+    def _write_whole(self, data: bytes) -> int:
+        try:
+            return self.socket.send(data, socket.MSG_NOSIGNAL)
+        except BlockingIOError:
+            return 0
+        except OSError:
+            return len(data)
 
     def _write(self, parts: list[bytes | memoryview]) -> int:
         try:
@@ -117,8 +143,11 @@ class FrameStream:
                 return more
             came = bytes(self._begun)
         at = _parse(came, arrived)
-        self._begun = bytearray(came[at:])
-        self._wanted = _LENGTH + int.from_bytes(came[at : at + _LENGTH], "little")
+        if at < len(came):
+            self._begun = bytearray(came[at:])
+            self._wanted = _LENGTH + int.from_bytes(came[at : at + _LENGTH], "little")
+        elif self._begun:
+            self._begun = bytearray()
         return more
 
     def close(self) -> None:
@@ -312,6 +341,7 @@ class UnixServer:
         self.turned_away = 0
         """How many strangers were disconnected, and connections refused because no descriptor was left."""
         self._arrived: deque[tuple[UnixPeer, bytes]] = deque()
+        self._others: set[int] = set()
         try:
             with ExitStack() as made:
                 self._spare = _spare()
@@ -328,16 +358,36 @@ class UnixServer:
         """The descriptor to poll for reading."""
         return self._epoll.fileno()
 
+    def watch(self, source: Descriptor) -> None:
+        """Have `poll` return the descriptor of this source, too, when it is readable."""
+        self._others.add(source.fileno())
+        self._epoll.register(source, select.EPOLLIN)
+
+    def poll(self, timeout_s: float | None) -> list[int]:
+        """Wait for frames, new connections or a watched source; None: for ever. Reads once from each peer that has sent something. Returns
+        the watched descriptors that are readable. While frames of an earlier call are not taken yet, nothing is read."""
+        readable = []
+        left = bool(self._arrived)
+        for number, events in self._epoll.poll(0 if left else timeout_s, _EVENTS_MAX):
+            peer = self._peers.get(number)
+            if peer is not None:
+                if not left:
+                    self._happened(peer, events)
+            elif number in self._others:
+                readable.append(number)
+            else:
+                self._accept()
+        return readable
+
+    def take(self) -> tuple[UnixPeer, bytes] | None:
+        """The peer and the next of the frames that `poll` has read, or None."""
+        return self._arrived.popleft() if self._arrived else None
+
     def recv_nowait(self) -> tuple[UnixPeer, bytes] | None:
         """The peer and the next frame, or None."""
         if not self._arrived:
-            for number, events in self._epoll.poll(0):
-                peer = self._peers.get(number)
-                if peer is None:
-                    self._accept()
-                else:
-                    self._happened(peer, events)
-        return self._arrived.popleft() if self._arrived else None
+            self.poll(0)
+        return self.take()
 
     def patience_s(self) -> float | None:
         """Seconds until `tick` must be called; None: no stranger waits."""
@@ -362,7 +412,8 @@ class UnixServer:
             self._drop(peer)
             return SendResult.UNREAD
         peer.stream.send(frame)
-        self._watch(peer)
+        if peer.stream.is_behind is not peer.waits_to_write:
+            self._watch(peer)
         return SendResult.ON_ITS_WAY
 
     def close(self, farewell_s: float = 0.0) -> None:

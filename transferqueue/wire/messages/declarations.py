@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
-from transferqueue.wire.messages.base import Message
+from transferqueue.wire.messages.base import Message, tag_of
 from transferqueue.wire.roles import Role
 
 Kind = TypeVar("Kind", bound=type[Message])
@@ -44,10 +44,11 @@ class Declaration(NamedTuple):
     reply: class of the reply if the request is not refused; None for a notice, which is answered only if it is refused.
     roles: who may send it. home: requests for tables and channels of another coordinator are refused; None: carried out by
     whichever coordinator gets it, which finds the table or does not. repeat: see `Repeat`. undo: for a reply that gives rows, memory or pins.
-    reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public method
+    tag: its name. reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public method
     that sends it, as the synchronous API calls it; "": sent by the client itself.
     """
 
+    tag: str
     reply: type[Message] | None
     roles: frozenset[Role]
     home: Home | None
@@ -81,7 +82,7 @@ def request(
     """Declare the decorated message to be a request: see `Declaration`."""
 
     def declare(kind: Kind) -> Kind:
-        DECLARED[kind] = Declaration(reply, roles, home, repeat, undo, reads, unanswered, verb)
+        DECLARED[kind] = Declaration(tag_of(kind), reply, roles, home, repeat, undo, reads, unanswered, verb)
         return kind
 
     return declare
