@@ -118,7 +118,7 @@ class PromptRenderer:
     def __init__(
         self, settings: DataSettings, tokenizer: TextTokenizer, columns: Sequence[str], *, learns_response: bool = False
     ) -> None:
-        self._settings, self._tokenizer = settings, tokenizer
+        self._settings, self.tokenizer = settings, tokenizer
         self._learns_response = learns_response
         self._template = PromptTemplate(settings.template, columns, settings.path) if settings.template else None
         self._chat = bool(tokenizer.chat_template)
@@ -165,15 +165,15 @@ class PromptRenderer:
     def response_tokens(self, prompt: RenderedPrompt) -> Ids:
         """Return the ids of a response that is learned, up to and with its end token."""
         ids = self._encode([prompt.response], add_special_tokens=False)[0]
-        special = np.flatnonzero(np.isin(ids, self._tokenizer.all_special_ids)) if self._chat else np.empty(0, np.intp)
+        special = np.flatnonzero(np.isin(ids, self.tokenizer.all_special_ids)) if self._chat else np.empty(0, np.intp)
         if special.size:
             return ids[: special[-1] + 1]
-        return np.append(ids, np.int32(self._tokenizer.eos_token_id or 0))
+        return np.append(ids, np.int32(self.tokenizer.eos_token_id or 0))
 
     def _encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Ids]:
         if not texts:
             return []
-        encoded = self._tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
+        encoded = self.tokenizer(list(texts), add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         return [np.asarray(ids, dtype=np.int32) for ids in encoded]
 
     def _text(self, value: str | list[dict[str, Any]], place: str) -> str:
@@ -186,7 +186,7 @@ class PromptRenderer:
             return value
         messages = self._messages(value)
         going_on = messages[-1].get("role") == "assistant"
-        return render(self._tokenizer, messages, place, prompt=True, going_on=going_on)
+        return render(self.tokenizer, messages, place, prompt=True, going_on=going_on)
 
     def _messages(self, value: str | list[dict[str, Any]]) -> list[Message]:
         messages: list[Message] = [{"role": "user", "content": value}] if isinstance(value, str) else list(value)
@@ -214,7 +214,7 @@ class PromptRenderer:
         if not self._chat:
             return RenderedPrompt(value=prompt, text=text, response=response)
         whole = render(
-            self._tokenizer,
+            self.tokenizer,
             [*self._messages(prompt), {"role": "assistant", "content": response}],
             place,
             prompt=False,

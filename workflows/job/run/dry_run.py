@@ -15,6 +15,7 @@ from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, prefli
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
+from transferqueue.workflows.job.stages.reward_trials import RewardTrial, try_rewards
 
 PROMPTS: Final = 2
 _IDS_SHOWN: Final = 24
@@ -43,6 +44,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
     job: str
     prompts: list[ShownPrompt]
+    rewards: list[RewardTrial]
     tasks: list[ShownTask]
     processes: dict[str, int]
     batch_rows: int
@@ -60,6 +62,7 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
             lines += ["", f"# prompt {number}: {len(prompt.ids)} tokens: {_shown(prompt.ids)}", prompt.text.rstrip()]
             if prompt.response_ids:
                 lines.append(f"# response: {len(prompt.response_ids)} tokens: {_shown(prompt.response_ids)}")
+        lines += [f"# reward {trial.name}: {trial.text()}" for trial in self.rewards]
         lines += ["", "# tasks"]
         for task in self.tasks:
             lines.append(
@@ -78,9 +81,12 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
-    """Check `job` with its files and return what it would do. Raises as `preflight` does; starts nothing and writes nothing."""
+    """Check `job` with its files, call its rewards with dummy responses, and return what it would do.
+
+    Raises as `preflight` and `try_rewards` do. Starts nothing that goes on, and writes nothing.
+    """
     data = preflight(job, code=code)
-    sequence = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max)
+    prompts = PromptSequence(data, job.data, seed=job.seed, tokens_max=job.sampling.tokens_max).take(PROMPTS)
     held: JobBytes = bytes_of(job)
     processes = Counter(process.name for process in stage_jobs(job))
     return DryRun(
@@ -91,8 +97,9 @@ def dry_run(job: Job, *, code: Path | None = None) -> DryRun:
                 ids=prompt.ids.tolist(),
                 response_ids=[] if prompt.response_ids is None else prompt.response_ids.tolist(),
             )
-            for prompt in sequence.take(PROMPTS)
+            for prompt in prompts
         ],
+        rewards=try_rewards(job, prompts, data.renderer.tokenizer),
         tasks=[_task(stage, processes[stage.task.name]) for stage in stages(job)],
         processes=dict(processes),
         batch_rows=batch_rows(job),

@@ -107,11 +107,12 @@ class FunctionTerm:
 
     def scores(self, rows: RewardRows) -> Floats:
         """Call the function with all rows."""
-        columns = self._columns(rows)
+        columns = self.columns(rows)
         with self._limit(self._timeout_s, lambda: self._hangs(rows)):
             return self._call(columns, rows=len(rows))
 
-    def _columns(self, rows: RewardRows) -> dict[str, list[Any]]:
+    def columns(self, rows: RewardRows) -> dict[str, list[Any]]:
+        """Return the arguments of the function for these rows."""
         call = self._call
         given: dict[str, Callable[[], list[Any]]] = {
             "prompts": lambda: rows.prompts,

@@ -1,0 +1,62 @@
+"""Reward functions are tried before a job starts, in a process that may hang or crash."""
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.workflows.job import jobs
+from tests.workflows.job.tokens import ByteTokenizer
+from transferqueue.adapters.stages.reward_functions import RewardFailed
+from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.workflows.job.data.sequence import NumberedPrompt
+from transferqueue.workflows.job.stages import reward_trials
+from transferqueue.workflows.job.stages.reward_trials import try_rewards
+
+pytestmark = pytest.mark.slow
+
+REWARDS = """
+import os, time
+def exact(completions, answer):
+    print("printed")
+    return [float(text == right) for text, right in zip(completions, answer)]
+def raises(completions):
+    raise ValueError("never")
+def hangs(completions):
+    time.sleep(600)
+def dies(completions):
+    os._exit(7)
+"""
+PROMPTS = [
+    NumberedPrompt(number=at, ids=np.array([1], np.int32), text="", data={"prompt": f"p{at}", "answer": answer})
+    for at, answer in enumerate(["42", "43"])
+]
+
+
+def tried(tmp_path, function, **more):
+    (tmp_path / "tried_rewards.py").write_text(REWARDS)
+    settings = jobs.job("grpo", *[f"reward.0.{key}={value}" for key, value in more.items()])
+    reward = msgspec.structs.replace(settings.reward[0], function=f"{tmp_path / 'tried_rewards.py'}:{function}")
+    return try_rewards(msgspec.structs.replace(settings, reward=(reward,)), PROMPTS, ByteTokenizer())
+
+
+def test_a_trial_has_the_scores_of_dummy_rows(tmp_path):
+    (trial,) = tried(tmp_path, "exact")
+    assert trial.scores == [1.0, 0.0]
+    assert trial.name.endswith(":exact")
+
+
+def test_a_function_that_raises_is_refused_unless_its_rows_may_be_dropped(tmp_path):
+    with pytest.raises(
+        RewardFailed, match=r"raised ValueError: never; it was tried with row 0, prompt 'p0', completion '42'"
+    ):
+        tried(tmp_path, "raises")
+    (trial,) = tried(tmp_path, "raises", on_error="drop")
+    assert "raised ValueError: never" in trial.failure
+
+
+def test_a_function_that_hangs_or_dies_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward_trials, "IMPORT_S", 0.5)
+    with pytest.raises(DeadlineExceeded, match=r"hangs did not return within reward.0.timeout_s=0.1 s"):
+        tried(tmp_path, "hangs", timeout_s=0.1)
+    with pytest.raises(UsageError, match="ended its process with code 7 when it was tried"):
+        tried(tmp_path, "dies")

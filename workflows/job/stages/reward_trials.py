@@ -1,0 +1,131 @@
+"""Tries the reward functions of a job on a row before anything starts, in a process of its own: a function that hangs or crashes ends that alone.
+
+``python -m transferqueue.workflows.job.stages.reward_trials REQUEST REPLY`` is that process.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from transferqueue.adapters.protocols import Ids
+from transferqueue.adapters.stages.reward_functions import RewardFailed, load_reward
+from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
+from transferqueue.workflows.job.data.sequence import NumberedPrompt
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.stages.reward_terms import FunctionTerm, RewardRows, no_limit
+
+COMPLETION: Final = "42"
+"""What the dummy rows answer."""
+IMPORT_S: Final = 60.0
+"""Seconds for the import of a function's module, beside the time that one call may take."""
+_OUTPUT_CHARS: Final = 2000
+
+
+class RewardTrial(msgspec.Struct, frozen=True, kw_only=True):
+    """What a reward function gave for dummy rows. scores: None where it does not apply. failure: why it gave none, if rows may be dropped."""
+
+    name: str
+    scores: list[float | None] = []
+    seconds: float = 0.0
+    failure: str = ""
+
+    def text(self) -> str:
+        """Return it for people."""
+        if self.failure:
+            return f"rows like these are dropped: {self.failure}"
+        scores = ", ".join("none" if score is None else f"{score:g}" for score in self.scores)
+        return f"{scores} for a response of {COMPLETION!r} to each prompt, in {self.seconds * 1000:.1f} ms"
+
+
+class _Request(msgspec.Struct, frozen=True, kw_only=True):
+    function: str
+    args: dict[str, Any]
+    columns: dict[str, list[Any]]
+    rows: int
+
+
+def try_rewards(job: Job, prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> list[RewardTrial]:
+    """Call each reward function with a response "42" to each of these prompts.
+
+    Blocks while a module is imported and called: at most `IMPORT_S` and the function's ``timeout_s``. Raises `RewardFailed` if a function
+    raises or gives no score (unless its rows may be dropped), `DeadlineExceeded` if it hangs, and what `load_reward` raises.
+    """
+    return [
+        _tried(settings, f"reward.{at}", prompts, tokenizer)
+        for at, settings in enumerate(job.reward)
+        if settings.function
+    ]
+
+
+def _tried(settings: RewardSettings, key: str, prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> RewardTrial:
+    rows = _dummy_rows(prompts, tokenizer)
+    term = FunctionTerm(load_reward(settings.function, settings.args), limit=no_limit, timeout_s=0)
+    request = _Request(function=settings.function, args=settings.args, columns=term.columns(rows), rows=len(rows))
+    trial = _in_process(request, settings, key)
+    if trial.failure and settings.on_error == "stop":
+        raise RewardFailed(f"{trial.failure}; it was tried with {rows.described(0)}", name=trial.name)
+    return trial
+
+
+def _dummy_rows(prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> RewardRows:
+    ids: Ids = np.asarray(tokenizer([COMPLETION], add_special_tokens=False)["input_ids"][0], np.int32)
+    return RewardRows(
+        ids=[prompt.number for prompt in prompts],
+        data=[prompt.data for prompt in prompts],
+        response_ids=[ids] * len(prompts),
+        tokenizer=tokenizer,
+    )
+
+
+def _in_process(request: _Request, settings: RewardSettings, key: str) -> RewardTrial:
+    with tempfile.TemporaryDirectory(prefix="transferqueue-reward-") as directory:
+        asked, replied = Path(directory, "request"), Path(directory, "reply")
+        asked.write_bytes(msgspec.json.encode(request))
+        try:
+            done = subprocess.run(
+                [sys.executable, "-m", __name__, str(asked), str(replied)],
+                env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=IMPORT_S + settings.timeout_s,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise DeadlineExceeded(
+                f"reward {request.function} did not return within {key}.timeout_s={settings.timeout_s:g} s (and {IMPORT_S:g} s for its "
+                f"import) for {request.rows} dummy rows; make it faster, or set a longer limit"
+            ) from error
+        if done.returncode or not replied.exists():
+            output = done.stdout.decode(errors="replace").strip()[-_OUTPUT_CHARS:]
+            raise UsageError(
+                f"reward {request.function} ended its process with code {done.returncode} when it was tried; its last output: {output}"
+            )
+        return msgspec.json.decode(replied.read_bytes(), type=RewardTrial)
+
+
+def main(asked: str, replied: str) -> None:
+    """Call one function as the file `asked` says, and write its trial to `replied`."""
+    request = msgspec.json.decode(Path(asked).read_bytes(), type=_Request)
+    started = time.monotonic()
+    try:
+        scores = load_reward(request.function, request.args)(request.columns, rows=request.rows)
+    except TransferQueueError as error:
+        trial = RewardTrial(name=request.function, failure=str(error))
+    else:
+        listed = [None if np.isnan(score) else float(score) for score in scores]
+        trial = RewardTrial(name=request.function, scores=listed, seconds=time.monotonic() - started)
+    Path(replied).write_bytes(msgspec.json.encode(trial))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
