@@ -18,7 +18,6 @@ GROUP: Any = typer.main.get_command(application.app)
 COMMANDS = [
     "demo",
     "chaos",
-    "compare-modes",
     "plan",
     "train",
     "serve",

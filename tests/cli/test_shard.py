@@ -24,4 +24,4 @@ def test_help_tells_how_to_join_and_how_to_leave(capsys):
     said = capsys.readouterr().out
     assert "--join" in said
     assert "drain" in said
-    assert "Lend this machine's memory" in said
+    assert "Add this machine's memory" in said

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch", exc_type=ImportError)
 
+from bench.compare_modes import parse_seeds
 from tests.workflows.test_demo import SMALL
-from transferqueue.cli.commands.compare_modes import parse_seeds
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import Measurement, load_record
 from transferqueue.workflows.grpo import comparison

@@ -17,7 +17,6 @@ import typer.core
 from transferqueue.cli.commands import (
     chaos,
     check,
-    compare_modes,
     doctor,
     inspect,
     keys,
@@ -92,7 +91,6 @@ def _group() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         group.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(group, "train", train.train, train.EXAMPLES)
-    _add(group, "compare-modes", compare_modes.compare_modes, compare_modes.EXAMPLES)
     _add(group, "plan", plan.plan, plan.EXAMPLES)
     _add(group, "serve", serve.serve, serve.EXAMPLES)
     group.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)

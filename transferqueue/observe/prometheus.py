@@ -47,7 +47,7 @@ def exposition(stats: Stats) -> bytes:
 
 _SERVER: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("capacity_bytes", "gauge", "Ceiling of the arena."),
-    ("used_bytes", "gauge", "Bytes of the arena lent to blocks and grants."),
+    ("used_bytes", "gauge", "Bytes of the arena that blocks and write grants occupy."),
     ("backed_bytes", "gauge", "Bytes of the arena that have pages."),
     ("extents", "gauge", "Extents of the arena."),
     ("calls", "counter", "Requests that were carried out."),

@@ -17,7 +17,7 @@ EXAMPLES = (
         "transferqueue chaos --tcp --durability disk",
         "with remote workers behind a bad network, and a server that syncs",
     ),
-    ("transferqueue chaos --out run.json --keep DIR", "what came of it as JSON; diaries and logs of all processes"),
+    ("transferqueue chaos --out run.json --keep DIR", "the record as JSON; event logs and output of all processes"),
 )
 
 
@@ -38,7 +38,11 @@ def chaos(
     ] = None,
     keep: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", show_default=False, help="Keep diaries and logs here. Default: nothing is left."),
+        typer.Option(
+            metavar="DIR",
+            show_default=False,
+            help="Keep the event logs and the output of all processes here. Default: nothing is left.",
+        ),
     ] = None,
 ) -> None:
     """Run a real server, producers, consumers and a trainer; kill, freeze, restart, cut, starve; then account for every row.

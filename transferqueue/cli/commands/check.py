@@ -21,15 +21,25 @@ def check(
     histories: Annotated[
         list[Path],
         typer.Argument(
-            metavar="HISTORY...", show_default=False, exists=True, dir_okay=False, help="Written by a Recorder."
+            metavar="HISTORY...",
+            show_default=False,
+            exists=True,
+            dir_okay=False,
+            help="Files that a HistoryRecorder wrote.",
         ),
     ],
     late: Annotated[
         float | None,
-        typer.Option("--late", metavar="SECONDS", min=0, show_default=False, help="How late a wait may end."),
+        typer.Option(
+            "--late",
+            metavar="SECONDS",
+            min=0,
+            show_default=False,
+            help="Also report a wait that ended more than this after its deadline.",
+        ),
     ] = None,
 ) -> None:
-    """Judge what clients asked and were told: nothing lost, done twice, torn, split, too old, too much, or stuck.
+    """Check recorded calls and answers against the promises: no row lost, done twice, torn or too old, no group split, no bound broken, no wait stuck.
 
     Files of processes that ran at the same time belong in one call. Exit code 1 if a promise was broken.
     """

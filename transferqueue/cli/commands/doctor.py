@@ -45,7 +45,8 @@ def doctor(
     ] = None,
     runtime: Annotated[Path | None, runtime_option("Check this runtime directory.")] = None,
     patience: Annotated[
-        float, typer.Option("--patience", min=0.0, metavar="SECONDS", help="Stalled is what has waited this long.")
+        float,
+        typer.Option("--patience", min=0.0, metavar="SECONDS", help="Report as stalled what has waited this long."),
     ] = 10.0,
     json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
 ) -> None:

@@ -143,7 +143,6 @@ TokensOption = Annotated[
         "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
     ),
 ]
-TokenFileOption = Annotated[Path | None, typer.Option("--token-file", hidden=True)]
 SupervisedOption = Annotated[
     bool,
     typer.Option("--supervise", help="Start the server again when it crashes; clients go on where it is durable."),
@@ -172,7 +171,6 @@ def serve(
     web: WebOption = None,
     http: HttpOption = None,
     tokens: TokensOption = None,
-    token_file: TokenFileOption = None,
     supervised: SupervisedOption = False,
     lifeline: LifelineOption = False,
 ) -> None:
@@ -183,7 +181,6 @@ def serve(
     from transferqueue.server.process.serve import serve as serve_until_stopped
     from transferqueue.server.process.supervisor import supervise
 
-    _refuse_token_file(token_file)
     if lifeline:
         _stop_with_standard_input()
     announce = _announcer({"web": web, "http": http}, tokens)
@@ -227,16 +224,6 @@ def _stop_with_standard_input() -> None:
     fcntl.fcntl(0, fcntl.F_SETFL, fcntl.fcntl(0, fcntl.F_GETFL) | os.O_ASYNC)
     if select.select([0], [], [], 0)[0]:  # it was closed before
         raise UsageError("--lifeline: standard input is closed, or was written to; nothing was started")
-
-
-def _refuse_token_file(token_file: Path | None) -> None:
-    from transferqueue.errors import UsageError
-
-    if token_file is not None:
-        raise UsageError(
-            f"--token-file {token_file} held one token that opened the page, the service and the metrics; each has its own now: "
-            f"give --tokens DIR, which makes the files DIR/page, DIR/service and DIR/metrics, and remove {token_file}"
-        )
 
 
 def _announcer(ports: Mapping[str, str | None], token_directory: Path | None) -> Callable[[list[str]], None]:

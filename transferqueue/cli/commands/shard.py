@@ -13,7 +13,7 @@ from transferqueue.cli.options import AddressOption, arena_bytes_option, size_in
 from transferqueue.cli.screens.terminal import say_ready
 
 EXAMPLES = (
-    ("transferqueue shard", "lend memory to the server of this user"),
+    ("transferqueue shard", "add this machine's memory to the server of this user"),
     (
         "transferqueue shard --join tqjoin_... --arena-bytes 64GiB",
         "to one on another machine, by a token of role shard",
@@ -22,7 +22,7 @@ EXAMPLES = (
         "transferqueue shard --store mooncake://10.0.0.5:50051 --arena-bytes 64GiB",
         "one whose bytes lie in a Mooncake Store",
     ),
-    ("transferqueue shard drain 2", "lend nothing more of shard 2, which ends when nothing is left in it"),
+    ("transferqueue shard drain 2", "shard 2 takes no more rows, and ends when nothing is left in it"),
 )
 commands = typer.Typer(invoke_without_command=True, rich_markup_mode="rich")
 
@@ -41,7 +41,7 @@ JoinOption = Annotated[
 ArenaBytesOption = Annotated[
     str | None,
     arena_bytes_option(
-        "Ceiling of the memory that is lent, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+        "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
     ),
 ]
 StoreOption = Annotated[
@@ -76,17 +76,17 @@ def shard(
     host: HostOption = None,
     label: LabelOption = "shard",
 ) -> None:
-    """Lend this machine's memory to the server's deployment until it is drained, or until Ctrl-C or SIGTERM.
+    """Add this machine's memory to the server's deployment, until the shard is drained, or until Ctrl-C or SIGTERM.
 
-    Puts go to a near shard while it has room; reads come from wherever rows are. Stopped, it takes with it what lies in it: rows are made again where tasks give their fields, or end as lost. Drain it first.
-    Prints one line when it has joined: "ready", then where its bytes are reached.
+    A put goes to the shard of its machine while that has room; a read fetches rows from wherever they are. When a shard stops, the rows in it are made again where a task gives their fields, and end as dropped ("lost") otherwise. Drain it first.
+    Prints one line when it has joined: "ready", then the address at which others fetch its bytes.
     """
     if context.invoked_subcommand is not None:
         return
     from transferqueue.client.session.addresses import endpoint
     from transferqueue.cluster.shard import ShardProcess, serve_shard
 
-    server = single_address_of(address, "a shard lends its memory to")
+    server = single_address_of(address, "a shard adds its memory to")
     place, keys = endpoint(server)
     process = ShardProcess(
         place or server, arena_bytes=size_in_bytes(arena_bytes), store=store, host=host, keys=keys, label=label
@@ -100,10 +100,13 @@ def shard(
 
 @commands.command()
 def drain(
-    number: Annotated[int, typer.Argument(metavar="NUMBER", min=0, show_default=False, help="As `top` and stats say.")],
+    number: Annotated[
+        int,
+        typer.Argument(metavar="NUMBER", min=0, show_default=False, help="The number of the shard, as `top` shows it."),
+    ],
     address: AddressOption = None,
 ) -> None:
-    """Lend nothing more of a shard; it ends when the last row in it is done and the last view of it is gone."""
+    """Put no more rows into a shard. It ends when the last row in it is done and the last view of it is gone."""
     from transferqueue.cli.connection import connected
 
     with connected(single_address_of(address, "a shard is of"), label="drain") as queue:

@@ -24,7 +24,7 @@ RESTORE_EXAMPLES = (
 SnapshotPath = Annotated[
     str, typer.Argument(metavar="PATH", show_default=False, help="Under the server's directory for snapshots.")
 ]
-TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Patience with it.")]
+TimeoutOption = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=1, help="Give up after this time.")]
 
 
 def snapshot(
@@ -35,13 +35,13 @@ def snapshot(
 ) -> None:
     """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
 
-    Nobody waits for it. It is there whole or not at all; prints where. The files are told in docs/SNAPSHOTS.md.
+    Other clients go on meanwhile. A snapshot is there whole or not at all; the command prints its path. docs/SNAPSHOTS.md describes the files.
     """
     _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
 
 
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
-    """Make a server without tables what a snapshot is of. Every file's checksum is compared first."""
+    """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes."""
     _carry_out(address, lambda queue, progress: queue.restore(path, timeout_s=timeout, progress=progress))
 
 

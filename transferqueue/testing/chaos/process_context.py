@@ -44,7 +44,7 @@ class ProcessContext:
     def __init__(self, directory: Path, endpoint: ServerEndpoint, role: str, life: int, seed: int) -> None:
         self.directory, self.endpoint, self.role, self.life, self.seed = directory, endpoint, role, life, seed
         self.stopping = False
-        self.log = ProcessLog(directory / "diaries", role, life)
+        self.log = ProcessLog(directory / "events", role, life)
         self._next = life * NUMBERS_PER_PROCESS
         self._wakeup, signalled = os.pipe()
         os.set_blocking(signalled, False)

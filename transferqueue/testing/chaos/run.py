@@ -59,10 +59,10 @@ def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = 
     try:
         with Chaos(run, directory, say) as chaos_run:
             chaos_run.go()
-            return report(run, chaos_run.faults, read_logs(directory / "diaries"), chaos_run.violations)
+            return report(run, chaos_run.faults, read_logs(directory / "events"), chaos_run.violations)
     finally:
         if keep is not None:
-            shutil.copytree(directory / "diaries", keep / "diaries", dirs_exist_ok=True)
+            shutil.copytree(directory / "events", keep / "events", dirs_exist_ok=True)
             for log in directory.glob("*.log"):
                 shutil.copy(log, keep)
         shutil.rmtree(directory)
@@ -83,7 +83,7 @@ class Chaos:
         self._ready = self._probed = False
         self._rows: dict[str, int] = {}
         self._draining = self._server_restarts = False
-        (directory / "diaries").mkdir()
+        (directory / "events").mkdir()
         self._port = _free_port() if run.tcp else None
         self._remote = self._token() if run.tcp else None
         self._server = ServerUnderTest(directory, run, self._port)

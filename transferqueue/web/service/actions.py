@@ -60,7 +60,7 @@ class Actions:
         return PromptRows(rows=rows.tolist())
 
     async def get_experience(self, body: GetExperience) -> Experience:
-        """Get rows of a stage, waiting for them. They are lent: give results back, or they go to others at the deadline."""
+        """Get rows of a stage, waiting for them. They are leased: give results back, or they go to others at the deadline."""
         self._leases.check_room()
         service = await self._service(body.table)
         batch = await service.get_experience(

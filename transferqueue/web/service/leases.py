@@ -43,7 +43,7 @@ class HttpLeases:
     def check_room(self) -> None:
         """`Full` if no lease can be added."""
         if len(self._open) >= LEASES_MAX:
-            raise Full(f"{LEASES_MAX} batches are lent, which is the most; give some back, or ask for shorter leases")
+            raise Full(f"{LEASES_MAX} batches are leased, which is the most; give some back, or ask for shorter leases")
 
     def add(self, batch: tq.AsyncBatch) -> str:
         """Add the lease of a batch, and return its name."""
@@ -55,7 +55,7 @@ class HttpLeases:
         """The open lease of this name. `LeaseExpired` says how it ended, if it did."""
         found = self._open.get(name)
         if found is None:
-            how = self._ended.get(name, "is none that was lent here, or one that ended long ago")
+            how = self._ended.get(name, "is none that was leased here, or one that ended long ago")
             raise LeaseExpired(f'lease "{name[:40]}" {how}; nothing was changed: get other rows')
         return found
 

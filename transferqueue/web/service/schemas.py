@@ -173,7 +173,7 @@ class PromptRows(_Body):
 
 
 class Experience(_Body):
-    """Rows that are lent for `lease_s` seconds. version: the trainer's when they were handed over (-1: it never said).
+    """Rows that are leased for `lease_s` seconds. version: the trainer's when they were handed over (-1: it never said).
 
     Facts have one value for each row: -1 where it was not said.
     """
