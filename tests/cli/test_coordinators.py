@@ -60,7 +60,7 @@ def test_inspect_and_doctor_know_the_tables_of_all(two: list[Served], address: s
     [
         (("snapshot", "s"), "a snapshot is of one coordinator, and ipc://"),
         (("restore", "s"), "a snapshot is of one coordinator, and ipc://"),
-        (("shard",), "a shard lends its memory to one coordinator, and ipc://"),
+        (("shard",), "a shard adds its memory to one coordinator, and ipc://"),
         (("shard", "drain", "1"), "a shard is of one coordinator, and ipc://"),
     ],
 )

@@ -217,7 +217,7 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
 
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("seconds", sizes(4, 20))
+@pytest.mark.parametrize("seconds", sizes(6, 20))
 @pytest.mark.parametrize(
     "options",
     [pytest.param(("--seed", "5"), marks=pytest.mark.long), ("--seed", "6", "--tcp", "--durability", "disk")],
