@@ -3,21 +3,28 @@
 Rules:
 
 - An episode is one token sequence (`trajectory`): observations and the model's tokens, in turn.
-- All episodes of a batch take a turn together: one request to the generator for each turn.
+- Episodes do not wait for each other. Each is played in a thread of its own, with a request to the generator for each turn, and its row is
+  yielded as soon as it is over. A generator that batches requests generates the turns of several episodes together.
 - A completion that was cut short (`ABORT`) is continued before the environment gets it.
+- An environment is made, stepped and closed by one thread.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import closing
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat
+from typing import TYPE_CHECKING, Any, Final, Protocol, SupportsFloat, TypeVar
 
 import numpy as np
 
 from transferqueue.adapters.protocols import (
     ABORT,
     GENERATE_S,
+    LENGTH,
+    STOP,
     Completion,
     Generator,
     Ids,
@@ -31,7 +38,10 @@ from transferqueue.errors import UsageError
 if TYPE_CHECKING:
     import transferqueue as tq
 
-_FACTS: Final = ("policy_version", "policy_version_max", "tokens")
+T = TypeVar("T")
+
+EPISODES_MAX: Final = 64
+"""Most episodes of one batch that are played at once; each has a thread."""
 
 
 class Environment(Protocol):
@@ -48,22 +58,134 @@ class Environment(Protocol):
 
 
 @dataclass
-class _Episode:
-    environment: Environment
+class Episode:
+    """An episode: its tokens, the reward of each turn, and why it ended: `STOP` (the environment ended it) or `LENGTH` (a limit cut it)."""
+
     trajectory: Trajectory = field(default_factory=Trajectory)
-    reward: float = 0.0
-    turns: int = 0
-    over: bool = False
+    rewards: list[float] = field(default_factory=list)
+    finish_reason: str = ""
+
+    @property
+    def turns(self) -> int:
+        """Number of turns so far."""
+        return len(self.rewards)
+
+
+class EpisodeEnded(Exception):
+    """Another episode of the batch failed, and this one was given up."""
+
+
+class EpisodePlayer:
+    """Plays episodes with one generator. Safe from several threads, one for each episode.
+
+    encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that the model drew before it. decode: an
+    action from the tokens that the model drew. sampling: of a turn. tokens_max: of a whole episode after what it began with; turns_max: turns of an
+    episode; one that reaches either is cut. timeout_s: of each request.
+    """
+
+    def __init__(
+        self,
+        generator: Generator,
+        sampling: Sampling,
+        *,
+        encode: Callable[[Any, int, Ids], Sequence[int] | Ids],
+        decode: Callable[[Ids], Any],
+        turns_max: int | None = None,
+        tokens_max: int | None = None,
+        timeout_s: float = GENERATE_S,
+    ) -> None:
+        self._generator, self._sampling = generator, sampling
+        self._encode, self._decode = encode, decode
+        self._turns_max, self._tokens_max, self._timeout_s = turns_max, tokens_max, timeout_s
+
+    def play(
+        self,
+        environment: Environment,
+        *,
+        begin: Sequence[int] | Ids = (),
+        seed: int | None = None,
+        options: dict[str, Any] | None = None,
+        draws: int | None = None,
+        given_up: Callable[[], bool] = lambda: False,
+    ) -> Episode:
+        """Play one episode to its end. begin: tokens before the first observation. draws: seed of its tokens. Blocks.
+
+        Raises `EpisodeEnded` between two turns once `given_up` returns True, and what the environment raises.
+        """
+        episode = Episode()
+        episode.trajectory.add_input(begin)
+        limit = None if self._tokens_max is None else len(begin) + self._tokens_max
+        observation, _ = environment.reset(seed=seed, options=options)
+        episode.trajectory.add_input(self._encode(observation, 0, np.empty(0, np.int32)))
+        while not episode.finish_reason:
+            if given_up():
+                raise EpisodeEnded
+            self._turn(environment, episode, limit, draws)
+        return episode
+
+    def _turn(self, environment: Environment, episode: Episode, limit: int | None, draws: int | None) -> None:
+        """Generate one completion and pass it to the environment."""
+        left = None if limit is None else limit - len(episode.trajectory.ids)
+        if left is not None and left < 1:
+            episode.finish_reason = LENGTH
+            return
+        completion = self._complete(episode, left, draws)
+        episode.trajectory.add_completion(completion)
+        observation, reward, ended, cut, _ = environment.step(self._decode(completion.ids))
+        episode.rewards.append(float(reward))
+        if ended or cut or episode.turns == self._turns_max:
+            episode.finish_reason = STOP if ended else LENGTH
+            return
+        ids = self._encode(observation, episode.turns, completion.ids)
+        if limit is not None and len(episode.trajectory.ids) + len(ids) >= limit:
+            episode.finish_reason = LENGTH
+            return
+        episode.trajectory.add_input(ids)
+
+    def _complete(self, episode: Episode, left: int | None, draws: int | None) -> Completion:
+        """Draw the tokens of one turn; what was cut short is requested again, with its tokens so far."""
+        most = self._sampling.tokens_max if left is None else min(left, self._sampling.tokens_max)
+        seed = None if draws is None else int(np.random.SeedSequence([draws, episode.turns]).generate_state(1)[0])
+        prompt = Prompt(ids=np.array(episode.trajectory.ids, np.int32), seed=seed)
+        while True:
+            request = self._generator.generate(
+                [prompt], replace(self._sampling, tokens_max=most), timeout_s=self._timeout_s
+            )
+            with closing(request) as completions:
+                completion = next(completions)
+            if completion.finish_reason != ABORT:
+                return completion
+            prompt = replace(prompt, begun=completion) if len(completion.ids) else prompt
+
+
+def as_they_end(play: Callable[[int, Callable[[], bool]], T], rows: int, at_once: int) -> Iterator[tuple[int, T]]:
+    """Call ``play(row, given_up)`` for every row, each in a thread, at most `at_once` at a time; yield row and result as they end.
+
+    When one raises, or the iterator is closed, `given_up` returns True for the others, which are awaited; the first error is raised. One row is played by the
+    calling thread.
+    """
+    if rows == 1:
+        yield 0, play(0, lambda: False)
+        return
+    ended = threading.Event()
+    with ThreadPoolExecutor(min(rows, at_once), thread_name_prefix="episode") as threads:
+        row_of: dict[Future[T], int] = {threads.submit(play, row, ended.is_set): row for row in range(rows)}
+        try:
+            for future in as_completed(row_of):
+                yield row_of[future], future.result()
+        finally:
+            ended.set()
 
 
 class Episodes:
-    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, and its number of turns.
+    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, the rewards of its turns, and
+    its number of turns. Rows come back one at a time, as their episodes end.
 
-    make: creates an environment for a row. fields: passed to ``reset`` as ``options``. seed: name of the field that is
+    make: creates an environment for a row, in the thread that plays it. fields: passed to ``reset`` as ``options``. seed: name of the field that is
     the ``seed``, if any.
     encode: token ids of an observation and the number of its turn (from 0). decode: an action from the token ids that the
-    model drew. sampling: for each turn. turns_max: an episode that is not over after so many turns is truncated. timeout_s: of
-    each request.
+    model drew. sampling: for each turn. turns_max: an episode that is not over after so many turns is truncated. at_once: episodes of a batch that are
+    played at once. timeout_s: of each request.
     """
 
     def __init__(
@@ -77,17 +199,24 @@ class Episodes:
         turns_max: int,
         fields: Sequence[str] = (),
         seed: str | None = None,
+        at_once: int = EPISODES_MAX,
         timeout_s: float = GENERATE_S,
     ) -> None:
-        if turns_max < 1 or not (fields or seed):
+        if turns_max < 1 or at_once < 1 or not (fields or seed):
             raise UsageError(
-                f"episodes with turns_max={turns_max}, fields={tuple(fields)}, seed={seed}: give at least one turn, and a "
+                f"episodes with turns_max={turns_max}, at_once={at_once}, fields={tuple(fields)}, seed={seed}: give at least one turn, one episode, and a "
                 "field or a seed that tells one row from another"
             )
-        self._make, self._generator, self._sampling = make, generator, sampling
-        self._encode, self._decode = encode, decode
+        self._make, self._at_once = make, at_once
         self._fields, self._seed = tuple(fields), seed
-        self._turns_max, self._timeout_s = turns_max, timeout_s
+        self._player = EpisodePlayer(
+            generator,
+            sampling,
+            encode=lambda observation, turn, _: encode(observation, turn),
+            decode=decode,
+            turns_max=turns_max,
+            timeout_s=timeout_s,
+        )
 
     @property
     def needs(self) -> Sequence[str]:
@@ -96,72 +225,26 @@ class Episodes:
 
     @property
     def gives(self) -> Sequence[str]:
-        """Fields of the sequence, its reward, and its number of turns."""
-        return (*FIELDS, "rewards", "turns")
+        """Fields of the sequence, its reward, the rewards of its turns, and their number."""
+        return (*FIELDS, "rewards", "turn_rewards", "turns")
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
-        """Play all rows to their end, and yield them as one part."""
-        episodes: list[_Episode] = []
-        try:
-            for row in self._rows(batch):
-                episodes.append(_Episode(self._make()))
-                self._reset(episodes[-1], row)
-            while playing := [episode for episode in episodes if not episode.over]:
-                self._turn(playing)
-        finally:
-            for episode in episodes:
-                episode.environment.close()
-        yield PartialResult(columns=_columns(episodes), facts=_facts(episodes))
-
-    def _rows(self, batch: tq.Batch) -> list[Mapping[str, Any]]:
+        """Yield each row as its episode ends."""
         columns = [batch[name].list() for name in self.needs]
-        return [dict(zip(self.needs, values, strict=True)) for values in zip(*columns, strict=True)]
+        rows = [dict(zip(self.needs, values, strict=True)) for values in zip(*columns, strict=True)]
+        for at, episode in as_they_end(lambda row, given_up: self._play(rows[row], given_up), len(rows), self._at_once):
+            yield PartialResult(at=np.array([at]), columns=_columns(episode), facts=episode.trajectory.facts())
 
-    def _reset(self, episode: _Episode, row: Mapping[str, Any]) -> None:
-        options = {name: row[name] for name in self._fields} or None
+    def _play(self, row: Mapping[str, Any], given_up: Callable[[], bool]) -> Episode:
         seed = None if self._seed is None else int(row[self._seed])
-        observation, _ = episode.environment.reset(seed=seed, options=options)
-        episode.trajectory.add_input(self._encode(observation, 0))
-
-    def _turn(self, playing: Sequence[_Episode]) -> None:
-        """Generate one completion for each episode and pass it to its environment."""
-        for episode, completion in zip(playing, self._completions(playing), strict=True):
-            episode.trajectory.add_output(
-                completion.ids, completion.logprobs, [version for version, _ in completion.spans]
-            )
-            episode.turns += 1
-            observation, reward, ended, cut, _ = episode.environment.step(self._decode(completion.ids))
-            episode.reward += float(reward)
-            episode.over = bool(ended or cut or episode.turns >= self._turns_max)
-            if not episode.over:
-                episode.trajectory.add_input(self._encode(observation, episode.turns))
-
-    def _completions(self, playing: Sequence[_Episode]) -> list[Completion]:
-        """Return one completion for each episode; those cut short are requested again, with their tokens so far."""
-        unfinished = {at: Prompt.of(episode.trajectory.ids) for at, episode in enumerate(playing)}
-        completions: dict[int, Completion] = {}
-        while unfinished:
-            places = list(unfinished)
-            for completion in self._generator.generate(
-                list(unfinished.values()), self._sampling, timeout_s=self._timeout_s
-            ):
-                at = places[completion.prompt]
-                if completion.finish_reason == ABORT:
-                    unfinished[at] = replace(unfinished[at], begun=completion)
-                else:
-                    completions[at] = completion
-                    del unfinished[at]
-        return [completions[at] for at in range(len(playing))]
+        with closing(self._make()) as environment:
+            options = {name: row[name] for name in self._fields} or None
+            return self._player.play(environment, seed=seed, options=options, given_up=given_up)
 
 
-def _columns(episodes: Sequence[_Episode]) -> Mapping[str, Any]:
-    rows = [episode.trajectory.columns() for episode in episodes]
-    return {name: [row[name] for row in rows] for name in FIELDS} | {
-        "rewards": np.array([episode.reward for episode in episodes], np.float32),
-        "turns": np.array([episode.turns for episode in episodes], np.int32),
+def _columns(episode: Episode) -> Mapping[str, Any]:
+    return {name: [value] for name, value in episode.trajectory.columns().items()} | {
+        "rewards": np.array([sum(episode.rewards)], np.float32),
+        "turn_rewards": [np.array(episode.rewards, np.float32)],
+        "turns": np.array([episode.turns], np.int32),
     }
-
-
-def _facts(episodes: Sequence[_Episode]) -> Mapping[str, Any]:
-    rows = [episode.trajectory.facts() for episode in episodes]
-    return {name: np.array([row[name] for row in rows]) for name in _FACTS}

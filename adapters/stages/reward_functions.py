@@ -223,19 +223,22 @@ def load_reward(named: str, args: Mapping[str, Any] | None = None) -> RewardCall
 
     Raises `UsageError` for a text that names none, and for a module that fails; `NotFound` if there is no such module, file or function.
     """
+    return RewardCall.of(load_callable(named), name=named, args=args)
+
+
+def load_callable(named: str, key: str = "reward.function") -> Callable[..., Any]:
+    """Import ``package.module:name`` or ``path/to/file.py:name``; key: of the setting, for error texts. Raises as `load_reward` does."""
     module_name, _, name = named.rpartition(":")
     if not module_name or not name:
-        raise UsageError(
-            f"reward.function {named!r} names no function; write module:function, or path/to/file.py:function"
-        )
+        raise UsageError(f"{key} {named!r} names no function; write module:function, or path/to/file.py:function")
     module = _file_module(Path(module_name), named) if module_name.endswith(".py") else _module(module_name, named)
     function = getattr(module, name, None)
     if function is None:
-        has = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise NotFound(f"reward.function {named}: the module has no {name}; it has {listing(has)}")
+        has = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
+        raise NotFound(f"{key} {named}: the module has no {name}; it has {listing(has)}")
     if not callable(function):
         raise UsageError(f"reward.function {named} is {type(function).__name__}; give a function")
-    return RewardCall.of(function, name=named, args=args)
+    return function  # type: ignore[no-any-return]
 
 
 def _module(module_name: str, named: str) -> ModuleType:

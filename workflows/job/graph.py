@@ -75,6 +75,7 @@ _FIELDS: Final[dict[str, tq.Field]] = {
         tq.Field("finish_reason", "str"),
         tq.Field("loss_mask", "bool", RAGGED),
         tq.Field("rewards", "float32"),
+        tq.Field("turn_rewards", "float32", RAGGED),
         tq.Field(names.REWARD_TERMS, "float32", RAGGED),
         tq.Field("ref_logprobs", "float32", RAGGED),
         tq.Field("prox_logprobs", "float32", RAGGED),
@@ -186,7 +187,7 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     mask = ("loss_mask",) if has_episodes(job) else ()
     generates = {
         names.ROLLOUT: (("prompt_ids", *begun), _GENERATED),
-        names.PLAY: (("prompt_ids", names.DATA), (*_GENERATED, *mask, "rewards")),
+        names.PLAY: (("prompt_ids", names.DATA), (*_GENERATED, *mask, "rewards", "turn_rewards")),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),
         names.PROXIMAL: (_TEXT, ("prox_logprobs",)),

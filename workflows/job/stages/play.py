@@ -1,0 +1,134 @@
+"""The play stage of a job: each row is an episode of an environment, played by the engine that the job names.
+
+An environment is in Gymnasium's form, with texts. ``reward = [{ environment = "module:factory", args = {...} }]`` names a function (or class) that is called
+with `args` for each episode:
+
+- ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is the row's. Returns ``(observation, info)``. The prompt
+  of the data comes first; a first observation is a further message, None is nothing.
+- ``step(action)``: the text that the model drew in this turn. Returns ``(observation, reward, terminated, truncated, info)``.
+- ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+
+A row's response is everything after its prompt: what the model drew, and between it the observations, whose tokens have `loss_mask` False. It has at most
+`sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over the turns, which `turn_rewards` keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from typing import Any, Final, cast
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
+from transferqueue.adapters.stages.environments import Environment, Episode, EpisodeEnded, EpisodePlayer, as_they_end
+from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.adapters.stages.reward_functions import load_callable
+from transferqueue.errors import FlowSignal, PeerError, UsageError
+from transferqueue.workflows.flow.stage import Context, Work
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.graph import engine_of
+from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.stages.chat_turns import ChatTurns
+from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
+from transferqueue.workflows.job.stages.rollout import generating
+
+FAILED: Final = "environment_error"
+"""Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
+
+
+@contextmanager
+def play(context: Context) -> Iterator[Work]:
+    """Factory of ``play``: like `rollout`, for episodes. Each row is given as soon as its episode is over."""
+    job = context.settings(Job)
+    environments = environment_of(job)
+    with generating(context, job) as (engine, weights, sampling):
+        yield Play(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+
+
+def environment_of(job: Job) -> RewardSettings:
+    """Return the environment of a job. Raises `UsageError` if it has none."""
+    for reward in job.reward:
+        if reward.environment:
+            return reward
+    raise UsageError('the job has no environment: give reward = [{ environment = "module:factory" }]')
+
+
+class EnvironmentFailed(UsageError):
+    """An environment raised. Its cause is the error."""
+
+
+class Play:
+    """The function of ``play``. Loads the factory of environments; may be called from several threads at once."""
+
+    def __init__(
+        self,
+        settings: RewardSettings,
+        engine: Generator,
+        weights: PolicyWeights,
+        sampling: Sampling,
+        job: Job,
+        *,
+        slots: int,
+        tokenizer: TextTokenizer | None = None,
+    ) -> None:
+        self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
+        self._factory = load_callable(settings.environment, "reward.environment")
+        self._engine, self._sampling = engine, sampling
+        self._tokenizer = tokenizer or load_tokenizer(job.model)
+
+    def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
+        """Yield each row as its episode ends; rows that wait for newer weights come last."""
+        prompts, data = [np.asarray(ids, np.int32) for ids in batch["prompt_ids"]], batch[names.DATA].list()
+        ordinals = batch.ordinal.tolist()
+        for version, rows in self._weights.turns(batch):
+            with self._weights.at(version):
+
+                def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | None:
+                    row = rows[at]
+                    return self._episode(prompts[row], data[row], ordinals[row], given_up)
+
+                for at, episode in as_they_end(played, len(rows), self._slots):
+                    yield self._part(rows[at], len(prompts[rows[at]]), episode)
+
+    def _episode(
+        self, prompt: Any, data: Mapping[str, Any], ordinal: int, given_up: Callable[[], bool]
+    ) -> Episode | None:
+        """Play one row; None if its environment failed and the job drops such rows."""
+        seed = row_seed(self._job.seed, ordinal)
+        try:
+            with closing(cast(Environment, self._factory(**self._settings.args))) as environment:
+                turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, getattr(environment, "role", "user"))
+                player = EpisodePlayer(
+                    self._engine,
+                    self._sampling,
+                    encode=turns.encode,
+                    decode=turns.decode,
+                    tokens_max=self._job.sampling.tokens_max,
+                )
+                return player.play(
+                    environment, begin=prompt, seed=seed, options=dict(data), draws=seed, given_up=given_up
+                )
+        except (PeerError, FlowSignal, EpisodeEnded):
+            raise
+        except Exception as error:
+            if self._settings.on_error == "drop" and not given_up():
+                return None
+            raise EnvironmentFailed(
+                f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with {type(error).__name__}: {error}; its "
+                f'data is {str(dict(data))[:300]}; set on_error = "drop" to go on without such rows'
+            ) from error
+
+    def _part(self, at: int, prompt: int, episode: Episode | None) -> PartialResult:
+        if episode is None:
+            return PartialResult(at=np.array([at]), columns={}, drop=FAILED)
+        columns = {name: [value] for name, value in episode.trajectory.response(prompt).items()}
+        rewards = {
+            "rewards": np.array([self._settings.weight * sum(episode.rewards)], np.float32),
+            "turn_rewards": [np.array(episode.rewards, np.float32)],
+            "finish_reason": [episode.finish_reason],
+        }
+        facts = {**episode.trajectory.facts(), "tokens": len(episode.trajectory.ids) - prompt}
+        return PartialResult(at=np.array([at]), columns=columns | rewards, facts=facts)
