@@ -50,7 +50,7 @@ SECRET_BYTES: Final = 32
 
 
 class Level(enum.StrEnum):
-    """What the state survives: nothing; the crash of any process; a reboot."""
+    """What the state survives: nothing; the crash of any process; a reboot. A new level goes last: heads store its number."""
 
     MEMORY = "memory"
     PROCESS = "process"
@@ -65,6 +65,11 @@ class Level(enum.StrEnum):
     def survives_reboot(self) -> bool:
         """Whether each commit waits for the device."""
         return self is Level.DISK
+
+    @property
+    def in_shared_memory(self) -> bool:
+        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file of the directory."""
+        return self is Level.PROCESS
 
 
 class Head(Protocol):

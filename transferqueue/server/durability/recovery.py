@@ -61,7 +61,7 @@ class PreviousState:
 
 @dataclass(frozen=True)
 class LostAtReboot:
-    """A state directory of level ``process`` from before a reboot: its memory is gone. lost: what was in it."""
+    """A state directory from before a reboot, of a level that survives none: its rows are gone. lost: what they were."""
 
     lost: str
 
@@ -105,7 +105,7 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
         )
     _check_level(path, note.level, level)
     rebooted = any(note is not None and note.boot != journal_head.boot_digest() for note in (notes.begun, notes.done))
-    if rebooted and level is Level.PROCESS:
+    if rebooted and not level.survives_reboot:
         return LostAtReboot(_what_was_lost(path))
     journal = _journal(path)
     if journal is None:
@@ -121,7 +121,7 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
 def _without_link(path: Path, level: Level, about: About | None, problem: str) -> LostAtReboot | None:
     if about is not None:
         _check_level(path, about.level, level)
-        if level is Level.PROCESS and about.boot != journal_head.boot_name():
+        if not level.survives_reboot and about.boot != journal_head.boot_name():
             return LostAtReboot(_what_was_lost(path))
     journal = _journal(path)
     strays = [file for file in path.glob(ARENAS) if _commits_in(file)]
@@ -149,7 +149,7 @@ def _without_arena(path: Path, level: Level, about: About | None, problem: str, 
         raise Corruption(f"state directory {path}: its arena {file} is missing, and {ABOUT} {why}")
     _check_level(path, about.level, level)
     lost = _what_was_lost(path)
-    if level is Level.PROCESS and about.boot != journal_head.boot_name():
+    if not level.survives_reboot and about.boot != journal_head.boot_name():
         return LostAtReboot(lost)
     raise Corruption(
         f"state directory {path}: its arena {file} is missing, though the machine was not started anew since. {lost}"

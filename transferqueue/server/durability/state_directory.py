@@ -206,7 +206,7 @@ class StateDirectory:
             previous = recovery.examine(self.path, self.level)
         except Corruption as error:
             if not accept_loss:
-                memory = " and gives the shared memory of its rows back" if self.level is Level.PROCESS else ""
+                memory = " and gives the shared memory of its rows back" if self.level.in_shared_memory else ""
                 raise Corruption(
                     f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they held, "
                     f"which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state {self.path} --accept-loss"
@@ -268,7 +268,7 @@ class StateDirectory:
         journal.head.end(journal.turn, journal.digest)
 
     def _make(self, arena_bytes: int | None, shared: Path) -> tuple[ArenaDirectory, Allocator]:
-        arena = _shared_arena(self.path, arena_bytes, shared) if self.level is Level.PROCESS else None
+        arena = _shared_arena(self.path, arena_bytes, shared) if self.level.in_shared_memory else None
         if arena is None:
             capacity = arena_bytes or min(ARENA_BYTES_DEFAULT, available_bytes(self.path))
             arena = ArenaDirectory(Arena.create(self.path, capacity, margin=MARGIN_BYTES), stays=True)
