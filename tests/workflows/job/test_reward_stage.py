@@ -95,7 +95,7 @@ def scores(settings, texts, data=None):
     scorer = RewardScorer(settings, ByteTokenizer())
     data = data or [{"prompt": f"p{at}", "answer": at} for at in range(len(texts))]
     ids = [np.array([*text.encode(), 256], np.int32) for text in texts]
-    return scorer.score(ids=range(10, 10 + len(texts)), data=data, response_ids=ids)
+    return scorer.score(ids=range(10, 10 + len(texts)), data=data, prompt_ids=ids, response_ids=ids)
 
 
 def test_rewards_are_a_weighted_sum_and_each_term_is_kept(module):

@@ -38,7 +38,10 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
         try:
             scores = scorer.score(
-                ids=batch.rows.tolist(), data=batch[names.DATA].list(), response_ids=list(batch["response_ids"])
+                ids=batch.rows.tolist(),
+                data=batch[names.DATA].list(),
+                prompt_ids=list(batch["prompt_ids"]),
+                response_ids=list(batch["response_ids"]),
             )
         except RewardFailed as failure:
             raise StageFailedInProcess(str(failure)) from failure

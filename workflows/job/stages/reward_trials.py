@@ -22,7 +22,8 @@ from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageErro
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
-from transferqueue.workflows.job.stages.reward_terms import FunctionTerm, RewardRows, no_limit
+from transferqueue.workflows.job.stages.function_reward import FunctionTerm, no_limit
+from transferqueue.workflows.job.stages.reward_rows import RewardRows
 
 COMPLETION: Final = "42"
 """What the dummy rows answer."""
@@ -82,6 +83,7 @@ def _dummy_rows(prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> Rewa
     return RewardRows(
         ids=[prompt.number for prompt in prompts],
         data=[prompt.data for prompt in prompts],
+        prompt_ids=[prompt.ids for prompt in prompts],
         response_ids=[ids] * len(prompts),
         tokenizer=tokenizer,
     )
