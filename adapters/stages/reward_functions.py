@@ -74,13 +74,16 @@ class RewardCall:
 
     @classmethod
     def of(cls, function: RewardFunction, *, name: str = "", args: Mapping[str, Any] | None = None) -> RewardCall:
-        """Read a function's parameters. args: values for some of them; a class is called with them and makes the function.
+        """Read a function's parameters.
+
+        args: values for some of them. A class is called with them and makes the function, and so is a function without completions, such as
+        TRL's ``get_soft_overlong_punishment(max_completion_len, soft_punish_cache)``.
 
         Raises `UsageError` for an argument that is no parameter, and for parameters that cannot be given by name.
         """
         name = name or _name(function)
         args = dict(args or {})
-        if inspect.isclass(function):
+        if inspect.isclass(function) or (args and not _is_reward(function)):
             function, args = _made(function, args, name), {}
         parameters = inspect.signature(function).parameters
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
@@ -128,13 +131,19 @@ def _name(function: RewardFunction) -> str:
     return str(getattr(function, "__name__", type(function).__name__))
 
 
+def _is_reward(function: RewardFunction) -> bool:
+    parameters = inspect.signature(function).parameters
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    return takes_all or "completions" in parameters or "completion_ids" in parameters
+
+
 def _made(kind: Callable[..., Any], args: Mapping[str, Any], name: str) -> RewardFunction:
     try:
         made = kind(**args)
     except TypeError as error:
-        raise UsageError(f"reward {name} is a class and cannot be made with args {listing(args)}: {error}") from error
+        raise UsageError(f"reward {name} cannot be made with args {listing(args)}: {error}") from error
     if not callable(made):
-        raise UsageError(f"reward {name} is a class whose objects cannot be called; give it a method __call__")
+        raise UsageError(f"reward {name} made {type(made).__name__}, which cannot be called; it must make a function")
     function: RewardFunction = made
     return function
 
@@ -147,7 +156,7 @@ def _check_parameters(
             raise UsageError(
                 f"reward {name}: parameter {parameter.name} cannot be given by name; remove the / after it"
             )
-    if "completions" not in parameters and "completion_ids" not in parameters and not takes_all:
+    if not takes_all and not {"completions", "completion_ids"} & parameters.keys():
         raise UsageError(
             f"reward {name} has the parameters {listing(parameters)}: none of them is completions; a reward function is "
             "called as (prompts, completions, **columns)"

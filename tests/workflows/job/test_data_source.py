@@ -23,7 +23,7 @@ from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data import source
 from transferqueue.workflows.job.data.prompt_data import open_held_out, open_prompts
-from transferqueue.workflows.job.data.sequence import DataOrder, PromptSequence
+from transferqueue.workflows.job.data.sequence import DataOrder, PromptSequence, held_out_prompts
 from transferqueue.workflows.job.data.source import JobPrompts, groups_per_put
 from transferqueue.workflows.job.graph import fields
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows, rows_ahead
@@ -188,11 +188,12 @@ def test_fewer_prompts_than_the_steps_need_are_refused_with_the_arithmetic(here)
         open_prompts(settings, ByteTokenizer())
 
 
-def test_held_out_prompts_come_from_their_own_file(here):
-    (here / "test.jsonl").write_text('{"prompt": "7*6=", "answer": 42}')
-    settings = job(here, "grpo", f"evaluation.path={here / 'test.jsonl'}")
-    held_out = PromptSequence(open_held_out(settings, ByteTokenizer()), settings.data, seed=0)
-    assert held_out.take(1)[0].data == {"prompt": "7*6=", "answer": 42}
+def test_held_out_prompts_are_the_first_of_their_own_file(here):
+    lines = [{"prompt": f"7*{n}=" + "x" * 99 * (n == 1), "answer": 7 * n} for n in range(5)]
+    (here / "test.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    settings = job(here, "grpo", f"evaluation.path={here / 'test.jsonl'}", "evaluation.rows=3")
+    held_out = held_out_prompts(open_held_out(settings, ByteTokenizer()), settings)
+    assert [(prompt.number, prompt.data["answer"]) for prompt in held_out] == [(0, 0), (1, 14), (2, 21)]
 
 
 # ---------------------------------------------------------------- puts

@@ -67,6 +67,9 @@ class Scaled:
     def __call__(self, completions, answer=0):
         return [self.scale + answer_ for answer_ in answer] if answer else [self.scale] * len(completions)
 
+def make(scale):
+    return lambda completions: [scale] * len(completions)
+
 three = 3
 def _hidden(completions): ...
 def positional(completions, /): ...
@@ -184,7 +187,7 @@ def test_long_texts_are_shortened_in_messages(module):
         ("{m}:three", UsageError, "is int; give a function"),
         ("{m}:positional", UsageError, "parameter completions cannot be given by name; remove the /"),
         ("{m}:blind", UsageError, "none of them is completions"),
-        ("{m}:Scaled", UsageError, "is a class and cannot be made with args nothing"),
+        ("{m}:Scaled", UsageError, "cannot be made with args nothing"),
         ("gone.py:f", NotFound, "there is no file .*gone.py"),
     ],
 )
@@ -209,6 +212,13 @@ def test_a_module_that_fails_says_how(tmp_path):
     (tmp_path / "wants.py").write_text("import no_such_module_here")
     with pytest.raises(UsageError, match=r"wants.py:f: its module raised ModuleNotFoundError: .*no_such_module_here"):
         load_reward(f"{tmp_path / 'wants.py'}:f")
+
+
+def test_a_function_that_makes_the_reward_is_called_with_the_args(module):
+    call = load_reward(f"{module}:make", {"scale": 3.0})
+    assert call({"completions": ["a", "b"]}, rows=2).tolist() == [3.0, 3.0]
+    with pytest.raises(UsageError, match=r"cannot be made with args scal: "):
+        load_reward(f"{module}:make", {"scal": 3.0})
 
 
 def test_args_must_be_parameters(module):

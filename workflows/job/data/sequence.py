@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Final, Literal
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -17,7 +18,7 @@ from transferqueue.adapters.protocols import Ids
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.prompt_data import PromptData
 from transferqueue.workflows.job.data.prompts import RenderedPrompt
-from transferqueue.workflows.job.settings.job import DataSettings
+from transferqueue.workflows.job.settings.job import DataSettings, Job
 
 Positions = npt.NDArray[np.int64]
 
@@ -176,6 +177,12 @@ class PromptSequence:
                 f"none of the {len(self._fits):,} prompts of {self._settings.path} fits into data.prompt_tokens_max="
                 f"{self._settings.prompt_tokens_max} tokens; raise it"
             )
+
+
+def held_out_prompts(data: PromptData, job: Job) -> list[NumberedPrompt]:
+    """Return the first `evaluation.rows` prompts of `open_held_out` that fit, in the order of the file, numbered from 0."""
+    settings = msgspec.structs.replace(job.data, path=job.evaluation.path, shuffle=False, epochs=1)
+    return PromptSequence(data, settings, seed=job.seed, tokens_max=job.sampling.tokens_max).take(job.evaluation.rows)
 
 
 def _present(ids: Ids | None) -> Ids:
