@@ -43,7 +43,7 @@ def context_of(queue: tq.Queue, table: tq.Table, job: Job, events: list[Event]) 
     return Context(queue=queue, table=table, emit=events.append, settings=settings)
 
 
-def publish(queue: tq.Queue, directory: Path, version: int, *, scale: float = 1.0) -> Mapping[str, Any]:
+def publish(queue: tq.Queue, directory: Path, version: int, *, scale: float = 1.0, keep: int = 8) -> Mapping[str, Any]:
     """Publish the policy's weights, times `scale`, and return them."""
     import torch
     from safetensors.torch import load_file
@@ -51,7 +51,7 @@ def publish(queue: tq.Queue, directory: Path, version: int, *, scale: float = 1.
     tensors = {
         name: tensor * torch.tensor(scale) for name, tensor in load_file(directory / "model.safetensors").items()
     }
-    queue.weights(POLICY, keep=8).publish(version, tensors)
+    queue.weights(POLICY, keep=keep).publish(version, tensors)
     return tensors
 
 

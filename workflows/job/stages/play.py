@@ -88,12 +88,12 @@ class Play:
 
                 def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | None:
                     row = rows[at]
-                    return self._episode(prompts[row], data[row], ordinals[row], given_up)
+                    return self.episode(prompts[row], data[row], ordinals[row], given_up)
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
                     yield self._part(rows[at], len(prompts[rows[at]]), episode)
 
-    def _episode(
+    def episode(
         self, prompt: Any, data: Mapping[str, Any], ordinal: int, given_up: Callable[[], bool]
     ) -> Episode | None:
         """Play one row; None if its environment failed and the job drops such rows."""

@@ -1,0 +1,177 @@
+"""Held-out evaluation: which version, which figures, and when it ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import transferqueue as tq  # noqa: E402
+from tests.workflows.job.policies import context_of, job_of, publish, table_of  # noqa: E402
+from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
+from transferqueue.workflows.job.settings.job import Job  # noqa: E402
+from transferqueue.workflows.job.stages.evaluate import (  # noqa: E402
+    end_evaluations,
+    evaluate,
+    evaluation_engine,
+    request_evaluation,
+)
+from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
+
+ROWS = 6
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("policy")
+    make(place, initializer_range=0.3)
+    write_data(place, task="sum", train=20, test=20)
+    return place
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect() as opened:
+        yield opened
+
+
+def length(completions: Sequence[str], answer: Sequence[str], **_: Any) -> list[float]:
+    """A reward: how long the completion is."""
+    assert all(each.isdigit() for each in answer)
+    return [float(len(text)) for text in completions]
+
+
+def job(directory: Path, **tables: Any) -> Job:
+    evaluation = {"path": str(directory / "test.jsonl"), "rows": ROWS} | tables.pop("evaluation", {})
+    reward = {"reward": [{"function": "tests.workflows.job.test_evaluate:length"}]}
+    return job_of(directory, **{"steps": 4, "evaluation": evaluation, **reward, **tables})
+
+
+def figures(queue: tq.Queue, settings: Job) -> list[dict[str, Any]]:
+    """Serve the requests that are there, and return what was reported."""
+    events: list[Event] = []
+    table = table_of(queue, settings)
+    end_evaluations(queue)
+    with evaluate(context_of(queue, table, settings, events)) as serve:
+        serve()
+    return [event.values for event in events if isinstance(event, Figures)]
+
+
+def test_each_request_is_measured_with_its_version(queue: tq.Queue, directory: Path) -> None:
+    settings = job(directory)
+    for version, step in ((0, 0), (1, 2), (2, 4)):
+        publish(queue, directory, version, scale=1.0 + version)
+        request_evaluation(queue, step, version)
+    request_evaluation(queue, 4, 2)
+    found = figures(queue, settings)
+    assert [(each["when"], each["step"], each["version"]) for each in found] == [
+        ("before", 0, 0),
+        ("during", 2, 1),
+        ("after", 4, 2),
+    ]
+    for each in found:
+        assert each["rows"] == ROWS
+        assert each["reward"] == pytest.approx(each["reward/tests.workflows.job.test_evaluate:length"], rel=1e-6)
+        assert 0 < each["tokens"] <= 12
+    assert len({each["reward"] for each in found}) > 1
+
+
+def test_the_first_version_is_held_until_it_is_evaluated(queue: tq.Queue, directory: Path) -> None:
+    settings = job(directory)
+    events: list[Event] = []
+    table = table_of(queue, settings)
+    publish(queue, directory, 0, keep=1)
+    with evaluate(context_of(queue, table, settings, events)) as serve:
+        for version in (1, 2, 3):
+            publish(queue, directory, version, keep=1)
+        request_evaluation(queue, 0, 0)
+        request_evaluation(queue, 1, 1)
+        end_evaluations(queue)
+        end_evaluations(queue)
+        request_evaluation(queue, 2, 2)
+        serve()
+    found = [event.values for event in events if isinstance(event, Figures)]
+    assert [(each["step"], each["version"], each.get("asked_version")) for each in found] == [(0, 0, None), (1, 3, 1)]
+
+
+def test_greedy_evaluation_repeats_and_samples_differ(queue: tq.Queue, directory: Path) -> None:
+    publish(queue, directory, 0)
+    settings = job(directory, evaluation={"samples": 3, "temperature": 1.0})
+    for step in (0, 1):
+        request_evaluation(queue, step, 0)
+    first, second = figures(queue, settings)
+    assert first["rows"] == 3 * ROWS
+    assert first["reward"] == second["reward"]
+
+
+def test_distillation_is_measured_by_the_divergence_from_the_teacher(queue: tq.Queue, directory: Path) -> None:
+    """Of a teacher that is the student it is 0; of another it is positive."""
+    for seed, low, high in ((0, -1e-5, 1e-5), (1, 0.01, 100)):
+        with tq.connect() as fresh:
+            teacher = directory / f"teacher-{seed}"
+            make(teacher, initializer_range=0.3, seed=seed)
+            publish(fresh, directory, 0)
+            request_evaluation(fresh, 0, 0)
+            settings = job(
+                directory,
+                reward=[],
+                algorithm={"kind": "distill"},
+                teacher={"path": str(teacher)},
+                sampling={"group_size": 1, "tokens_max": 12},
+            )
+            (found,) = figures(fresh, settings)
+            assert low < found["kl"] < high
+            assert found["rows"] == ROWS
+
+
+def test_sft_is_measured_by_the_loss_of_held_out_responses(queue: tq.Queue, directory: Path) -> None:
+    settings = job(
+        directory,
+        reward=[],
+        engine=[],
+        algorithm={"kind": "sft"},
+        data={"path": str(directory / "train.jsonl"), "template": "{question}", "response": "answer"},
+    )
+    publish(queue, directory, 0)
+    request_evaluation(queue, 0, 0)
+    (found,) = figures(queue, settings)
+    assert found["rows"] == ROWS
+    assert 2 < found["loss"] < 12
+
+
+def test_episodes_are_evaluated_as_they_are_trained(queue: tq.Queue, directory: Path) -> None:
+    settings = job(directory, reward=[{"environment": "examples/jobs/environments.py:calculator"}])
+    publish(queue, directory, 0)
+    request_evaluation(queue, 0, 0)
+    (found,) = figures(queue, settings)
+    assert found["rows"] == ROWS
+    assert 1 <= found["turns"] <= 3
+    assert np.isfinite(found["reward"])
+
+
+def test_the_process_ends_with_the_job_if_nobody_ends_the_evaluations(
+    queue: tq.Queue, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transferqueue.workflows.job.stages.evaluate._WAIT_S", 0.05)
+    settings = job(directory)
+    table = table_of(queue, settings)
+    publish(queue, directory, 0)
+    table.seal()
+    with evaluate(context_of(queue, table, settings, [])) as serve:
+        serve()
+
+
+def test_a_server_that_generates_for_training_does_not_evaluate(directory: Path) -> None:
+    server = {"kind": "vllm_server", "url": "http://127.0.0.1:9", "slots": 7}
+    assert evaluation_engine(job(directory, engine=[server])).kind == "transformers"
+    assert evaluation_engine(job(directory, engine=[server])).slots == 7
+    here = {"kind": "transformers", "options": {"attn_implementation": "eager"}}
+    assert evaluation_engine(job(directory, engine=[server, here])).options == here["options"]
+    wide = {"kind": "vllm", "tensor_parallel": 2, "count": 4}
+    assert evaluation_engine(job(directory, engine=[wide])).tensor_parallel == 2
