@@ -24,7 +24,7 @@ from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.weights import copy_weights
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.prompt_data import open_held_out
-from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
+from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.play import Play, environment_of
@@ -55,7 +55,7 @@ def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
     Raises as `open_held_out` does, and `UsageError` if no held-out prompt is short enough.
     """
     tokenizer = load_tokenizer(job.model)
-    prompts = held_out(job, tokenizer)
+    prompts = held_out_prompts(open_held_out(job, tokenizer), job)
     if job.algorithm.kind == "sft":
         yield HeldOutLoss(job, prompts)
         return
@@ -67,15 +67,6 @@ def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
             yield EpisodeReward(job, prompts, engine, sampling, tokenizer)
         else:
             yield ResponseReward(job, prompts, engine, sampling, tokenizer)
-
-
-def held_out(job: Job, tokenizer: TextTokenizer) -> list[NumberedPrompt]:
-    """Return the first `evaluation.rows` held-out prompts that are short enough, in the order of the data."""
-    settings = msgspec.structs.replace(job.data, path=job.evaluation.path, shuffle=False, epochs=1, overlong="drop")
-    sequence = PromptSequence(
-        open_held_out(job, tokenizer), settings, seed=job.seed, tokens_max=job.sampling.tokens_max
-    )
-    return sequence.take(job.evaluation.rows)
 
 
 def held_out_sampling(job: Job) -> Sampling:
@@ -120,6 +111,7 @@ class ResponseReward(_Drawing):
         scores = self._scorer.score(
             ids=[self._prompts[completion.prompt].number for completion in drawn],
             data=[self._prompts[completion.prompt].data for completion in drawn],
+            prompt_ids=[self._prompts[completion.prompt].ids for completion in drawn],
             response_ids=[completion.ids for completion in drawn],
         )
         kept = ~scores.failed
