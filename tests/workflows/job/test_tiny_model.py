@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from itertools import islice
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from transferqueue.errors import NotFound, UsageError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transferqueue.workflows.job.tiny_model import warmup  # noqa: E402
 from transferqueue.workflows.job.tiny_model.__main__ import main  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
 from transferqueue.workflows.job.tiny_model.tasks import TASKS, exact, problems, split_of  # noqa: E402
@@ -112,3 +114,19 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
     assert "qwen3, expected reward 0.00 on held-out questions" in capsys.readouterr().out
     assert (tmp_path / "m/tokenizer.json").exists()
     assert (tmp_path / "d/test.jsonl").exists()
+
+
+def test_wrong_answers_have_one_mistake_and_say_where() -> None:
+    drawn = list(islice(problems("sort", "train"), 40))
+    rows = warmup.rows_of(build_tokenizer(), drawn, random.Random(0))
+    assert rows.right()[0::2].all()
+    assert not rows.right()[1::2].any()
+    for row in range(0, 40, 2):
+        assert torch.equal(rows.right_RT[row] > 0, rows.is_response_RT[row])
+    assert (rows.right_RT[1::2].sum(1) < rows.is_response_RT[1::2].sum(1)).all()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "figure"), [("classifier", 0.9), ("value", 0.35)])
+def test_a_judge_knows_right_answers_from_wrong_ones(tmp_path: Path, kind: str, figure: float) -> None:
+    assert make(tmp_path, kind=kind, steps=500) > figure  # type: ignore[arg-type]

@@ -34,10 +34,10 @@ KINDS: Final[Mapping[str, _Recipe]] = {
         "AutoModelForCausalLM", warmup.answer_loss, warmup.expected_reward, False, 0.35, "expected reward"
     ),
     "classifier": _Recipe(
-        "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, True, 0.95, "accuracy"
+        "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, True, 0.93, "accuracy"
     ),
     "value": _Recipe(
-        "AutoModelForTokenClassification", warmup.value_loss, warmup.value_fit, True, 0.6, "share of variance explained"
+        "AutoModelForTokenClassification", warmup.value_loss, warmup.value_fit, True, 0.4, "share of variance explained"
     ),
 }
 """qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""

@@ -1,6 +1,7 @@
 """Short supervised training of tiny models: answers for a policy, judgements for a reward model and a critic.
 
-Wrong answers, which a judge must see too, are right ones with one character replaced.
+Wrong answers, which a judge must see too, are right ones with one mistake: a digit replaced, dropped, added, or two exchanged. A judge
+learns at every token whether the answer is right so far: from its last token alone it learns a third as fast.
 """
 
 from __future__ import annotations
@@ -25,11 +26,15 @@ _RISE_STEPS: Final = 10
 
 
 class PaddedRows(NamedTuple):
-    """Prompts and responses, padded on the right. ids: int64 ``[rows, tokens]``; is_response: bool, the same shape; right: float32 ``[rows]``, 1 or 0."""
+    """Prompts and responses, padded on the right. ids: int64 ``[rows, tokens]``. is_response: bool. right: float32, 1 where the response so far is right, else 0."""
 
     ids_RT: Tensor
     is_response_RT: Tensor
-    right_R: Tensor
+    right_RT: Tensor
+
+    def right(self) -> Tensor:
+        """Return whether each whole answer is right: float32 ``[rows]``, 1 or 0."""
+        return self.right_RT.gather(1, self.last()[:, None])[:, 0]
 
     def last(self) -> Tensor:
         """Return the position of each row's last token: int64 ``[rows]``."""
@@ -43,20 +48,35 @@ def rows_of(tokenizer: Any, drawn: Sequence[TaskQuestion], wrong: random.Random 
         said = _wrong(answer, wrong) if wrong and row % 2 else answer
         chat = [{"role": "user", "content": question}]
         prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        parts.append((prompt, [*tokenizer(said)["input_ids"], tokenizer.eos_token_id], said == answer))
+        response, truth = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (said, answer))
+        parts.append((prompt, response, _right_so_far(response, truth)))
     width = max(len(prompt) + len(response) for prompt, response, _ in parts)
     ids_RT = torch.full((len(parts), width), tokenizer.pad_token_id)
-    is_response_RT = torch.zeros_like(ids_RT, dtype=torch.bool)
-    for row, (prompt, response, _) in enumerate(parts):
-        ids_RT[row, : len(prompt) + len(response)] = torch.tensor(prompt + response)
-        is_response_RT[row, len(prompt) : len(prompt) + len(response)] = True
-    return PaddedRows(ids_RT, is_response_RT, torch.tensor([float(right) for _, _, right in parts]))
+    is_response_RT, right_RT = torch.zeros_like(ids_RT, dtype=torch.bool), torch.zeros(ids_RT.shape)
+    for row, (prompt, response, right) in enumerate(parts):
+        here = slice(len(prompt), len(prompt) + len(response))
+        ids_RT[row, : here.stop] = torch.tensor(prompt + response)
+        is_response_RT[row, here] = True
+        right_RT[row, here] = torch.tensor(right)
+    return PaddedRows(ids_RT, is_response_RT, right_RT)
+
+
+def _right_so_far(response: Sequence[int], truth: Sequence[int]) -> list[float]:
+    first = next(
+        (at for at, pair in enumerate(zip(response, truth, strict=False)) if pair[0] != pair[1]), len(response)
+    )
+    return [float(at < first) for at in range(len(response))]
 
 
 def _wrong(answer: str, draws: random.Random) -> str:
-    place = draws.randrange(len(answer))
-    digit = draws.choice([digit for digit in "0123456789" if digit != answer[place]])
-    return answer[:place] + digit + answer[place + 1 :]
+    """Make one mistake."""
+    said = answer
+    while said == answer:
+        at, digit = draws.randrange(len(answer)), draws.choice("0123456789")
+        before, here, after = answer[:at], answer[at], answer[at + 1 :]
+        changed = (digit + after, after, here + digit + after, after[:1] + here + after[1:])
+        said = before + draws.choice(changed)
+    return said
 
 
 def answer_logprobs(model: Any, rows: PaddedRows) -> Tensor:
@@ -73,16 +93,17 @@ def answer_loss(model: Any, rows: PaddedRows) -> Tensor:
 
 
 def judge_loss(model: Any, rows: PaddedRows) -> Tensor:
-    """Cross entropy of a classifier's score against whether the answer is right."""
-    logits_R = model(input_ids=rows.ids_RT, attention_mask=_seen(rows)).logits[:, 0]
-    return F.binary_cross_entropy_with_logits(logits_R.float(), rows.right_R)
+    """Cross entropy of a classifier's score at each response token against whether the answer is right so far."""
+    scores_RT = model.score(model.base_model(input_ids=rows.ids_RT).last_hidden_state)[..., 0]
+    mask_RT = rows.is_response_RT
+    return F.binary_cross_entropy_with_logits(scores_RT[mask_RT].float(), rows.right_RT[mask_RT])
 
 
 def value_loss(model: Any, rows: PaddedRows) -> Tensor:
     """Squared error of the value before each response token against the reward that the row ends with."""
     values_RT = model(input_ids=rows.ids_RT[:, :-1]).logits[..., 0].float()
     mask_RT = rows.is_response_RT[:, 1:]
-    loss: Tensor = ((values_RT - rows.right_R[:, None]).square() * mask_RT).sum() / mask_RT.sum()
+    loss: Tensor = ((values_RT - rows.right()[:, None]).square() * mask_RT).sum() / mask_RT.sum()
     return loss
 
 
@@ -96,7 +117,7 @@ def expected_reward(model: Any, rows: PaddedRows) -> float:
 def judge_accuracy(model: Any, rows: PaddedRows) -> float:
     """Share of rows whose score has the right sign."""
     logits_R = model(input_ids=rows.ids_RT, attention_mask=_seen(rows)).logits[:, 0]
-    return float(((logits_R > 0) == (rows.right_R > 0)).float().mean())
+    return float(((logits_R > 0) == (rows.right() > 0)).float().mean())
 
 
 @torch.no_grad()
@@ -104,7 +125,7 @@ def value_fit(model: Any, rows: PaddedRows) -> float:
     """Share of the variance of rewards that the value before the last token explains."""
     values_RT = model(input_ids=rows.ids_RT).logits[..., 0]
     last_R = values_RT.gather(1, rows.last()[:, None] - 1)[:, 0]
-    return 1 - float((last_R - rows.right_R).square().mean() / rows.right_R.var(unbiased=False))
+    return 1 - float((last_R - rows.right()).square().mean() / rows.right().var(unbiased=False))
 
 
 def _seen(rows: PaddedRows) -> Tensor:
