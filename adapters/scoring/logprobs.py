@@ -193,7 +193,7 @@ def _forward_replaced(module: nn.Module, forward: Callable[[Tensor], Tensor]) ->
 
 def _logits_of(head: nn.Module, dtype: torch.dtype) -> tuple[Callable[[Tensor], Tensor], int]:
     """Return the output layer as a function that computes in `dtype`, and the number of its outputs."""
-    if type(head) is not nn.Linear:
+    if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         forward: Callable[[Tensor], Tensor] = partial(type(head).forward, head)
         return forward, head.get_parameter("weight").shape[0]
     weight_VH, bias_V = head.weight.to(dtype), None if head.bias is None else head.bias.to(dtype)

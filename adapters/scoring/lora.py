@@ -1,0 +1,157 @@
+"""Low-rank adapters: a model whose weights stay as they are, with a small trained product beside each linear layer.
+
+A layer computes ``x W' + (alpha / rank) x A' B'``; A is ``[rank, in]``, B ``[out, rank]`` and 0 at the start (Hu et al., "LoRA", arXiv 2106.09685,
+section 4.1). W keeps its name, A and B stand beside it (``q_proj.weight``, ``q_proj.lora_a``, ``q_proj.lora_b``), so engines and
+checkpoints know the model as before. What is published is ``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds it, and W is
+not rounded again at each publication, as merging and unmerging in place would.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from transferqueue.adapters.protocols import TensorSpec, Unsupported, WeightSource
+from transferqueue.adapters.weights import ModuleWeights
+from transferqueue.errors import UsageError
+
+_A: Final = "lora_a"
+_B: Final = "lora_b"
+
+
+class LoraLinear(nn.Linear):
+    """A linear layer with a trained product of low rank. Made of a plain one by `add_lora`."""
+
+    lora_a: nn.Parameter
+    lora_b: nn.Parameter
+    lora_scale: float
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  (torch's own name for it)
+        """See the module."""
+        low = linear(linear(input.to(self.lora_a.dtype), self.lora_a), self.lora_b)
+        return super().forward(input) + (low * self.lora_scale).to(input.dtype)
+
+    def merged(self) -> Tensor:
+        """Return ``W + (alpha / rank) B A`` in the dtype of W, computed in float32. Gathers shards."""
+        weight, a, b = (whole(part.detach()) for part in (self.weight, self.lora_a, self.lora_b))
+        return (weight.float() + self.lora_scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.dtype | None = None) -> list[str]:
+    """Give every linear layer of `model`, but its output layer, a product of rank `rank`; freeze all else. Returns the names of the layers.
+
+    dtype: of A and B (None: of the layer's weight). Call it before the model is sharded and before its optimizer is made. A is drawn from torch's
+    global generator. Raises `UsageError` for a rank below 1 or a model that has adapters, and `Unsupported` if there is no linear layer.
+    """
+    if rank < 1 or not alpha > 0:
+        raise UsageError(f"rank={rank}, alpha={alpha}: give a rank of at least 1 and a positive alpha")
+    if has_lora(model):
+        raise UsageError(f"{type(model).__name__} has adapters already")
+    score, output = getattr(model, "score", None), getattr(model, "get_output_embeddings", None)
+    left_out = (score, output() if callable(output) else None)
+    layers = {
+        name: module
+        for name, module in model.named_modules()
+        if type(module) is nn.Linear and all(module is not layer for layer in left_out)
+    }
+    if not layers:
+        raise Unsupported(f"{type(model).__name__} has no linear layers (torch.nn.Linear) to adapt; train it whole")
+    model.requires_grad_(requires_grad=False)
+    if isinstance(score, nn.Module):
+        score.requires_grad_()  # of a critic: it may have started at 0
+    for layer in layers.values():
+        _adapt(layer, rank, alpha, dtype)
+    return list(layers)
+
+
+def _adapt(layer: nn.Linear, rank: int, alpha: float, dtype: torch.dtype | None) -> None:
+    place: dict[str, Any] = {"device": layer.weight.device, "dtype": dtype or layer.weight.dtype}
+    layer.__class__ = LoraLinear
+    layer.lora_a = nn.Parameter(torch.empty(rank, layer.in_features, **place))
+    layer.lora_b = nn.Parameter(torch.zeros(layer.out_features, rank, **place))
+    layer.lora_scale = alpha / rank  # type: ignore[assignment]
+    nn.init.kaiming_uniform_(layer.lora_a, a=math.sqrt(5))
+
+
+def has_lora(model: nn.Module) -> bool:
+    """Whether `add_lora` was called with the model."""
+    return any(isinstance(module, LoraLinear) for module in model.modules())
+
+
+def published_weights(model: nn.Module) -> WeightSource:
+    """Return the weights that engines take, under the names of the model without adapters. Not copied, but for merged ones: valid until the next step."""
+    return MergedWeights(model) if has_lora(model) else ModuleWeights(model)
+
+
+class MergedWeights:
+    """A weight source (`protocols.WeightSource`) over a model with adapters: each product is added to its weight when the tensor is yielded.
+
+    Every rank of a sharded model must iterate, in the same order.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._plain = ModuleWeights(model)
+        self._layers = {
+            f"{name}.weight": module for name, module in model.named_modules() if isinstance(module, LoraLinear)
+        }
+
+    def metadata(self) -> Mapping[str, TensorSpec]:
+        """Names, shapes and dtypes."""
+        return {name: spec for name, spec in self._plain.metadata().items() if not _is_adapter(name)}
+
+    def __iter__(self) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in self._plain:
+            if not _is_adapter(name):
+                layer = self._layers.get(name)
+                yield name, tensor if layer is None else layer.merged()
+
+
+def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
+    """Write the adapters in the format of the library peft, for engines and tools that read it. base: path or id of the model without them.
+
+    Raises `UsageError` for a model without adapters. Every rank of a sharded model must call it; each writes the same.
+    """
+    from safetensors.torch import save_file
+
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+    if not layers:
+        raise UsageError(f"{type(model).__name__} has no adapters; call add_lora first")
+    first = next(iter(layers.values()))
+    rank = first.lora_a.shape[0]
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": rank,
+        "lora_alpha": first.lora_scale * rank,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": sorted({name.rpartition(".")[2] for name in layers}),
+    }
+    tensors = {
+        f"base_model.model.{name}.{kind}.weight": whole(part.detach()).contiguous()
+        for name, layer in layers.items()
+        for kind, part in (("lora_A", layer.lora_a), ("lora_B", layer.lora_b))
+    }
+    place = Path(directory)
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place / "adapter_model.safetensors")
+    (place / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Gather a tensor if it is a shard."""
+    gather = getattr(tensor, "full_tensor", None)
+    gathered: Tensor = gather() if callable(gather) else tensor
+    return gathered
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((f".{_A}", f".{_B}"))
