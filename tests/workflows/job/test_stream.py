@@ -1,0 +1,206 @@
+"""The rows of a step, leased from a real queue: held until they are acked together, given back if the step is given up."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.workflows.job.training.gather import StepShape
+from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
+
+GROUP = 2
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect() as queue:
+        yield queue
+
+
+@pytest.fixture
+def table(queue: tq.Queue) -> tq.Table:
+    return queue.create_table("t", tasks=[tq.Task("train", needs=["x"], groups=tq.Complete(), attempts_max=2)])
+
+
+def put(table: tq.Table, *prompts: int) -> None:
+    for prompt in prompts:
+        ordinals = [prompt * GROUP + sample for sample in range(GROUP)]
+        table.put(x=ordinals, group_id=prompt, group_size=GROUP, ordinal=ordinals, policy_version=0)
+
+
+def stream(table: tq.Table, units: int, *, whole: bool = True, stall_s: float = 20.0, **shape: Any) -> RowStream:
+    terms = StreamTerms(
+        task="train",
+        shape=StepShape(units=units, **shape),
+        whole=whole,
+        group_rows=GROUP,
+        fields=("x",),
+        stall_s=stall_s,
+    )
+    return RowStream(table, terms, emit=lambda event: None)
+
+
+class Computed:
+    """Notes the values and row ids of each call."""
+
+    def __init__(self) -> None:
+        self.calls: list[list[int]] = []
+        self.ids: list[int] = []
+
+    def __call__(self, columns: Any, ids: list[int]) -> None:
+        self.calls.append([int(value) for value in columns["x"]])
+        self.ids += ids
+
+
+# ---------------------------------------------------------------- bad input
+
+
+def test_rows_without_ordinals_are_refused_in_the_order_of_ordinals(table: tq.Table) -> None:
+    table.put(x=[1, 2], group_id=0, group_size=2)
+    with pytest.raises(UsageError, match=r'row 0 of table "t" has no ordinal, which order="ordinal" needs'):
+        stream(table, 1, order="ordinal").step(Computed())
+    assert table.stats()["tasks"]["train"]["leased"] == 0
+
+
+def test_a_wait_ends_with_what_is_missing(table: tq.Table) -> None:
+    with pytest.raises(DeadlineExceeded, match="train"):
+        stream(table, 1, stall_s=0.05).step(Computed())
+
+
+def test_rows_that_cannot_be_computed_with_go_back_as_failed_and_the_others_as_they_were(table: tq.Table) -> None:
+    put(table, 0, 1)
+    rows = stream(table, 2, at_least=1, order="ordinal")
+
+    def compute(columns: Any, ids: list[int]) -> None:
+        if columns["x"][0] == GROUP:
+            raise UsageError("a response of prompt 1 is broken")
+
+    with pytest.raises(UsageError, match="prompt 1 is broken"):
+        rows.step(compute)
+    task = table.stats()["tasks"]["train"]
+    assert (task["ready"], task["leased"], task["failed"]) == (4, 0, GROUP)
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_a_step_takes_groups_as_they_come_and_acks_them_with_its_step(table: tq.Table) -> None:
+    put(table, 0, 1)
+    rows, computed = stream(table, 3), Computed()
+
+    def compute(columns: Any, ids: list[int]) -> None:
+        computed(columns, ids)
+        if len(computed.calls) == 1:
+            put(table, 2)
+
+    gathered = rows.step(compute)
+    assert gathered is not None
+    assert computed.calls == [[0, 1, 2, 3], [4, 5]]
+    assert sorted(computed.ids) == sorted(gathered.rows)
+    assert (gathered.is_held, gathered.staleness(), gathered.mean("x")) == (True, {"0": 6}, 2.5)
+    assert table.stats()["tasks"]["train"]["leased"] == 6
+    rows.finish()
+    assert rows.ack(gathered, 7) == 0
+    assert table.checkpointed(6, task="train") == 0
+    assert table.checkpointed(7, task="train") == 6
+
+
+def test_single_rows_are_units_of_their_own(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    put(table, 0, 1)
+    rows, computed = stream(table, 3, whole=False, order="ordinal"), Computed()
+    assert rows.step(computed) is not None
+    assert computed.calls == [[0], [1], [2]]
+
+
+def test_the_order_of_ordinals_is_that_of_the_data_whatever_comes_first(table: tq.Table) -> None:
+    put(table, 2, 0, 3, 1)
+    rows, computed = stream(table, 2, order="ordinal", at_least=2, window=math.inf), Computed()
+    for _ in range(2):
+        gathered = rows.step(computed)
+        assert gathered is not None
+        rows.finish()
+        rows.ack(gathered, -1)
+    assert computed.calls == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_window_does_not_take_places_far_ahead(table: tq.Table) -> None:
+    put(table, 3, 1)
+    rows, computed = stream(table, 1, window=2.0), Computed()
+    assert rows.step(computed) is not None
+    assert computed.calls == [[2, 3]]
+
+
+def test_a_dropped_place_moves_the_window_on(table: tq.Table) -> None:
+    put(table, 0, 1, 2)
+    table.drop([0, 1], "equal")
+    rows, computed = stream(table, 2, window=1.0), Computed()
+    gathered = rows.step(computed)
+    assert gathered is not None
+    assert computed.calls == [[2, 3], [4, 5]]
+    rows.finish()
+    assert rows.position == (3, ())
+
+
+def test_the_end_of_the_table_makes_a_smaller_step_and_then_none(table: tq.Table) -> None:
+    put(table, 0)
+    table.seal()
+    rows, computed = stream(table, 2, stream=False), Computed()
+    gathered = rows.step(computed)
+    assert gathered is not None
+    rows.finish()
+    assert rows.ack(gathered, -1) == 0
+    assert rows.step(computed) is None
+    assert computed.calls == [[0, 1]]
+
+
+# ---------------------------------------------------------------- lost leases
+
+
+def test_a_step_that_is_given_up_comes_again(table: tq.Table) -> None:
+    put(table, 0, 1)
+    rows, computed = stream(table, 2, order="ordinal"), Computed()
+    gathered = rows.step(computed)
+    assert gathered is not None
+    rows.give_up(gathered)
+    assert table.stats()["tasks"]["train"]["ready"] == 4
+    assert rows.step(computed) is not None
+    assert computed.calls == [[0, 1], [2, 3]] * 2
+
+
+def test_rows_lost_after_the_update_are_acked_when_they_come_again_and_not_learned_twice(table: tq.Table) -> None:
+    put(table, 0, 1, 2)
+    rows, computed = stream(table, 1), Computed()
+    first = rows.step(computed)
+    assert first is not None
+    rows.finish()
+    table.rollback(-1, task="train")  # ends the lease, as a long stop of the process would
+    assert rows.ack(first, 1) == GROUP
+    second = rows.step(computed)
+    assert second is not None
+    rows.finish()
+    assert rows.ack(second, 2) == 0
+    assert computed.calls == [[0, 1], [2, 3]]
+    assert table.checkpointed(1, task="train") == GROUP
+    assert table.checkpointed(2, task="train") == GROUP
+
+
+def test_the_leases_of_a_step_are_acked_even_if_one_is_lost(table: tq.Table) -> None:
+    put(table, 0)
+    rows = stream(table, 2)
+
+    def compute(columns: Any, ids: list[int]) -> None:
+        if columns["x"][0] == 0:
+            put(table, 1)
+
+    gathered = rows.step(compute)
+    assert gathered is not None
+    table.drop(gathered.batches[0].rows, "bad")
+    assert rows.ack(gathered, 1) == GROUP
+    assert table.checkpointed(1, task="train") == GROUP
+    assert table.audit()["balanced"]

@@ -1,0 +1,166 @@
+"""The whole loop of a trainer against a real queue: modes, streaming, resume, deaths at every point."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import transferqueue as tq
+from tests.scale import only_long
+from tests.workflows.job import stand_ins
+from transferqueue.errors import UsageError
+from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.job.tiny_model.make import make
+from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("model")
+    make(path, hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    return path
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect() as queue:
+        yield queue
+
+
+def events(told: list[Any], kind: str) -> list[dict[str, Any]]:
+    return [event.values for event in told if isinstance(event, Figures) and event.kind == kind]
+
+
+def trained(queue: tq.Queue, given: dict[str, Any], directory: Path) -> list[dict[str, Any]]:
+    """Run the job to its end in this process; the figures of each step."""
+    told: list[Any] = []
+    with stand_ins.table_of(queue, stand_ins.job_of(given)) as table:
+        stand_ins.train(queue.address, given, str(directory), told)
+        audit = table.audit()
+    job = stand_ins.job_of(given)
+    batch = job.trainer.prompts_per_step * job.sampling.group_size
+    assert audit["balanced"]
+    assert (audit["rows_done"], audit["rows_live"]) == (job.steps * batch, 0), audit
+    return events(told, "step")
+
+
+# ---------------------------------------------------------------- modes
+
+
+@pytest.mark.parametrize(
+    ("mode", "stream"),
+    [
+        ("sync", "on"),
+        ("async", "on"),
+        *only_long(("sync", "off"), ("delayed", "on"), ("delayed", "off"), ("async", "off")),
+    ],
+)
+def test_a_job_trains_its_steps_and_leaves_no_row(
+    mode: str, stream: str, model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    order = "ready" if mode == "async" else "ordinal"
+    given = stand_ins.values(model, pacing={"mode": mode}, trainer={"stream": stream, "order": order})
+    steps = trained(queue, given, tmp_path)
+    assert [step["step"] for step in steps] == [1, 2, 3, 4]
+    assert [step["version"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["rows"] == 6 and step["lost_rows"] == 0 for step in steps)
+    staleness = {behind for step in steps for behind in step["staleness"]}
+    assert staleness == {"0"} if mode == "sync" else staleness <= {"0", "1"}
+    assert {"loss", "gradient_norm", "lr", "reward", "idle_s", "stood_still_s", "tokens", "logprob_difference"} <= set(
+        steps[0]
+    )
+    assert stand_ins.final_weights(queue)[0] == 4
+    assert Checkpoints(tmp_path / "checkpoints" / "train").steps() == [2, 4]
+
+
+def test_without_checkpoints_rows_are_done_at_once(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    assert len(trained(queue, stand_ins.values(model, checkpoint={"every": 0}), tmp_path)) == 4
+    assert not (tmp_path / "checkpoints").exists()
+
+
+def test_a_checkpoint_says_what_it_is_of(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    trained(queue, stand_ins.values(model), tmp_path)
+    state = checkpoint_state(Checkpoints(tmp_path / "checkpoints" / "train").path(2))
+    assert (state.step, state.version, state.position) == (2, 2, (6, ()))
+
+
+def test_versions_may_be_fewer_than_steps(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    given = stand_ins.values(model, weights={"every": 2}, pacing={"mode": "async", "max_staleness": 2})
+    assert [step["version"] for step in trained(queue, given, tmp_path)] == [0, 2, 2, 4]
+
+
+def test_a_step_of_several_updates_publishes_once(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    given = stand_ins.values(model, algorithm={"kind": "grpo", "epochs": 2, "minibatches": 3})
+    steps = trained(queue, given, tmp_path)
+    assert [step["version"] for step in steps] == [1, 2, 3, 4]
+    assert all(step["rows"] == 6 for step in steps)
+
+
+# ---------------------------------------------------------------- resume
+
+
+def undisturbed(given: dict[str, Any], directory: Path) -> dict[str, torch.Tensor]:
+    with tq.connect() as queue:
+        trained(queue, given, directory)
+        return stand_ins.final_weights(queue)[1]
+
+
+def life(*arguments: Any) -> int:
+    """One life of a trainer in a process of its own; its exit code."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(
+        ["transferqueue.workflows.job.training.process", "transformers.models.qwen3", "tests.workflows.job.stand_ins"]
+    )
+    process = context.Process(
+        target=stand_ins.train if len(arguments) == 3 else stand_ins.train_and_die, args=arguments
+    )
+    process.start()
+    process.join(100)
+    assert process.exitcode is not None, "the trainer hangs"
+    return process.exitcode
+
+
+DEATHS = (
+    ("publish", 4, 6),  # version 3 is there, and checkpoint 2: its weights come again as version 4
+    ("update", 3, 4),
+    ("update", 4, 6),
+    ("ack", 3, 6),
+    ("checkpoint", 1, 4),
+    ("checkpointed", 2, 4),
+)
+"""After which call a life ends, and the version of the last step of the next."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("point", "count", "version"), [DEATHS[0], *only_long(*DEATHS[1:])])
+def test_a_trainer_killed_at_any_point_ends_with_the_weights_of_an_undisturbed_one(
+    point: str, count: int, version: int, model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    """Sync mode, fixed seeds, rows in order. A version, a row or a state of the optimizer that was lost or doubled would show in the weights."""
+    given = stand_ins.values(model)
+    wanted = undisturbed(given, tmp_path / "whole")
+    with stand_ins.table_of(queue, stand_ins.job_of(given)) as table:
+        assert life(queue.address, given, str(tmp_path / "killed"), point, count) == -signal.SIGKILL
+        assert life(queue.address, given, str(tmp_path / "killed")) == 0
+        audit = table.audit()
+    assert (audit["balanced"], audit["rows_done"], audit["rows_live"]) == (True, 24, 0)
+    latest, weights = stand_ins.final_weights(queue)
+    assert latest == version
+    assert weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(weights[name], tensor), name
+
+
+def test_a_checkpoint_of_another_model_is_refused(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    trained(queue, stand_ins.values(model), tmp_path / "run")
+    other = tmp_path / "other"
+    make(other, hidden_size=32, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8)
+    given = stand_ins.values(other, checkpoint={"resume": str(tmp_path / "run")})
+    with pytest.raises(UsageError, match=r"is of another model: .* differ; give its model"):
+        stand_ins.train(queue.address, given, str(tmp_path / "next"))

@@ -1,0 +1,1 @@
+"""The trainer of a job: gathers steps from the queue, learns, publishes weights, writes checkpoints."""

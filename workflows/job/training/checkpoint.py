@@ -1,0 +1,229 @@
+"""Checkpoints of a trainer: directories that are complete or absent, without pickle.
+
+``DIRECTORY/step-00000040/``::
+
+    model.safetensors       weights by name, in the dtype that is trained
+    optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; states of random generators
+    state.json              step, version of its weights, where the random generators are, what wrote it
+
+A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the directory is renamed. A reader takes the newest
+directory of that form, so a death at any moment leaves the checkpoint before or this one, never a part. The schedule has no state: the rate follows from the step.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.workflows.job.training.gather import StreamPosition
+from transferqueue.workflows.job.training.learner import StepLearner
+
+FORMAT: Final = 1
+_MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
+_NAMED: Final = re.compile(r"step-(\d{8,})")
+_RANDOM: Final = "random/"
+
+
+class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the data were trained."""
+
+    step: int
+    version: int
+    position: StreamPosition = StreamPosition()
+    format: int = FORMAT
+    torch: str = str(torch.__version__)
+
+
+class Checkpoints:
+    """The checkpoints of one trainer in `directory`, the newest `keep` of them."""
+
+    def __init__(self, directory: Path, keep: int = 2) -> None:
+        if keep < 1:
+            raise UsageError(f"keep={keep}: a trainer that dies could not go on; keep 1 checkpoint or more")
+        self.directory, self._keep = directory, keep
+
+    def steps(self) -> list[int]:
+        """Return the steps of all complete checkpoints, ascending."""
+        if not self.directory.is_dir():
+            return []
+        named = (_NAMED.fullmatch(entry.name) for entry in self.directory.iterdir())
+        return sorted(int(match.group(1)) for match in named if match)
+
+    def path(self, step: int) -> Path:
+        """Return where the checkpoint of a step is."""
+        return self.directory / f"step-{step:08}"
+
+    def newest(self) -> Path | None:
+        """Return the newest complete checkpoint."""
+        steps = self.steps()
+        return self.path(steps[-1]) if steps else None
+
+    def save(self, learner: StepLearner, version: int, position: StreamPosition) -> dict[str, float]:
+        """Write a checkpoint of the learner as it is now, then remove those beyond `keep`. Returns its step, seconds and bytes.
+
+        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power.
+        """
+        started = time.monotonic()
+        tensors = learner_tensors(learner)
+        if not learner.ranks.leads:
+            return {}
+        state = CheckpointState(step=learner.steps_taken, version=version, position=position)
+        final = self.path(state.step)
+        if not final.exists():
+            self._write(final, tensors, state)
+        self._prune()
+        nbytes = sum(file.stat().st_size for file in final.iterdir())
+        return {"step": state.step, "seconds": time.monotonic() - started, "bytes": nbytes}
+
+    def _write(self, final: Path, tensors: tuple[dict[str, Tensor], dict[str, Tensor]], state: CheckpointState) -> None:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        unfinished = final.with_name(f".{final.name}.{os.getpid()}")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        save_file(tensors[0], unfinished / _MODEL)
+        save_file(tensors[1], unfinished / _OPTIMIZER)
+        (unfinished / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
+        for file in (*unfinished.iterdir(), unfinished):
+            _synchronise(file)
+        unfinished.rename(final)
+        _synchronise(self.directory)
+
+    def _prune(self) -> None:
+        for step in self.steps()[: -self._keep]:
+            shutil.rmtree(self.path(step))
+        for left in self.directory.glob(".step-*"):  # of a process that died
+            shutil.rmtree(left)
+
+
+def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
+    """Make the learner what it was when the checkpoint at `path` was written. Returns what the checkpoint says of itself.
+
+    `NotFound` if it is not complete, `Corruption` if a file cannot be read, `UsageError` if it is of another model.
+    """
+    state = checkpoint_state(path)
+    try:
+        tensors = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
+    except (OSError, SafetensorError) as error:
+        raise Corruption(f'checkpoint "{path}" cannot be read: {error}; resume from another one') from error
+    _set_learner_tensors(learner, *tensors, path)
+    learner.steps_taken = state.step
+    return state
+
+
+def checkpoint_state(path: Path) -> CheckpointState:
+    """Read what a checkpoint says of itself. Raises as `load_checkpoint`."""
+    try:
+        state = msgspec.json.decode((path / _STATE).read_bytes(), type=CheckpointState)
+    except FileNotFoundError as error:
+        raise NotFound(f'"{path}" is no checkpoint: it has no {_STATE}; give a directory step-N of a run') from error
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise Corruption(f'"{path / _STATE}" cannot be read: {error}; resume from another checkpoint') from error
+    if state.format != FORMAT:
+        raise UsageError(
+            f'checkpoint "{path}" has format {state.format}, and this version reads {FORMAT}; use the version that wrote it'
+        )
+    return state
+
+
+# ---------------------------------------------------------------- tensors
+
+
+def learner_tensors(learner: StepLearner) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Return weights, and the state of optimizer and random generators, by name, as whole tensors in host memory."""
+    names = _names(learner.model)
+    model = {name: _host(tensor) for name, tensor in _untied(learner.model).items()}
+    optimizer = {
+        f"{names[id(parameter)]}/{entry}": _host(value)
+        for parameter in learner.trained
+        for entry, value in learner.optimizer.state.get(parameter, {}).items()
+    }
+    return model, {**optimizer, **_random_states()}
+
+
+def _set_learner_tensors(
+    learner: StepLearner, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], path: Path
+) -> None:
+    own = _untied(learner.model)
+    if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in model.items()}:
+        differing = sorted(own.keys() ^ model.keys()) or [n for n in own if own[n].shape != model[n].shape]
+        raise UsageError(
+            f'checkpoint "{path}" is of another model: {listing(differing)} differ; give its model, or resume="never"'
+        )
+    for name, value in own.items():
+        _copy(value, model[name])
+    names = _names(learner.model)
+    for parameter in learner.trained:
+        prefix = f"{names[id(parameter)]}/"
+        entries = {name.removeprefix(prefix): value for name, value in optimizer.items() if name.startswith(prefix)}
+        if entries:
+            learner.optimizer.state[parameter] = {name: _like(parameter, value) for name, value in entries.items()}
+    _set_random_states(optimizer)
+
+
+def _names(model: nn.Module) -> dict[int, str]:
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
+def _untied(model: nn.Module) -> dict[str, Tensor]:
+    """The weights by name; tied ones, which are one parameter, by their first name alone."""
+    state = model.state_dict(keep_vars=True)
+    first = {id(tensor): name for name, tensor in reversed(state.items())}
+    return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
+
+
+def _host(value: Any) -> Tensor:
+    tensor: Tensor = value if isinstance(value, Tensor) else torch.tensor(value)
+    gather = getattr(tensor, "full_tensor", None)
+    return (gather() if callable(gather) else tensor).detach().cpu().contiguous()
+
+
+def _copy(into: Tensor, value: Tensor) -> None:
+    with torch.no_grad():
+        into.copy_(_like(into, value))
+
+
+def _like(tensor: Tensor, value: Tensor) -> Tensor:
+    """Return `value`, which is whole, where and as `tensor` is: on its device, and sharded if it is."""
+    if value.ndim == 0:
+        return value.clone()
+    from torch.distributed.tensor import DTensor, distribute_tensor
+
+    placed = value.to(tensor.device)
+    if isinstance(tensor, DTensor):
+        return distribute_tensor(placed, tensor.device_mesh, tensor.placements)
+    return placed
+
+
+def _random_states() -> dict[str, Tensor]:
+    states = {f"{_RANDOM}cpu": torch.get_rng_state()}
+    for device in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        states[f"{_RANDOM}cuda{device}"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def _set_random_states(states: Mapping[str, Tensor]) -> None:
+    for name, state in states.items():
+        if name == f"{_RANDOM}cpu":
+            torch.set_rng_state(state)
+        elif name.startswith(f"{_RANDOM}cuda") and int(name[len(_RANDOM) + 4 :]) < torch.cuda.device_count():
+            torch.cuda.set_rng_state(state, int(name[len(_RANDOM) + 4 :]))
+
+
+def _synchronise(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,275 @@
+"""Learners that take the rows of a step as they come: forward and backward of each micro-batch at once, one update at its end.
+
+The loss of a step is ``(1/N) sum_m S_m``: S_m is the sum over micro-batch m, N the weight of the whole step (tokens or rows), which is known only
+when its last row has come. A gradient is linear in the loss, so each micro-batch adds the gradient of ``S_m / c``, with a constant c, in float32, and
+the step multiplies the sum by ``c W / N`` before it clips. W undoes the mean that FSDP2 takes over W ranks. c is a power of two near N, so
+dividing by it is exact, and numbers stay near those of an ordinary mean. The result does not depend on how rows were split, but for the
+order in which float32 numbers are added.
+
+This holds for one unknown weight per gradient. The critic has a model, and so a gradient, of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from itertools import pairwise
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from transferqueue.adapters.scoring import is_packed, micro_batches, response_scores, response_values
+from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.trainers.learners import LossSum
+from transferqueue.adapters.weights import ModuleWeights
+from transferqueue.errors import UsageError
+from transferqueue.workflows.job.algorithms.losses import policy_loss, value_loss
+from transferqueue.workflows.job.algorithms.responses import Responses
+from transferqueue.workflows.job.settings.defaults import filled
+from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
+from transferqueue.workflows.job.training.columns import RowColumns, lengths, loss_columns, rows_of, select
+from transferqueue.workflows.job.training.ranks import ALONE, Ranks
+
+_PER_STEP: Final = frozenset({"tokens", "rows"})
+"""Figures that count; the others are sums over tokens, reported as means."""
+
+
+def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "constant") -> float:
+    """Return the share of the learning rate at `step` (from 0): up over `warmup` steps, then as the schedule says, down to 0 at `steps`.
+
+    >>> [rate_share(step, steps=6, warmup=2, schedule="linear") for step in range(6)]
+    [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
+    """
+    if step < warmup:
+        return (step + 1) / warmup
+    done = min(1.0, (step - warmup) / max(1, steps - warmup))
+    return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
+
+
+class StepLearner:
+    """Owns a model and its optimizer (AdamW): `accumulate` for rows as they come, `step` once a step.
+
+    model: plain, or sharded by ``fully_shard``; then, and with several `ranks`, every rank calls every method in the same order. trainer: as the
+    job has it; weights and gradients have the dtype of the model's parameters, and gradients are added in float32. compute: dtype of the forward
+    pass (autocast where it differs). steps: of the whole run, for the schedule.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        trainer: TrainerSettings,
+        *,
+        steps: int,
+        lr: float,
+        weight_near: float,
+        compute: str = "",
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.model = model
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not self.trained:
+            raise UsageError(f"{type(model).__name__} has no parameter that is trained; set requires_grad")
+        self.optimizer = torch.optim.AdamW(self.trained, lr=lr, betas=trainer.betas, weight_decay=trainer.weight_decay)
+        self.steps_taken = 0
+        self.ranks = ranks
+        self._trainer, self._steps, self._lr = trainer, steps, lr
+        self._scale = 2.0 ** round(math.log2(max(1.0, weight_near)))
+        self._compute = torch_dtype(compute) if compute else self.trained[0].dtype
+        self._sums: dict[str, float] = {}
+        self._wide: list[Tensor | None] = [None] * len(self.trained)
+
+    # ------------------------------------------------------------ rows
+
+    def micro_batches(self, columns: RowColumns, at_least: int = 1) -> list[list[int]]:
+        """Return the rows of each pass: at most ``micro_tokens`` tokens, and at least `at_least` passes if there are as many rows."""
+        sizes = lengths(columns)
+        tokens = min(self._trainer.micro_tokens, max(1, -(-sum(sizes) // at_least)))
+        return micro_batches(sizes, tokens, padded=not is_packed(self.model))
+
+    def accumulate(self, columns: RowColumns) -> None:
+        """Compute the rows' loss and add its gradient. columns: what the loss reads, one value a row (see `RowColumns`).
+
+        Blocks for the passes. `UsageError` for rows that the loss cannot take; the gradient is then that of the passes before.
+        """
+        for rows in self.micro_batches(columns) if rows_of(columns) else []:
+            self.backward(select(columns, rows))
+
+    def backward(self, columns: RowColumns, weight: float = 1.0) -> None:
+        """Make one pass over the rows. weight 0: they count as none; a rank without rows takes part in a collective that way."""
+        with self._autocast():
+            loss = self.loss(columns)
+        (loss.total * (weight / self._scale)).backward()
+        self._widen()
+        if weight:
+            counted = {"loss": float(loss.total.detach()), "weight": loss.weight, "passes": 1.0, **loss.figures}
+            for name, value in counted.items():
+                self._sums[name] = self._sums.get(name, 0.0) + value
+
+    def loss(self, columns: RowColumns) -> LossSum:
+        """Return the loss of the rows, with one call of the model."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Forget what was accumulated since the last step."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._sums, self._wide = {}, [None] * len(self.trained)
+
+    # ------------------------------------------------------------ step
+
+    def step(self, *, counts: bool = True) -> dict[str, float]:
+        """Update the weights with the mean gradient of the accumulated rows, over all ranks. Returns figures.
+
+        ``loss`` and what the loss counts are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are sums; ``gradient_norm`` is from before
+        clipping; ``lr``. counts False: further updates of the same step follow. `UsageError` if no rank has accumulated a row.
+        """
+        sums = self.ranks.summed(self._sums)
+        if not sums.get("weight", 0.0) > 0:
+            raise UsageError(
+                "a step was taken with no rows, or with rows whose tokens are all masked; accumulate rows first"
+            )
+        share = rate_share(
+            self.steps_taken, steps=self._steps, warmup=self._trainer.warmup, schedule=self._trainer.schedule
+        )
+        for group in self.optimizer.param_groups:
+            group["lr"] = self._lr * share
+        self._narrow()
+        self.ranks.sum_gradients(self.trained, self._scale / sums["weight"])
+        norm = _whole(nn.utils.clip_grad_norm_(self.trained, self._trainer.gradient_norm_max))
+        self.optimizer.step()
+        self.steps_taken += counts
+        self.discard()
+        return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
+
+    def weights(self) -> ModuleWeights:
+        """Return the weights by name; not copied. Iterating gathers shards: do it on every rank, in the same order."""
+        return ModuleWeights(self.model)
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        parameter = self.trained[0]
+        if parameter.dtype == self._compute:
+            return nullcontext()
+        return torch.autocast(parameter.device.type, dtype=self._compute)
+
+    def _widen(self) -> None:
+        """Move gradients that are not float32 into float32 sums: 16-bit numbers would lose small addends."""
+        for at, parameter in enumerate(self.trained):
+            if parameter.grad is None or parameter.grad.dtype in (torch.float32, torch.float64):
+                continue
+            wide = self._wide[at]
+            self._wide[at] = parameter.grad.float() if wide is None else wide + parameter.grad.float()
+            parameter.grad = None
+
+    def _narrow(self) -> None:
+        for parameter, wide in zip(self.trained, self._wide, strict=True):
+            if wide is not None:
+                parameter.grad = wide.to(parameter.dtype)
+
+
+class PolicyLearner(StepLearner):
+    """Learns a policy: any kind of algorithm, sft and distillation included.
+
+    temperature: that responses were drawn with. tokens_max: the longest response that is allowed (for Dr. GRPO). rows_near: about how many rows a step has.
+
+    Example::
+
+        learner = PolicyLearner(model, AlgorithmSettings(kind="grpo"), TrainerSettings(lr=1e-6), steps=100)
+        learner.accumulate({"prompt_ids": ..., "response_ids": ..., "rollout_logprobs": ..., "advantages": ...})
+        print(learner.step()["loss"])
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        *,
+        steps: int,
+        temperature: float = 1.0,
+        tokens_max: int = 0,
+        rows_near: int = 1,
+        compute: str = "",
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.algorithm = filled(algorithm)
+        near = rows_near if self.algorithm.aggregate == "rows" else rows_near * max(1, tokens_max)
+        super().__init__(model, trainer, steps=steps, lr=trainer.lr, weight_near=near, compute=compute, ranks=ranks)
+        self._temperature, self._tokens_max = temperature, tokens_max
+        self._logits_dtype = torch_dtype(trainer.logits_dtype)
+
+    def loss(self, columns: RowColumns) -> LossSum:
+        """See `StepLearner`."""
+        forward = self.algorithm.kind == "distill" and self.algorithm.direction == "forward"
+        scores = response_scores(
+            self.model,
+            columns["prompt_ids"],
+            columns["response_ids"],
+            temperature=self._temperature,
+            logits_dtype=self._logits_dtype,
+            at_ids=columns["teacher_ids"] if forward else None,
+        )
+        logprobs_N = scores.logprobs_N
+        others: dict[str, Tensor | None] = dict(loss_columns(columns, self.algorithm, logprobs_N.device))
+        responses = Responses(
+            logprobs_N=logprobs_N,
+            logprobs_NK=scores.logprobs_NK,
+            entropies_N=-logprobs_N.detach(),  # its mean over drawn tokens is the policy's entropy
+            **others,  # type: ignore[arg-type]
+        )
+        loss = policy_loss(responses, self.algorithm, tokens_max=self._tokens_max)
+        return LossSum(loss.total, loss.weight, {**loss.figures, **_difference(responses)})
+
+
+class ValueLearner(StepLearner):
+    """Learns a value model: the critic of ppo. lr: of the critic. tokens_near: about how many response tokens a step has."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        algorithm: AlgorithmSettings,
+        trainer: TrainerSettings,
+        *,
+        steps: int,
+        lr: float,
+        tokens_near: int = 1,
+        compute: str = "",
+    ) -> None:
+        super().__init__(model, trainer, steps=steps, lr=lr, weight_near=tokens_near, compute=compute)
+        self.algorithm = filled(algorithm)
+
+    def loss(self, columns: RowColumns) -> LossSum:
+        """See `StepLearner`."""
+        values_N = response_values(self.model, columns["prompt_ids"], columns["response_ids"])
+        tensors = loss_columns(columns, self.algorithm, values_N.device)
+        others: dict[str, Tensor | None] = dict(tensors)
+        responses = Responses(logprobs_N=values_N.detach(), values_N=values_N, **others)  # type: ignore[arg-type]
+        return value_loss(responses, self.algorithm)
+
+
+def _difference(responses: Responses) -> dict[str, float]:
+    """Sum the difference between the trainer's log-probs and those of the engine that drew the tokens."""
+    if responses.rollout_logprobs_N is None:
+        return {}
+    difference_N = (responses.logprobs_N.detach() - responses.rollout_logprobs_N).abs().where(responses.mask_N, 0)
+    return {"logprob_difference": float(difference_N.sum())}
+
+
+def _means(sums: Mapping[str, float]) -> dict[str, float]:
+    counts = {name: sums[name] for name in ("tokens", "rows", "passes") if name in sums}
+    tokens = max(1.0, sums.get("tokens", sums["weight"]))
+    left_out = {"loss", "weight", *counts}
+    means = {name: value / tokens for name, value in sums.items() if name not in left_out}
+    return {"loss": sums["loss"] / sums["weight"], **counts, **means}
+
+
+def _whole(value: Tensor) -> Tensor:
+    gather: Callable[[], Tensor] | None = getattr(value, "full_tensor", None)
+    return value if gather is None else gather()
+
+
+def in_minibatches(rows: int, minibatches: int, generator: torch.Generator) -> Sequence[list[int]]:
+    """Return the rows of each update of one epoch: drawn anew each epoch, as equal in number as can be."""
+    order: list[int] = torch.randperm(rows, generator=generator).tolist()
+    bounds = [rows * at // minibatches for at in range(minibatches + 1)]
+    return [order[first:last] for first, last in pairwise(bounds) if last > first]

@@ -1,0 +1,175 @@
+"""Forward and backward passes and updates, on one process or on several ranks at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from enum import IntEnum
+from typing import Final
+
+import torch
+
+import transferqueue as tq
+from transferqueue.errors import InternalError
+from transferqueue.workflows.job.settings.job import AlgorithmSettings
+from transferqueue.workflows.job.training.checkpoint import Checkpoints
+from transferqueue.workflows.job.training.columns import RowColumns, joined, select
+from transferqueue.workflows.job.training.gather import StreamPosition
+from transferqueue.workflows.job.training.learner import StepLearner, in_minibatches
+
+_NONE: Final = -1
+"""Ends the rows of a pass in a command."""
+
+
+class Kind(IntEnum):
+    """What rank 0 tells the others to do."""
+
+    PASSES = 1
+    UPDATE = 2
+    DISCARD = 3
+    GATHER = 4
+    SAVE = 5
+    END = 6
+
+
+class Passes:
+    """Rank 0's view of the learner on all ranks: `compute` as rows come, `update` when the step's rows are there.
+
+    A step takes ``epochs`` times ``minibatches`` updates. With more than one, the rows are kept, and all passes are made by `update`.
+    """
+
+    def __init__(self, learner: StepLearner, algorithm: AlgorithmSettings, *, seed: int) -> None:
+        self._learner, self._ranks = learner, learner.ranks
+        self._epochs, self._minibatches = algorithm.epochs, algorithm.minibatches
+        self._seed = seed
+        self._kept: list[RowColumns] = []
+        self._kept_ids: list[int] = []
+
+    @property
+    def keeps_rows(self) -> bool:
+        """Whether rows are computed with only when all have come."""
+        return self._epochs * self._minibatches > 1
+
+    def compute(self, columns: RowColumns, ids: list[int]) -> None:
+        """Add the gradient of these rows; blocks for the passes."""
+        if not self.keeps_rows:
+            self._compute(columns, ids)
+            return
+        self._kept.append(columns)
+        self._kept_ids += ids
+
+    def update(self) -> dict[str, float]:
+        """Update the weights once the step's rows were given; returns figures, of several updates their means."""
+        if not self.keeps_rows:
+            return self._update(counts=True)
+        columns, figures = joined(self._kept), []
+        cut = [part for epoch in range(self._epochs) for part in self._minibatches_of(epoch)]
+        for number, rows in enumerate(cut, 1):
+            self._compute(select(columns, rows), [self._kept_ids[row] for row in rows])
+            figures.append(self._update(counts=number == len(cut)))
+        self._kept, self._kept_ids = [], []
+        return {name: sum(each[name] for each in figures) / len(figures) for name in figures[-1]}
+
+    def discard(self) -> None:
+        """Forget the step's rows."""
+        self._ranks.tell(Kind.DISCARD)
+        self._kept, self._kept_ids = [], []
+        self._learner.discard()
+
+    def gather(self) -> None:
+        """Let the other ranks take part in the gathering of weights that follows on this one."""
+        self._ranks.tell(Kind.GATHER)
+
+    def save(self, checkpoints: Checkpoints, version: int, position: StreamPosition) -> dict[str, float]:
+        """Write a checkpoint with the others, who give their shards."""
+        self._ranks.tell(Kind.SAVE)
+        return checkpoints.save(self._learner, version, position)
+
+    def end(self) -> None:
+        """Let the others end."""
+        self._ranks.tell(Kind.END)
+
+    def _minibatches_of(self, epoch: int) -> Sequence[list[int]]:
+        generator = torch.Generator().manual_seed(self._seed + 1_000_003 * self._learner.steps_taken + epoch)
+        return in_minibatches(len(self._kept_ids), self._minibatches, generator)
+
+    def _compute(self, columns: RowColumns, ids: list[int]) -> None:
+        world = self._ranks.world
+        passes = self._learner.micro_batches(columns, at_least=world)
+        if world > 1:
+            self._ranks.tell(Kind.PASSES, encoded([[ids[row] for row in rows] for rows in passes]))
+        for round_ in range(0, len(passes), world):
+            self._learner.backward(select(columns, passes[round_]))
+
+    def _update(self, *, counts: bool) -> dict[str, float]:
+        self._ranks.tell(Kind.UPDATE, [int(counts)])
+        return self._learner.step(counts=counts)
+
+
+def encoded(passes: Sequence[Sequence[int]]) -> list[int]:
+    """Return the row ids of passes as one list.
+
+    >>> encoded([[4, 9], [7]])
+    [4, 9, -1, 7, -1]
+    """
+    return [number for rows in passes for number in (*rows, _NONE)]
+
+
+def decoded(values: Sequence[int]) -> list[list[int]]:
+    """Return the passes that `encoded` wrote.
+
+    >>> decoded([4, 9, -1, 7, -1])
+    [[4, 9], [7]]
+    """
+    passes: list[list[int]] = [[]]
+    for value in values:
+        if value == _NONE:
+            passes.append([])
+        else:
+            passes[-1].append(value)
+    return passes[:-1]
+
+
+class RankFollower:
+    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. gather: takes part in a gathering of weights."""
+
+    def __init__(
+        self,
+        learner: StepLearner,
+        table: tq.Table,
+        fields: Sequence[str],
+        checkpoints: Checkpoints | None,
+        gather: Callable[[], object],
+    ) -> None:
+        self._learner, self._table, self._fields = learner, table, list(fields)
+        self._checkpoints, self._gather = checkpoints, gather
+
+    def run(self) -> None:
+        """Serve until rank 0 ends. Raises when a rank is gone."""
+        ranks = self._learner.ranks
+        while (command := ranks.hear()).kind != Kind.END:
+            match Kind(command.kind):
+                case Kind.PASSES:
+                    self._compute(decoded(command.values))
+                case Kind.UPDATE:
+                    self._learner.step(counts=bool(command.values[0]))
+                case Kind.DISCARD:
+                    self._learner.discard()
+                case Kind.GATHER:
+                    self._gather()
+                case Kind.SAVE if self._checkpoints is not None:
+                    self._checkpoints.save(self._learner, -1, StreamPosition())
+                case _:
+                    raise InternalError(f"rank {ranks.rank} was told {command}, which it cannot do")
+
+    def _compute(self, passes: Sequence[Sequence[int]]) -> None:
+        """Make this rank's passes; one without rows repeats those of the first rank with weight 0."""
+        rank, world = self._learner.ranks.rank, self._learner.ranks.world
+        for first in range(0, len(passes), world):
+            has_rows = first + rank < len(passes)
+            if has_rows or self._learner.ranks.parallel == "fsdp2":
+                rows = passes[first + rank] if has_rows else passes[first]
+                self._learner.backward(self._read(rows), weight=float(has_rows))
+
+    def _read(self, rows: Sequence[int]) -> RowColumns:
+        with self._table.read(rows, fields=self._fields) as read:
+            return {name: list(read[name]) for name in self._fields}

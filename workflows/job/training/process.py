@@ -1,0 +1,236 @@
+"""The processes ``train`` and ``train_critic``: one each, or one for each rank of the policy's trainer.
+
+Each loads its model, goes on from the newest checkpoint of its run, and runs the loop of `transferqueue.workflows.job.training.trainer`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import transferqueue as tq
+from transferqueue.adapters.scoring import load_causal_lm, load_value_model
+from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.weights import TensorWeights, copy_weights
+from transferqueue.errors import NotFound
+from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.settings.defaults import defaults_of
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.resolve import resolve
+from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
+from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
+from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
+from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
+from transferqueue.workflows.job.training.passes import Passes, RankFollower
+from transferqueue.workflows.job.training.publication import Publisher, latest_version
+from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
+from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
+from transferqueue.workflows.job.training.trainer import Trainer, TrainerTerms
+
+CHECKPOINTS: Final = "checkpoints"
+"""Folder of a run that holds the checkpoints of each trainer."""
+
+
+@contextmanager
+def train(context: Context) -> Iterator[Callable[[], None]]:
+    """Factory of ``train``: yields the loop that trains the policy. ``context.instance`` is the rank."""
+    job = resolve(context.settings(Job))
+    settings = job.trainer
+    with meeting(context.queue, context.instance, settings.ranks, settings.parallel) as ranks:
+        learner = policy_learner(job, ranks)
+        yield _loop(context, job, learner, names.TRAIN)
+
+
+@contextmanager
+def train_critic(context: Context) -> Iterator[Callable[[], None]]:
+    """Factory of ``train_critic``: yields the loop that trains the value model."""
+    job = resolve(context.settings(Job))
+    yield _loop(context, job, value_learner(job), names.TRAIN_CRITIC)
+
+
+def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
+    """Load the policy of a resolved job, place it on this rank, and return its learner."""
+    settings = job.trainer
+    model = load_causal_lm(
+        job.model.path,
+        dtype=settings.master_dtype,
+        device=settings.device,
+        revision=job.model.revision,
+        trust_remote_code=job.model.trust_remote_code,
+    )
+    _prepare(model, job)
+    return PolicyLearner(
+        ranks.placed(model, torch_dtype(job.model.dtype)),
+        job.algorithm,
+        settings,
+        steps=job.steps,
+        temperature=1.0 if job.algorithm.kind == "sft" else job.sampling.temperature,
+        tokens_max=job.sampling.tokens_max,
+        rows_near=batch_rows(job),
+        compute=job.model.dtype,
+        ranks=ranks,
+    )
+
+
+def value_learner(job: Job) -> ValueLearner:
+    """Load the critic of a resolved job and return its learner."""
+    critic = job.critic
+    model = load_value_model(
+        critic.path,
+        dtype=job.trainer.master_dtype,
+        device=critic.device,
+        trust_remote_code=job.model.trust_remote_code,
+    )
+    _prepare(model, job)
+    return ValueLearner(
+        model,
+        job.algorithm,
+        job.trainer,
+        steps=job.steps,
+        lr=critic.lr,
+        tokens_near=batch_rows(job) * job.sampling.tokens_max,
+        compute=critic.dtype or job.model.dtype,
+    )
+
+
+def _prepare(model: Any, job: Job) -> None:
+    if job.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.train()  # dropout is off; only in this mode do layers compute their forward pass again
+
+
+def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
+    """Return the loop of this process."""
+    checkpoints = _checkpoints(context, job, task)
+    state = _resumed(job, learner, checkpoints)
+    if not learner.ranks.leads:
+        gather = (lambda: sum(1 for _ in learner.weights())) if learner.ranks.parallel == "fsdp2" else (lambda: None)
+        return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, gather).run
+    channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=job.weights.keep)
+    latest = latest_version(channel)
+    version, position = (state.version, state.position) if state else (-1, StreamPosition())
+    if state is None and checkpoints is None and latest > 0 and learner.ranks.world == 1:
+        version, position = _taken_up(context, job, learner, channel, task)
+    trainer = Trainer(
+        table=context.table,
+        stream=_stream(context, job, task, position),
+        passes=Passes(learner, job.algorithm, seed=job.seed),
+        publisher=_publisher(job, channel, learner),
+        weights=learner.weights,
+        checkpoints=checkpoints,
+        terms=_terms(job, task, checkpoints),
+        figures=context.figures,
+        step=learner.steps_taken,
+        latest=latest,
+        version=version,
+    )
+    trainer.begin(resumed=state is not None)
+    return trainer.run
+
+
+def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms:
+    is_policy = task == names.TRAIN
+    return TrainerTerms(
+        task=task,
+        steps=job.steps,
+        save_every=0 if checkpoints is None else job.checkpoint.every,
+        publish_every=job.weights.every,
+        kind="step" if is_policy else "critic_step",
+        reward=is_policy and defaults_of(job.algorithm.kind).rewarded,
+        seals=is_policy,
+    )
+
+
+def _publisher(job: Job, channel: tq.WeightChannel, learner: StepLearner) -> Publisher:
+    return Publisher(
+        channel,
+        dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
+        background=job.weights.background,
+        collective=learner.ranks.parallel == "fsdp2",
+    )
+
+
+def _stream(context: Context, job: Job, task: str, position: StreamPosition) -> RowStream:
+    rewarded = task == names.TRAIN and defaults_of(job.algorithm.kind).rewarded
+    terms = stream_terms(job, task, _fields(context.table, task), ("rewards",) if rewarded else ())
+    return RowStream(context.table, terms, emit=context.emit, position=position)
+
+
+def stream_terms(job: Job, task: str, fields: tuple[str, ...], figures: tuple[str, ...] = ()) -> StreamTerms:
+    """Return what a trainer of a resolved job leases."""
+    whole = _is_whole(job, task)
+    settings = job.trainer
+    units = settings.prompts_per_step if whole else batch_rows(job)
+    ahead = depth(job) > 0
+    window = max(job.pacing.window, job.pacing.over_sample) if ahead else math.inf
+    return StreamTerms(
+        task=task,
+        shape=StepShape(
+            units=units,
+            at_least=min(settings.at_least, units),
+            stream=settings.stream == "on",
+            order=settings.order,
+            window=window,
+        ),
+        whole=whole,
+        group_rows=group_rows(job),
+        fields=fields,
+        figures=figures,
+        stall_s=graph.STALL_S,
+    )
+
+
+def _is_whole(job: Job, task: str) -> bool:
+    """Whether the task takes whole groups."""
+    return task == names.TRAIN and defaults_of(job.algorithm.kind).compares
+
+
+def _fields(table: tq.Table, task: str) -> tuple[str, ...]:
+    return tuple(table.tasks[task].needs)
+
+
+# ---------------------------------------------------------------- resume
+
+
+def _checkpoints(context: Context, job: Job, task: str) -> Checkpoints | None:
+    if context.directory is None or not job.checkpoint.every:
+        return None
+    return Checkpoints(context.directory / CHECKPOINTS / task, keep=job.checkpoint.keep)
+
+
+def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
+    """Load the checkpoint that the trainer goes on from: the newest of this run, else the one that the job names. None: there is none."""
+    resume = job.checkpoint.resume
+    newest = checkpoints.newest() if checkpoints is not None else None
+    if newest is None and resume not in ("auto", "never"):
+        newest = _named(Path(resume), learner)
+    return None if newest is None else load_checkpoint(newest, learner)
+
+
+def _taken_up(
+    context: Context, job: Job, learner: StepLearner, channel: tq.WeightChannel, task: str
+) -> tuple[int, StreamPosition]:
+    """Go on from the newest weights that a trainer without checkpoints published; the optimizer begins anew."""
+    with channel.pull(timeout_s=0) as weights:
+        copy_weights(TensorWeights(weights.torch()), learner.model)
+        learner.steps_taken = min(weights.version, job.steps)
+        return weights.version, StreamPosition(
+            context.table.cursor() // (group_rows(job) if _is_whole(job, task) else 1)
+        )
+
+
+def _named(path: Path, learner: StepLearner) -> Path:
+    """Return the checkpoint that `path` names: itself, or the newest of a run's folder."""
+    if path.name.startswith("step-"):
+        return path
+    task = names.TRAIN if isinstance(learner, PolicyLearner) else names.TRAIN_CRITIC
+    for folder in (path / CHECKPOINTS / task, path / task, path):
+        if (newest := Checkpoints(folder).newest()) is not None:
+            return newest
+    raise NotFound(
+        f'checkpoint.resume="{path}" has no checkpoint of task {task}; give a run\'s folder, or a directory step-N'
+    )

@@ -1,0 +1,189 @@
+"""Publishes weights beside the training: the trainer stands still only while they are copied to host memory.
+
+Rules:
+
+1. The copy of step k begins when its update is done. Forward and backward passes read the weights and change none, so only the update of step k + 1
+   waits for the copy.
+2. A thread copies, publishes the version, and only then acks the rows of the step. So whoever sees room for new rows finds the weights that learned
+   from the old ones. Versions are published in order, one at a time.
+3. An error of the thread is raised by the trainer's next call here: no step follows one that could not be published.
+4. With sharded weights (FSDP2) gathering a tensor is a collective of all ranks, which must not mix with those of a pass: the copy is then made in the
+   trainer's thread, and only publication and ack run beside it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from queue import SimpleQueue
+from typing import Final
+
+import torch
+from torch import Tensor
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import WeightSource
+from transferqueue.errors import DeadlineExceeded, UsageError
+
+PUBLISH_S: Final = 600.0
+"""Longest wait for memory for a version."""
+THREAD: Final = "publication"
+
+
+class HostCopy:
+    """Copies of tensors in host memory, in buffers that are used again; pinned where the tensors are on a GPU."""
+
+    def __init__(self, dtype: torch.dtype | None = None) -> None:
+        self._dtype = dtype
+        self._buffers: dict[str, Tensor] = {}
+
+    def take(self, source: WeightSource) -> dict[str, Tensor]:
+        """Copy the tensors and return the copies, which are valid until the next call. Floating tensors get the dtype of this object.
+
+        Blocks until the copies are there. Waits first for work that the device had been given before.
+        """
+        copies = {}
+        device = None
+        for name, tensor in source:
+            buffer = self._buffer(name, tensor)
+            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
+            device = tensor.device if tensor.is_cuda else device
+            copies[name] = buffer
+        if device is not None:
+            torch.cuda.synchronize(device)
+        return copies
+
+    def _buffer(self, name: str, tensor: Tensor) -> Tensor:
+        dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != dtype:
+            buffer = torch.empty(tensor.shape, dtype=dtype, pin_memory=tensor.is_cuda)
+            self._buffers[name] = buffer
+        return buffer
+
+
+class Publisher:
+    """Publishes the weights of a trainer on a channel, in a thread of its own, and acks each step after its version.
+
+    dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done. collective: the weights are
+    sharded (rule 4). Call from one thread; `close` ends the thread.
+    """
+
+    def __init__(
+        self,
+        channel: tq.WeightChannel,
+        *,
+        dtype: torch.dtype | None = None,
+        background: bool = True,
+        collective: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._channel, self._clock = channel, clock
+        self._background, self._collective = background, collective
+        self._copy = HostCopy(dtype)
+        self._copied, self._done = threading.Event(), threading.Event()
+        self._copied.set()
+        self._done.set()
+        self._error: BaseException | None = None
+        self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._stood_still_s = 0.0
+        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
+        self._thread.start()
+
+    def publish(self, version: int, source: WeightSource, then: Callable[[], object]) -> None:
+        """Publish `source` as `version`, then call `then` (in the publication's thread).
+
+        Waits until the step before is published. `source` must not change until `wait_copied` returns.
+        """
+        self.wait()
+        started = self._clock()
+        self._copied.clear()
+        self._done.clear()
+        copies = self._copy.take(source) if self._collective else None
+        self._work.put(lambda: self._publish(version, source, copies, then))
+        if not self._background:
+            self._done.wait()
+        if copies is not None or not self._background:
+            self._stood_still_s += self._clock() - started
+        if not self._background:
+            self.wait()
+
+    def ack(self, then: Callable[[], object]) -> None:
+        """Ack a step that publishes no version, in order."""
+        self.wait()
+        self._copied.set()
+        self._done.clear()
+        self._work.put(lambda: self._finish(then))
+
+    def wait_copied(self) -> None:
+        """Wait until the weights may change."""
+        started = self._clock()
+        self._copied.wait()
+        self._stood_still_s += self._clock() - started
+        self._raise()
+
+    def wait(self) -> None:
+        """Wait until everything is published and acked; raise what went wrong."""
+        self._done.wait()
+        self._raise()
+
+    def stood_still_s(self) -> float:
+        """Return for how many seconds the trainer stood still for weights since the last call."""
+        stood, self._stood_still_s = self._stood_still_s, 0.0
+        return stood
+
+    def close(self) -> None:
+        """End the thread when its work is done. A second call does nothing."""
+        if self._thread.is_alive():
+            self._work.put(None)
+            self._thread.join()
+
+    # ------------------------------------------------------------ the thread
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001  (raised in the trainer's thread)
+                self._error = error
+            finally:
+                self._copied.set()
+                self._done.set()
+
+    def _publish(
+        self, version: int, source: WeightSource, copies: Mapping[str, Tensor] | None, then: Callable[[], object]
+    ) -> None:
+        if copies is None:
+            copies = self._copy.take(source)
+        self._copied.set()
+        self._channel.publish(version, copies, timeout_s=PUBLISH_S)
+        then()
+
+    def _finish(self, then: Callable[[], object]) -> None:
+        then()
+
+    def _raise(self) -> None:
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+
+def latest_version(channel: tq.WeightChannel) -> int:
+    """Return the newest version of the channel; -1 if it has none."""
+    try:
+        with channel.pull(timeout_s=0) as weights:
+            return weights.version
+    except DeadlineExceeded:
+        return -1
+
+
+def next_version(latest: int, step: int) -> int:
+    """Return the version of `step`: versions only rise, and are the steps until a step was taken back.
+
+    >>> next_version(6, 7), next_version(9, 7)
+    (7, 10)
+    """
+    if step < 0:
+        raise UsageError(f"step {step}: the first weights are those of step 0")
+    return max(latest + 1, step)

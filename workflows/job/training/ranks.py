@@ -1,0 +1,208 @@
+"""Several processes that learn as one: rank 0 leases, publishes and acks; the others compute what it tells them.
+
+Rules:
+
+1. Rank 0 splits every part of a step into passes and tells each rank its rows, as row ids. A rank reads them from the table: no rank but 0 has leases, so
+   a step is acked in one commit, and the death of any rank gives all rows of the step back.
+2. All ranks make equally many passes. One that has no rows for a pass repeats rows with weight 0, since under FSDP2 a pass is a collective.
+3. Under ``ddp`` each rank has the whole model, and gradients are summed once a step. Under ``fsdp2`` every pass adds the mean over ranks to a sharded
+   gradient, and the step multiplies by the number of ranks.
+4. A rank that dies breaks the next collective of all others: they fail, and the supervisor starts all of them again.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch._C._distributed_c10d import TCPStore
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, Unreachable, UsageError
+from transferqueue.workflows.job import names
+
+Parallel = Literal["single", "ddp", "fsdp2"]
+MEETING: Final = f"{names.TABLE}/ranks"
+"""Channel on which rank 0 publishes the port where the ranks of one life of the trainer meet."""
+MEETING_S: Final = 600.0
+"""Longest wait for the other ranks to come: each loads a model."""
+WAIT_S: Final = 7 * 3600.0
+"""Longest wait for a command or a collective: longer than rank 0 waits for rows."""
+_BUCKET: Final = 1 << 26
+"""Numbers that are summed over ranks in one call: 256 MiB of float32."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """What rank 0 tells the others. kind: as the runner of the ranks names them."""
+
+    kind: int
+    values: list[int]
+
+
+class Ranks:
+    """This process among the ranks of a trainer. `ALONE` is a process without others."""
+
+    def __init__(self, rank: int = 0, world: int = 1, parallel: Parallel = "single") -> None:
+        if not 0 <= rank < world or (world > 1) != (parallel != "single"):
+            raise UsageError(
+                f"rank {rank} of {world}, parallel={parallel!r}: give ranks 0 to world - 1, and several only for ddp or fsdp2"
+            )
+        self.rank, self.world, self.parallel = rank, world, parallel
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0, which leases, publishes and reports."""
+        return self.rank == 0
+
+    # ------------------------------------------------------------ commands
+
+    def tell(self, kind: int, values: Sequence[int] = ()) -> None:
+        """Give the others a command. Rank 0 only; they `hear` it."""
+        if self.world > 1:
+            _broadcast(torch.tensor([kind, len(values)], dtype=torch.int64))
+            if values:
+                _broadcast(torch.tensor(values, dtype=torch.int64))
+
+    def hear(self) -> Command:
+        """Wait for the next command of rank 0. Raises ``RuntimeError`` when a rank is gone."""
+        head = _broadcast(torch.zeros(2, dtype=torch.int64)).tolist()
+        values = _broadcast(torch.zeros(head[1], dtype=torch.int64)).tolist() if head[1] else []
+        return Command(head[0], values)
+
+    # ------------------------------------------------------------ sums
+
+    def summed(self, sums: Mapping[str, float]) -> dict[str, float]:
+        """Return figures summed over ranks; every rank calls it. Names are those of rank 0, which has rows whenever another rank has."""
+        if self.world == 1:
+            return dict(sums)
+        text = json.dumps(sorted(sums)).encode() if self.leads else b""
+        size = _broadcast(torch.tensor([len(text)]))
+        named = torch.frombuffer(bytearray(text.ljust(int(size))), dtype=torch.uint8) if self.leads else None
+        text = bytes(_broadcast(torch.zeros(int(size), dtype=torch.uint8) if named is None else named).tolist())
+        every = json.loads(text)
+        values = torch.tensor([sums.get(name, 0.0) for name in every], dtype=torch.float64)
+        dist.all_reduce(values, group=dist.group.WORLD)
+        return dict(zip(every, values.tolist(), strict=True))
+
+    def sum_gradients(self, parameters: Sequence[nn.Parameter], factor: float) -> None:
+        """Turn gradients of sums, each multiplied by its own constant, into `factor` times their sum over ranks."""
+        if self.parallel == "ddp":
+            for parameter in parameters:
+                if parameter.grad is None:  # this rank had no rows in the whole step
+                    parameter.grad = torch.zeros_like(parameter)
+            for bucket in _buckets([parameter.grad for parameter in parameters if parameter.grad is not None]):
+                _sum_over_ranks(bucket)
+        whole = factor * (self.world if self.parallel == "fsdp2" else 1)
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.mul_(whole)
+
+    # ------------------------------------------------------------ models
+
+    def placed(self, model: nn.Module, compute: torch.dtype) -> nn.Module:
+        """Shard `model` over the ranks under ``fsdp2``, its layers one by one; else return it as it is."""
+        if self.parallel != "fsdp2":
+            return model
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        first = next(model.parameters())
+        mesh = init_device_mesh(first.device.type, (self.world,))
+        options: dict[str, Any] = {"mesh": mesh}
+        if first.dtype != compute:
+            options["mp_policy"] = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32)
+        for layer in _layers(model):
+            fully_shard(layer, **options)
+        fully_shard(model, **options)
+        return model
+
+
+ALONE: Final = Ranks()
+
+
+@contextmanager
+def meeting(queue: tq.Queue, rank: int, world: int, parallel: Parallel) -> Iterator[Ranks]:
+    """Join the other ranks of this life of the trainer; leave when the block ends.
+
+    Rank 0 announces a port on its host through the queue. Blocks until all have come, at most `MEETING_S`; `Unreachable` then.
+    """
+    if world == 1:
+        yield ALONE
+        return
+    channel = queue.weights(MEETING, keep=1)
+    store = _announced(channel, world) if rank == 0 else _found(channel, world)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=WAIT_S))
+    try:
+        yield Ranks(rank, world, parallel)
+    finally:
+        dist.destroy_process_group()
+
+
+def _announced(channel: tq.WeightChannel, world: int) -> Any:
+    """Open a store, and publish where it is as the next version of the channel."""
+    host = socket.gethostbyname(socket.gethostname())
+    store = TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEETING_S))
+    address = torch.tensor([*map(int, host.split(".")), store.port])
+    try:
+        latest = channel.pull(timeout_s=0).version
+    except DeadlineExceeded:
+        latest = -1
+    channel.publish(latest + 1, {"address": address})
+    return store
+
+
+def _found(channel: tq.WeightChannel, world: int) -> Any:
+    """Connect to the newest store that answers: an older one belongs to an earlier life of rank 0."""
+    tried = -1
+    while True:
+        try:
+            with channel.pull(above=tried, timeout_s=MEETING_S) as weights:
+                tried, numbers = weights.version, weights.torch()["address"].tolist()
+        except DeadlineExceeded as error:
+            raise Unreachable(f"rank 0 did not announce itself within {MEETING_S:g} s; see its log") from error
+        host = ".".join(map(str, numbers[:4]))
+        try:
+            return TCPStore(host, numbers[4], world, is_master=False, timeout=timedelta(seconds=5))
+        except dist.DistError:
+            continue  # that life is over; the next one announces itself
+
+
+def _layers(model: nn.Module) -> list[nn.Module]:
+    """The layers of the longest list of modules: those of a transformer."""
+    lists: list[list[nn.Module]] = [list(module) for module in model.modules() if isinstance(module, nn.ModuleList)]
+    return max(lists, key=len, default=[])
+
+
+def _broadcast(tensor: Tensor) -> Tensor:
+    dist.broadcast(tensor, src=0)
+    return tensor
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        if bucket and (
+            sum(each.numel() for each in bucket) + tensor.numel() > _BUCKET or tensor.dtype != bucket[0].dtype
+        ):
+            yield bucket
+            bucket = []
+        bucket.append(tensor)
+    if bucket:
+        yield bucket
+
+
+def _sum_over_ranks(tensors: Sequence[Tensor]) -> None:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    dist.all_reduce(flat)
+    for tensor, part in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(part.view_as(tensor))

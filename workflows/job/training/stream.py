@@ -1,0 +1,274 @@
+"""Gathers the rows of a step from the queue, and computes with them as they come.
+
+Rules:
+
+1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
+2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are published. So a
+   trainer that dies at any moment has counted all rows of a step or none.
+3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its rows: the step is given up,
+   its gradient is discarded, and its other rows are released.
+4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are acked as soon as they come again,
+   with the step that learned from them, and are not computed with.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, UsageError
+from transferqueue.workflows.flow.events import WAIT, Event, TimeSpan
+from transferqueue.workflows.job.training.columns import RowColumns
+from transferqueue.workflows.job.training.gather import StepGatherer, StepShape, StreamPosition
+
+CHECK_S: Final = 1.0
+"""After so long without a row, the stream asks whether a place that it waits for is gone."""
+
+Compute = Callable[[RowColumns, list[int]], None]
+"""Takes columns of some rows of the step, and the ids of the rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamTerms:
+    """What is leased. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else single rows. fields: columns that are
+    computed with. figures: scalar columns of which the step reports means. stall_s: longest wait for a row.
+    """
+
+    task: str
+    shape: StepShape
+    whole: bool
+    group_rows: int
+    fields: tuple[str, ...]
+    figures: tuple[str, ...] = ()
+    stall_s: float = 3600.0
+
+
+@dataclass(slots=True)
+class GatheredStep:
+    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows."""
+
+    batches: list[tq.Batch] = field(default_factory=list)
+    idle_s: float = 0.0
+
+    @property
+    def rows(self) -> list[int]:
+        """Ids of the rows."""
+        return [int(row) for batch in self.batches for row in batch.rows]
+
+    @property
+    def is_held(self) -> bool:
+        """Whether all leases are still held, as far as the client knows."""
+        return not any(batch.ended for batch in self.batches)
+
+    def staleness(self) -> dict[str, int]:
+        """How many rows were as many versions behind the table's clock when they were leased."""
+        counted = Counter(
+            int(behind) for batch in self.batches for behind in np.maximum(0, batch.version - batch.policy_version)
+        )
+        return {str(behind): count for behind, count in sorted(counted.items())}
+
+    def mean(self, name: str) -> float:
+        """The mean of a scalar column."""
+        return float(np.concatenate([batch[name].numpy() for batch in self.batches]).mean(dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """A group or a row of a batch: positions in the batch, by ordinal."""
+
+    batch: int
+    rows: npt.NDArray[np.intp]
+
+
+class RowStream:
+    """The rows of one task, step by step. `ack` may be called from another thread than the others. position: where an earlier process was."""
+
+    def __init__(
+        self,
+        table: tq.Table,
+        terms: StreamTerms,
+        *,
+        emit: Callable[[Event], None],
+        position: StreamPosition | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.table, self.terms = table, terms
+        self._emit, self._clock = emit, clock
+        self._gatherer: StepGatherer[Unit] = StepGatherer(terms.shape, position)
+        self._learned: dict[int, int] = {}
+        """Rows that the model has learned from and that may come again, with their step."""
+
+    def step(self, compute: Compute) -> GatheredStep | None:
+        """Gather the rows of the next step, and compute with them as they come. None: the table has ended.
+
+        The last step of a table may have fewer rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute` raises, all
+        rows are released, those that it computed with as failed.
+        """
+        gathered = GatheredStep()
+        try:
+            while not self._gatherer.is_complete:
+                self._take_more(gathered)
+                self._compute(gathered, compute)
+            self._compute(gathered, compute)
+        except BaseException:
+            self.give_up(gathered)
+            raise
+        if not gathered.batches:
+            return None
+        return gathered
+
+    @property
+    def position(self) -> StreamPosition:
+        """Which places were trained, or are gone."""
+        return self._gatherer.position
+
+    def finish(self) -> None:
+        """The model has learned from the step: its rows are `ack`ed next, and others make the next step."""
+        self._gatherer.finish()
+
+    def give_up(self, gathered: GatheredStep) -> None:
+        """Release the rows of a step that the model has not learned from."""
+        self._gatherer.discard()
+        for batch in gathered.batches:
+            try:
+                batch.release()
+            except LeaseExpired:
+                continue  # others have its rows already
+            except tq.BatchEnded:
+                continue  # released as failed
+
+    def ack(self, gathered: GatheredStep, step: int) -> int:
+        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, which is 0 unless a lease was."""
+        lost: list[int] = []
+        batches = gathered.batches
+        while batches:
+            try:
+                self.table.ack(batches, step=step)
+                break
+            except (LeaseExpired, tq.BatchEnded):
+                lost += [int(row) for batch in batches if batch.ended for row in batch.rows]
+                batches = [batch for batch in batches if not batch.ended]
+        self._learned.update(dict.fromkeys(lost, step))
+        return len(lost)
+
+    # ------------------------------------------------------------ leases
+
+    def _take_more(self, gathered: GatheredStep) -> None:
+        started = self._clock()
+        try:
+            batch = self._leased(started, gathered)
+        finally:
+            ended = self._clock()
+            gathered.idle_s += ended - started
+            self._emit(TimeSpan(name=WAIT, start=started, end=ended))
+        if batch is None:
+            self._gatherer.end()
+        elif not self._is_known(batch):
+            for place, unit in self._units(batch, len(gathered.batches)):
+                self._gatherer.add(place, unit)
+            gathered.batches.append(batch)
+
+    def _leased(self, started: float, gathered: GatheredStep) -> tq.Batch | None:
+        """Lease what is wanted next, or None at the end of the table. Places that are gone move the window on."""
+        while True:
+            left_s = max(0.0, self.terms.stall_s - (self._clock() - started))
+            checks = bool(gathered.batches or self._gatherer.missing())
+            try:
+                return self._lease(min(CHECK_S, left_s) if checks else left_s)
+            except EndOfTable:
+                return None
+            except DeadlineExceeded:
+                if gathered.batches and self._holds_the_last():
+                    return None
+                if left_s <= CHECK_S:
+                    raise
+                self._gatherer.gone(self._gone())
+
+    def _holds_the_last(self) -> bool:
+        """Whether the table has ended but for the rows that this step holds: the queue cannot tell, since they might come back."""
+        stats = self.table.stats()
+        task = stats["tasks"][self.terms.task]
+        more = task["ready"] or (not task["stranded"] and (task["pending"] or task["held"]))
+        return bool(stats["sealed"]) and not more
+
+    def _lease(self, timeout_s: float) -> tq.Batch:
+        wanted, terms = self._gatherer.wanted(), self.terms
+        ordinal = () if wanted.below is None else tq.Compare("ordinal", "<", wanted.below * self._unit_rows)
+        return self.table.lease(
+            terms.task,
+            groups=wanted.units if terms.whole else None,
+            rows=None if terms.whole else wanted.units,
+            at_least=wanted.at_least,
+            where=ordinal,
+            fields=[*terms.fields, *terms.figures],
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def _unit_rows(self) -> int:
+        return self.terms.group_rows if self.terms.whole else 1
+
+    def _gone(self) -> Iterator[int]:
+        """The missing places of which every row has its end."""
+        known = 0
+        for place in self._gatherer.missing():
+            if place * self._unit_rows >= known:
+                known = self.table.cursor(place * self._unit_rows)
+            if known >= (place + 1) * self._unit_rows:
+                yield place
+
+    def _is_known(self, batch: tq.Batch) -> bool:
+        """Whether the model has learned from these rows before; they are then acked with the step that did."""
+        steps = [self._learned.get(int(row)) for row in batch.rows] if self._learned else []
+        if not steps or None in steps:
+            return False
+        batch.ack(step=max(step for step in steps if step is not None))
+        return True
+
+    def _units(self, batch: tq.Batch, number: int) -> Iterator[tuple[int, Unit]]:
+        """The units of a batch, with their places."""
+        if self.terms.shape.order == "ordinal" and int(batch.ordinal.min()) < 0:
+            raise UsageError(
+                f'row {int(batch.rows[batch.ordinal.argmin()])} of table "{self.table.name}" has no ordinal, which order="ordinal" needs; put rows '
+                'with ordinal=, or set trainer.order="ready"'
+            )
+        order = np.lexsort((batch.rows, batch.ordinal))
+        if not self.terms.whole:
+            for row in order:
+                yield int(batch.ordinal[row]), Unit(number, np.array([row]))
+            return
+        groups = batch.group_id[order]
+        for group in dict.fromkeys(groups.tolist()):
+            rows = order[groups == group]
+            yield int(batch.ordinal[rows[0]]) // self._unit_rows, Unit(number, rows)
+
+    # ------------------------------------------------------------ rows
+
+    def _compute(self, gathered: GatheredStep, compute: Compute) -> None:
+        for part in self._gatherer.parts():
+            try:
+                compute(self._columns(gathered, part), self._ids(gathered, part))
+            except Exception as error:
+                for number in dict.fromkeys(unit.batch for unit in part):
+                    batch = gathered.batches[number]
+                    rows = np.concatenate([batch.rows[unit.rows] for unit in part if unit.batch == number])
+                    batch.release(rows, failed=True, reason=f"{type(error).__name__}: {error}"[:1000])
+                raise
+
+    def _columns(self, gathered: GatheredStep, part: Sequence[Unit]) -> RowColumns:
+        return {name: _values(gathered, part, name) for name in self.terms.fields}
+
+    def _ids(self, gathered: GatheredStep, part: Sequence[Unit]) -> list[int]:
+        return [int(gathered.batches[unit.batch].rows[row]) for unit in part for row in unit.rows]
+
+
+def _values(gathered: GatheredStep, part: Sequence[Unit], name: str) -> list[Any]:
+    columns = {number: gathered.batches[number][name] for number in dict.fromkeys(unit.batch for unit in part)}
+    return [columns[unit.batch][int(row)] for unit in part for row in unit.rows]

@@ -1,0 +1,164 @@
+"""The loop of a trainer: gather a step, update, publish, ack, save; and how it begins and ends.
+
+Rules:
+
+1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so often a checkpoint of k, and
+   then ``checkpointed(k)``. Without checkpoints the ack is final at once.
+2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between the two), and then ``rollback(c)``: rows of
+   later steps come again, and leases of an earlier life end. Versions only rise: if a version after that of c was published, the weights of c are published
+   again under the next number. Rows of the lost versions are then as stale as the table's pacing says.
+3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as dropped ("surplus").
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import WeightSource
+from transferqueue.errors import NotFound, Sealed
+from transferqueue.workflows.job.training.checkpoint import Checkpoints
+from transferqueue.workflows.job.training.passes import Passes
+from transferqueue.workflows.job.training.publication import Publisher, next_version
+from transferqueue.workflows.job.training.stream import GatheredStep, RowStream
+
+SURPLUS: Final = "surplus"
+"""Why rows end that were generated ahead of a trainer that needs no more."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerTerms:
+    """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
+
+    kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer.
+    """
+
+    task: str
+    steps: int
+    save_every: int
+    publish_every: int = 1
+    kind: str = "step"
+    reward: bool = False
+    seals: bool = True
+
+
+@dataclass
+class Trainer:
+    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives the current ones, on all ranks."""
+
+    table: tq.Table
+    stream: RowStream
+    passes: Passes
+    publisher: Publisher
+    weights: Callable[[], WeightSource]
+    checkpoints: Checkpoints | None
+    terms: TrainerTerms
+    figures: Callable[..., None]
+    step: int = 0
+    latest: int = -1
+    version: int = -1
+    """Version of the weights as they are."""
+    _saved: int = -1
+    _trained: list[Any] = field(default_factory=list)
+
+    def begin(self, *, resumed: bool) -> None:
+        """Bring table and channel to the step of the weights. resumed: from a checkpoint (rule 2)."""
+        if self.terms.save_every:
+            if resumed:
+                self.table.checkpointed(self.step, task=self.terms.task)
+                self._saved = self.step
+            self.table.rollback(self.step, task=self.terms.task)
+        if self.latest < 0 or self.version != self.latest:
+            self._publish(lambda: None)
+            self.publisher.wait()
+
+    def run(self) -> None:
+        """Train until the last step or the end of the table; then save, and end the table if it ends with this trainer."""
+        try:
+            while self.step < self.terms.steps:
+                gathered = self.stream.step(self.passes.compute)
+                if gathered is None:
+                    break
+                if gathered.is_held:
+                    self._take(gathered)
+                else:
+                    self.passes.discard()
+                    self.stream.give_up(gathered)
+            self.publisher.wait()
+            self._save()
+            if self.terms.seals:
+                self._end()
+            self.passes.end()
+        finally:
+            self.publisher.close()
+
+    # ------------------------------------------------------------ a step
+
+    def _take(self, gathered: GatheredStep) -> None:
+        self.publisher.wait_copied()
+        metrics = self.passes.update()
+        self.stream.finish()
+        self.step += 1
+        step, publishes = self.step, self._publishes()
+        report = self._report(gathered, metrics, next_version(self.latest, step) if publishes else self.version)
+
+        def ack() -> None:
+            lost = self.stream.ack(gathered, step if self.terms.save_every else -1)
+            self.figures(self.terms.kind, **report, lost_rows=lost)
+
+        if publishes:
+            self._publish(ack)
+        else:
+            self.publisher.ack(ack)
+        if self.terms.save_every and self.step % self.terms.save_every == 0:
+            self.publisher.wait()
+            self._save()
+
+    def _publishes(self) -> bool:
+        return self.step % self.terms.publish_every == 0 or self.step == self.terms.steps
+
+    def _publish(self, then: Callable[[], None]) -> None:
+        self.latest = self.version = next_version(self.latest, self.step)
+        self.passes.gather()
+        self.publisher.publish(self.version, self.weights(), then)
+
+    def _save(self) -> None:
+        if self.checkpoints is None or not self.terms.save_every or self._saved == self.step:
+            return
+        written = self.passes.save(self.checkpoints, self.version, self.stream.position)
+        self.table.checkpointed(self.step, task=self.terms.task)
+        self._saved = self.step
+        if self.terms.seals:
+            self.figures("checkpoint", **written)
+
+    def _report(self, gathered: GatheredStep, metrics: Mapping[str, float], version: int) -> dict[str, Any]:
+        rows = gathered.rows
+        self._trained.append(np.array(rows))
+        report = {
+            "step": self.step,
+            "version": version,
+            **metrics,
+            "rows": len(rows),
+            "staleness": gathered.staleness(),
+            "idle_s": gathered.idle_s,
+            "stood_still_s": self.publisher.stood_still_s(),
+        }
+        return report | ({"reward": gathered.mean("rewards")} if self.terms.reward else {})
+
+    # ------------------------------------------------------------ the end
+
+    def _end(self) -> None:
+        """Seal the table and drop rows that this trainer has not learned from."""
+        with suppress(Sealed):  # the source did, or an earlier life of this process
+            self.table.seal()
+        if self.step < self.terms.steps:
+            return  # the table ended, so no row is left
+        trained = np.concatenate(self._trained) if self._trained else np.empty(0, np.int64)
+        while len(surplus := np.setdiff1d(self.table.read(fields=[]).rows, trained)):
+            with suppress(NotFound):  # one of them ended in between: each time there are fewer
+                self.table.drop(surplus, SURPLUS)
