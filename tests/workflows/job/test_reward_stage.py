@@ -269,16 +269,27 @@ def test_the_stage_acks_rewards_and_terms_and_reports_their_means(module):
     columns, events, dropped = serve(job(module, "exact", "half", weight=2.0), ["0", "x"])
     assert columns["rewards"] == [3.0, 1.0]
     assert columns[names.REWARD_TERMS] == [[1.0, 0.5], [0.0, 0.5]]
-    (figures,) = [event.values for event in events if isinstance(event, Figures)]
+    (figures,) = [event.values for event in events if isinstance(event, Figures) and event.kind == "reward"]
     assert figures[f"reward/{module}:exact"] == 0.5
     assert (figures["rows"], figures["dropped"], dropped) == (2, 0, {})
+
+
+def test_the_stage_reports_some_responses_as_text(module):
+    settings = job(module, "exact")
+    settings = msgspec.structs.replace(settings, log=msgspec.structs.replace(settings.log, samples=2))
+    _, events, _ = serve(settings, ["0", "x", "2"])
+    (samples,) = [event.values["samples"] for event in events if isinstance(event, Figures) and event.kind == "samples"]
+    assert [(sample["prompt"], sample["response"], sample["reward"]) for sample in samples] == [
+        ("p", "0", 1.0),
+        ("p", "x", 0.0),
+    ]
 
 
 def test_the_stage_drops_rows_with_their_reason(module):
     columns, events, dropped = serve(job(module, "nan", on_error="drop"), ["good", "bad"])
     assert columns["rewards"] == [2.0]
     assert dropped == {"reward_error": 1}
-    (figures,) = [event.values for event in events if isinstance(event, Figures)]
+    (figures,) = [event.values for event in events if isinstance(event, Figures) and event.kind == "reward"]
     assert "gave nan" in figures["failures"][0]
 
 

@@ -83,7 +83,8 @@ def test_no_test_question_is_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_the_answer_is_rewarded_and_nothing_else(task: str) -> None:
     question, answer = next(problems(task, "test", seed=3))
-    assert exact([answer, f" {answer}\n", question, ""], answer=[answer] * 4) == [1.0, 1.0, 0.0, 0.0]
+    rewards = exact([answer, f" {answer}\n", question, ""], answer=[answer] * 4)
+    assert rewards == [1.0, 1.0, float(question == answer), 0.0]
     with pytest.raises(UsageError, match="1 completions for 2 answers"):
         exact([answer], answer=[answer] * 2)
 

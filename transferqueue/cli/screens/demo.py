@@ -95,7 +95,7 @@ class Lines:
         if getattr(event, "kind", "") == "evaluation":
             self._console.print(self._figures.phase)
         elif self._figures.step % LINE_EVERY_STEPS == 0:
-            self._console.print(f"step {self._figures.step}/{self._steps}  {self._figures.text()}")
+            self._console.print(f"step {self._figures.step}/{self._steps}  {self._figures.text()}", soft_wrap=True)
 
 
 class Bar:

@@ -17,6 +17,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.reward_terms import DROPPED, RewardScorer, RowScores
+from transferqueue.workflows.job.stages.samples import SampleReporter
 from transferqueue.workflows.job.stages.time_limit import ended_process_after
 
 _SHOWN: Final = 3
@@ -34,6 +35,7 @@ def reward(context: Context) -> Iterator[Work]:
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, and rows dropped."""
     scorer = RewardScorer(context.settings(Job), tokenizer, limit=ended_process_after)
+    samples = SampleReporter(context, tokenizer)
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
         try:
@@ -45,6 +47,7 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
             )
         except RewardFailed as failure:
             raise StageFailedInProcess(str(failure)) from failure
+        samples.report(batch, np.where(scores.failed, np.nan, scores.rewards))
         yield from _parts(scores)
         _report(context, scorer, scores, batch.version)
 

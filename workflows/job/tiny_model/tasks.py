@@ -41,7 +41,20 @@ def _sort(draws: random.Random) -> TaskQuestion:
     return TaskQuestion(f"sort {digits}", "".join(sorted(digits)))
 
 
-TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {"sort": _sort, "reverse": _reverse, "sum": _sum}
+def _tool(draws: random.Random) -> TaskQuestion:
+    """A sum is answered by a call of the calculator, ``<12+34>``, and what the calculator says, a number, by that number."""
+    left, right = draws.randrange(100), draws.randrange(100)
+    if draws.random() < 0.5:
+        return TaskQuestion(str(left + right), str(left + right))
+    return TaskQuestion(f"{left}+{right}=", f"<{left}+{right}>")
+
+
+TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {
+    "sort": _sort,
+    "reverse": _reverse,
+    "sum": _sum,
+    "tool": _tool,
+}
 """Draws a problem, by the name of its task."""
 
 _TEST_SHARE: Final = 0.2
