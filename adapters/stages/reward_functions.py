@@ -39,6 +39,7 @@ RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[floa
 GIVEN: Final = ("prompts", "completions", "completion_ids")
 """Parameters that are not columns of the data."""
 _SHOWN_CHARS: Final = 200
+_ERROR_CHARS: Final = 500
 
 
 class RewardFailed(UsageError):
@@ -123,7 +124,8 @@ class RewardCall:
             returned = self.function(**columns)
             scores = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
         except Exception as error:
-            raise RewardFailed(f"reward {self.name} raised {type(error).__name__}: {error}", name=self.name) from error
+            text = visible(str(error))[:_ERROR_CHARS]  # on one line, since a run that ends shows the last one
+            raise RewardFailed(f"reward {self.name} raised {type(error).__name__}: {text}", name=self.name) from error
         return checked_scores(self.name, scores, rows)
 
 

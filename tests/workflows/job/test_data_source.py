@@ -312,7 +312,7 @@ def test_a_job_that_may_drop_groups_gets_prompts_until_its_table_is_sealed(here)
 
 # ---------------------------------------------------------------- processes
 
-BYTES = "tests.workflows.job.source_of_bytes:prompts"
+BYTES = "tests.workflows.job.byte_processes:prompts"
 REAL = f"{source.__name__}:prompts"
 
 

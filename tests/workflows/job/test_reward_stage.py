@@ -15,9 +15,10 @@ from tests.workflows.job.tokens import ByteTokenizer
 from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFailed, load_reward
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.flow.flow import Flow, StageFailed
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
-from transferqueue.workflows.flow.stage import Context
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL
+from transferqueue.workflows.flow.stage import Context, Stage
+from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.settings.read import job_from_values
@@ -43,7 +44,7 @@ def said(completions, prompts):
 
 def picky(completions):
     if "bad" in completions:
-        raise KeyError("bad text")
+        raise ValueError("bad\\ntext")
     return [1.0] * len(completions)
 
 def nan(completions):
@@ -135,7 +136,7 @@ def test_a_class_is_made_with_its_args_and_gets_optional_columns(module):
 @pytest.mark.parametrize(
     ("function", "match"),
     [
-        ("picky", r"picky raised KeyError: 'bad text'; row 11, prompt 'p1', completion 'bad'"),
+        ("picky", r"picky raised ValueError: bad\\ntext; row 11, prompt 'p1', completion 'bad'"),
         ("nan", r"nan gave nan; give a finite number, or None; row 11, prompt 'p1', completion 'bad'"),
         ("words", r"words gave 'high' \(str\); give a number, or None; row 10, prompt 'p0', completion 'good'"),
         ("few", r"few gave 1 values for 3 rows; give one for each"),
@@ -147,7 +148,7 @@ def test_a_failure_names_the_function_the_row_and_its_text(module, function, mat
         scores(job(module, function), ["good", "bad", "good"])
 
 
-@pytest.mark.parametrize(("function", "text"), [("picky", "KeyError"), ("nan", "gave nan")])
+@pytest.mark.parametrize(("function", "text"), [("picky", "ValueError"), ("nan", "gave nan")])
 def test_a_row_whose_reward_fails_is_dropped_alone_if_the_job_says_so(module, function, text):
     result = scores(job(module, function, on_error="drop"), ["good", "bad", "good"])
     assert result.failed.tolist() == [False, True, False]
@@ -243,21 +244,27 @@ def context(queue, table, settings, events) -> Context:
     return Context(queue=queue, table=table, emit=events.append, settings=plain)
 
 
+def filled(queue, settings, texts) -> tuple[tq.Table, Stage]:
+    """A sealed table with rows that have these responses, and the reward stage over it."""
+    (stage,) = [stage for stage in stages(settings) if stage.task.name == names.REWARD]
+    table = queue.create_table(
+        names.TABLE, fields=fields(settings), tasks=[stage.task, tq.Task("keep", needs=["rewards"])]
+    )
+    table.put(
+        prompt_ids=[np.array([1], np.int32)] * len(texts),
+        response_ids=[np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts],
+        finish_reason=["stop"] * len(texts),
+        data=[{"prompt": "p", "answer": at} for at in range(len(texts))],
+    )
+    table.seal()
+    return table, stage
+
+
 def serve(settings, texts) -> tuple[dict, list, list]:
     """Run the stage over rows with these responses; return rows left, events, and counts of drops."""
     events = []
-    (stage,) = [stage for stage in stages(settings) if stage.task.name == names.REWARD]
     with tq.connect() as queue:
-        table = queue.create_table(
-            names.TABLE, fields=fields(settings), tasks=[stage.task, tq.Task("keep", needs=["rewards"])]
-        )
-        table.put(
-            prompt_ids=[np.array([1], np.int32)] * len(texts),
-            response_ids=[np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts],
-            finish_reason=["stop"] * len(texts),
-            data=[{"prompt": "p", "answer": at} for at in range(len(texts))],
-        )
-        table.seal()
+        table, stage = filled(queue, settings, texts)
         with reward_with(context(queue, table, settings, events), ByteTokenizer()) as work:
             run_stage(table, stage, work, emit=events.append)
         left = table.read()
@@ -296,6 +303,39 @@ def test_the_stage_drops_rows_with_their_reason(module):
 def test_the_stage_ends_at_the_first_failure(module):
     with pytest.raises(StageFailedInProcess, match=r"nan gave nan; .* row 1, prompt 'p', completion 'bad'"):
         serve(job(module, "nan"), ["good", "bad"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (
+            "hangs",
+            r"hangs did not return within reward.0.timeout_s=0.5 s for 2 rows, .* row 0, prompt 'p', completion 'good'",
+        ),
+        ("nan", r"nan gave nan; give a finite number, or None; row 1, prompt 'p', completion 'bad'"),
+    ],
+)
+def test_a_run_ends_with_the_name_of_the_function(tmp_path, function, words):
+    (tmp_path / "mine.py").write_text(REWARDS)
+    settings = jobs.job("grpo", "reward.0.timeout_s=0.5")
+    reward = msgspec.structs.replace(settings.reward[0], function=f"{tmp_path / 'mine.py'}:{function}")
+    settings = msgspec.structs.replace(settings, reward=(reward,))
+    plain = msgspec.json.decode(msgspec.json.encode(settings))
+    with tq.connect() as queue:
+        _, stage = filled(queue, settings, ["good", "bad"])
+        job = StageJob(
+            name="reward",
+            table=names.TABLE,
+            factory="tests.workflows.job.byte_processes:reward",
+            stage=stage,
+            settings=plain,
+        )
+        with (
+            pytest.raises(StageFailed, match=r"ended with exit code 65; .*" + words),
+            Flow(queue, [job], directory=tmp_path, observe=lambda *_: None) as flow,
+        ):
+            flow.run()
 
 
 HANGING = """

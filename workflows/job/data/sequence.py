@@ -98,8 +98,10 @@ class PromptSequence:
             if not len(positions):
                 break
             self._place += len(positions)
-            taken += self._numbered(positions[self._fits[positions] != _TOO_LONG], self._number + len(taken))
-            self._check_some_fit()
+            fitting = self._numbered(positions[self._fits[positions] != _TOO_LONG], self._number + len(taken))
+            if not fitting:
+                self._check_some_fit()
+            taken += fitting
         self._number += len(taken)
         return taken
 
@@ -112,8 +114,9 @@ class PromptSequence:
             if not left or not len(positions):
                 break
             self._numbered(positions[self._fits[positions] == _UNKNOWN], 0)
-            self._check_some_fit()
             fitting = np.cumsum(self._fits[positions] == _FITS)
+            if not fitting[-1]:
+                self._check_some_fit()
             places = min(int(np.searchsorted(fitting, left)) + 1, len(positions))
             left -= int(fitting[places - 1])
             self._place += places
