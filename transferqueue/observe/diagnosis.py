@@ -95,7 +95,7 @@ def _stalls(task: TaskDiagnosis, patience_s: float) -> bool:
 def _waits(waiting: list[Waiting], patience_s: float) -> list[Finding]:
     """One finding for all sessions with the same request and reason, in the order of the longest wait."""
     alike: dict[tuple[str, str, str], list[Waiting]] = {}
-    for wait in sorted(waiting, key=lambda one: -one.waited_s):
+    for wait in sorted(waiting, key=lambda wait: -wait.waited_s):
         alike.setdefault((wait.request, wait.task, wait.why), []).append(wait)
     return [
         Finding(task=task, stalled=same[0].waited_s >= patience_s, text=f"{why} ({_who_waits(same)})")
@@ -112,12 +112,12 @@ def _who_waits(same: list[Waiting]) -> str:
 
 def _silent(table: str, sessions: Iterable[SessionStats], patience_s: float) -> list[Finding]:
     """Findings about silent sessions that hold rows of the table."""
-    found = []
-    for one in sessions:
-        leases = [lease for lease in one.leases if lease.table == table]
-        if leases and one.silent_s >= patience_s:
+    silent = []
+    for session in sessions:
+        leases = [lease for lease in session.leases if lease.table == table]
+        if leases and session.silent_s >= patience_s:
             held = rows(sum(lease.rows for lease in leases))
             tasks = ", ".join(dict.fromkeys(lease.task for lease in leases))
-            text = f"{one.name} holds {held} for {tasks} in {plural(len(leases), 'lease')} and has been silent for {span(one.silent_s)}"
-            found.append(Finding(task="", stalled=True, text=text))
-    return found
+            text = f"{session.name} holds {held} for {tasks} in {plural(len(leases), 'lease')} and has been silent for {span(session.silent_s)}"
+            silent.append(Finding(task="", stalled=True, text=text))
+    return silent

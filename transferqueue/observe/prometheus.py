@@ -87,7 +87,7 @@ def _server(stats: Stats) -> Iterator[Family]:
     yield _one("epoch", "gauge", "This life of the coordinator.", stats.epoch)
     yield _one("uptime_seconds", "gauge", "Age of the server's process.", stats.server.uptime_s)
     yield _one("sessions", "gauge", "Sessions that are open.", stats.sessions)
-    waiting = Counter(one.request for one in stats.waiting)
+    waiting = Counter(waiter.request for waiter in stats.waiting)
     yield Family(
         "waiting",
         "gauge",
@@ -101,19 +101,19 @@ def _server(stats: Stats) -> Iterator[Family]:
         "server_turn_seconds",
         "histogram",
         "Turns of the server's loop, in which nobody else is served, by what they were.",
-        [sample for kind, one in turns.items() for sample in _histogram((("kind", kind),), one)],
+        [sample for kind, turn in turns.items() for sample in _histogram((("kind", kind),), turn)],
     )
     yield Family(
         "server_turn_longest_seconds",
         "gauge",
         "The longest turn since the server began.",
-        [((("kind", kind), ("of", one.longest_of)), one.longest_s) for kind, one in turns.items()],
+        [((("kind", kind), ("of", turn.longest_of)), turn.longest_s) for kind, turn in turns.items()],
     )
     yield Family(
         "server_turns_late",
         "counter",
         "Turns of more than 20 ms of processor time, by what they were for.",
-        [((("kind", kind), ("of", of)), count) for kind, one in turns.items() for of, count in one.late.items()],
+        [((("kind", kind), ("of", of)), count) for kind, turn in turns.items() for of, count in turn.late.items()],
     )
 
 
@@ -198,27 +198,32 @@ def _channels(stats: Stats) -> Iterator[Family]:
     channels: list[tuple[Labels, ChannelStats]] = [
         ((("channel", name),), channel) for name, channel in stats.channels.items()
     ]
-    yield Family("channel_version", "gauge", "Newest version.", [(labels, one.newest) for labels, one in channels])
     yield Family(
-        "channel_bytes", "gauge", "Bytes of the versions kept.", [(labels, one.bytes) for labels, one in channels]
+        "channel_version", "gauge", "Newest version.", [(labels, channel.newest) for labels, channel in channels]
+    )
+    yield Family(
+        "channel_bytes",
+        "gauge",
+        "Bytes of the versions kept.",
+        [(labels, channel.bytes) for labels, channel in channels],
     )
     yield Family(
         "channel_age_seconds",
         "gauge",
         "Since the newest version was published.",
-        [(labels, one.age_s) for labels, one in channels],
+        [(labels, channel.age_s) for labels, channel in channels],
     )
     yield Family(
         "channel_applied_version_min",
         "gauge",
         "Oldest version that a session generates with.",
-        [(labels, min(one.applied.values(), default=None)) for labels, one in channels],
+        [(labels, min(channel.applied.values(), default=None)) for labels, channel in channels],
     )
     yield Family(
         "channel_publish_lag_seconds_max",
         "gauge",
         "Longest time from a publication to a session that generates with it.",
-        [(labels, _lag(one)) for labels, one in channels],
+        [(labels, _lag(channel)) for labels, channel in channels],
     )
 
 

@@ -88,19 +88,19 @@ def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> N
     from transferqueue.observe.diagnosis import diagnose
 
     with connected(address, label="doctor") as queue:
-        found = by_coordinator(
+        diagnoses = by_coordinator(
             queue.address, queue.doctor(table or None), lambda answer: diagnose(answer, patience_s=patience_s)
         )
     if json:
-        show_json(found if len(found) > 1 else next(iter(found.values())))
+        show_json(diagnoses if len(diagnoses) > 1 else next(iter(diagnoses.values())))
     else:
         terminal = console()
-        show(_lines(found, terminal.width), terminal)
-    if any(isinstance(one, UnreachableCoordinator) or one.stalled for one in found.values()):
+        show(_lines(diagnoses, terminal.width), terminal)
+    if any(isinstance(diagnosis, UnreachableCoordinator) or diagnosis.stalled for diagnosis in diagnoses.values()):
         raise typer.Exit(MEND)
 
 
-def _lines(found: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) -> list[Text]:
+def _lines(diagnoses: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) -> list[Text]:
     """The findings of each coordinator, under its address if there are several."""
     from rich.text import Text
 
@@ -109,9 +109,9 @@ def _lines(found: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) 
     from transferqueue.observe.coordinators import UnreachableCoordinator
 
     lines: list[Text] = []
-    for address, one in found.items():
-        if isinstance(one, UnreachableCoordinator):
-            lines += [*unreachable_lines(one, width), Text()]
+    for address, diagnosis in diagnoses.items():
+        if isinstance(diagnosis, UnreachableCoordinator):
+            lines += [*unreachable_lines(diagnosis, width), Text()]
         else:
-            lines += [Text(address, style="bold cyan"), *stall_lines(one, width), Text()]
-    return lines[:-1] if len(found) > 1 else lines[1:-1]
+            lines += [Text(address, style="bold cyan"), *stall_lines(diagnosis, width), Text()]
+    return lines[:-1] if len(diagnoses) > 1 else lines[1:-1]

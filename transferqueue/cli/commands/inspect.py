@@ -72,18 +72,18 @@ def _tables(queue: Queue, width: int) -> tuple[object, list[Text]]:
     from transferqueue.observe.answers.stats import Stats, parse
     from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 
-    found = by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
+    answers = by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
     tables = {
         name: table
-        for one in found.values()
-        if not isinstance(one, UnreachableCoordinator)
-        for name, table in one.tables.items()
+        for answer in answers.values()
+        if not isinstance(answer, UnreachableCoordinator)
+        for name, table in answer.tables.items()
     }
     silent = [
         line
-        for one in found.values()
-        if isinstance(one, UnreachableCoordinator)
-        for line in unreachable_lines(one, width)
+        for answer in answers.values()
+        if isinstance(answer, UnreachableCoordinator)
+        for line in unreachable_lines(answer, width)
     ]
     return tables, [*tables_lines(tables, width), *silent]
 

@@ -57,15 +57,15 @@ def _show(plans: Sequence[Planned]) -> None:
     table = Table(box=None, padding=(0, 2, 0, 0))
     for title in ("mode", "instances", "micro-batch", "devices", "bound", "step", "idle"):
         table.add_column(title)
-    for one in plans[:SHOWN]:
+    for planned in plans[:SHOWN]:
         table.add_row(
-            one.plan.mode,
-            " ".join(f"{name}={count}" for name, count in one.plan.instances.items()),
-            str(one.plan.micro_rows),
-            str(one.plan.devices),
-            f"{one.bound_s:.1f} s",
-            f"{one.step_s:.1f} s",
-            " ".join(f"{name} {share:.0%}" for name, share in one.idle.items()),
+            planned.plan.mode,
+            " ".join(f"{name}={count}" for name, count in planned.plan.instances.items()),
+            str(planned.plan.micro_rows),
+            str(planned.plan.devices),
+            f"{planned.bound_s:.1f} s",
+            f"{planned.step_s:.1f} s",
+            " ".join(f"{name} {share:.0%}" for name, share in planned.idle.items()),
         )
     screen = console()
     screen.print(table)
@@ -80,7 +80,7 @@ def one_line_each(best: Planned) -> list[str]:
     for name, count in _drawn(best).items():
         busy = [0.0] * WIDTH
         cell_s = best.simulated.total_s / WIDTH
-        seen = [(one.instance, one.start, one.end) for one in best.simulated.worked if one.stage == name]
+        seen = [(span.instance, span.start, span.end) for span in best.simulated.worked if span.stage == name]
         for at in range(WIDTH):
             low, high = at * cell_s, (at + 1) * cell_s
             busy[at] = len({instance for instance, start, end in seen if start < high and end > low}) / count
@@ -105,8 +105,8 @@ def draw(path: Path, best: Planned) -> None:
     base = 0
     for number, (name, count) in enumerate(_drawn(best).items()):
         for instance in range(count):
-            worked = [one for one in best.simulated.worked if (one.stage, one.instance) == (name, instance)]
-            spans = [(one.start, one.end - one.start) for one in worked]
+            worked = [span for span in best.simulated.worked if (span.stage, span.instance) == (name, instance)]
+            spans = [(span.start, span.end - span.start) for span in worked]
             panel.broken_barh(spans, (base + instance, 0.9), color=f"C{number}", label=None if instance else name)
         base += count
     panel.set(title=f"simulated: {best.plan.mode}, {best.step_s:.1f} s a step", xlabel="seconds", yticks=[])

@@ -75,8 +75,8 @@ def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> N
         after = _look(queue)
         shown, before = frames(before, after), after
         if json:
-            for one in shown:
-                show_json(one)
+            for frame in shown:
+                show_json(frame)
         else:
             show(_lines(shown, terminal.width), terminal)
         if once:
@@ -111,8 +111,8 @@ def _lines(shown: Iterable[StatsFrame | UnreachableCoordinator], width: int) -> 
     from transferqueue.observe.coordinators import UnreachableCoordinator
 
     parts = [
-        unreachable_lines(one, width) if isinstance(one, UnreachableCoordinator) else top_lines(one, width)
-        for one in shown
+        unreachable_lines(frame, width) if isinstance(frame, UnreachableCoordinator) else top_lines(frame, width)
+        for frame in shown
     ]
     return [line for part in parts for line in (*part, Text())][:-1]
 

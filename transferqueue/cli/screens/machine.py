@@ -29,10 +29,10 @@ def machine_lines(sections: list[Section], width: int) -> list[Text]:
 def _check(check: Check, names: int, width: int) -> list[Text]:
     mark, style = _MARKS[check.verdict]
     indent = names + 6
-    found = wrap(Text(check.found), width, indent=indent)
-    first = Text("  ").append(mark, style=style).append(f" {check.subject:<{names}}  ").append_text(found[0][indent:])
+    finding = wrap(Text(check.found), width, indent=indent)
+    first = Text("  ").append(mark, style=style).append(f" {check.subject:<{names}}  ").append_text(finding[0][indent:])
     remedy = wrap(Text(f"→ {check.remedy}", style=style), width, indent=indent) if check.remedy else []
-    return [first, *found[1:], *remedy]
+    return [first, *finding[1:], *remedy]
 
 
 def verdict(checks: list[Check]) -> Text:

@@ -60,10 +60,10 @@ def _shards(server: ServerStats) -> list[Text]:
     if not server.shards:
         return []
     used, capacity = (
-        sum(one.used_bytes for one in server.shards),
-        sum(one.capacity_bytes for one in server.shards),
+        sum(shard.used_bytes for shard in server.shards),
+        sum(shard.capacity_bytes for shard in server.shards),
     )
-    drain = ", ".join(str(one.shard) for one in server.shards if one.drains)
+    drain = ", ".join(str(shard.shard) for shard in server.shards if shard.drains)
     text = _arena("shards ", used, capacity).append(f" in {units.plural(len(server.shards), 'remote shard')}")
     return [text.append(f" · {drain} drains", style="yellow") if drain else text]
 
@@ -95,8 +95,8 @@ def _troubles(table: TableStats, width: int) -> list[Text]:
     lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in troubles]
     return [
         Text("  ✗ ", style="bold red").append_text(line[4:]) if not at else line
-        for one in lines
-        for at, line in enumerate(one)
+        for wrapped in lines
+        for at, line in enumerate(wrapped)
     ]
 
 
@@ -129,7 +129,7 @@ def _columns(frame: StatsFrame) -> list[GridColumn]:
         for table_name, table in frame.stats.tables.items()
         for name, task in table.tasks.items()
     ]
-    given = [_rate(rates.given_s if rates else None) for *_, rates in tasks]
+    given_rates = [_rate(rates.given_s if rates else None) for *_, rates in tasks]
     done = [_rate(rates.done_s if rates else None) for *_, rates in tasks]
     return [
         GridColumn(heading="  task", cells=[_task(table, name) for table, name, *_ in tasks], left=True),
@@ -140,7 +140,7 @@ def _columns(frame: StatsFrame) -> list[GridColumn]:
         GridColumn(heading="done", cells=[_number(task.done) for _, _, task, _ in tasks]),
         GridColumn(heading="dropped", cells=[_number(task.dropped, "yellow") for _, _, task, _ in tasks], rank=1),
         GridColumn(heading="failed", cells=[_number(task.failed, "red") for _, _, task, _ in tasks], rank=4),
-        GridColumn(heading="given/s", cells=given, rank=5),
+        GridColumn(heading="given/s", cells=given_rates, rank=5),
         GridColumn(heading="done/s", cells=done),
         GridColumn(heading="oldest", cells=[_age(task) for _, _, task, _ in tasks], rank=2),
     ]

@@ -116,18 +116,18 @@ class MooncakeStore:
 
 def _parse(address: str) -> tuple[str, dict[str, str]]:
     try:
-        found = urlsplit(address)
-        port = found.port
-        options = {name: values[-1] for name, values in parse_qs(found.query, strict_parsing=bool(found.query)).items()}
+        parts = urlsplit(address)
+        port = parts.port
+        options = {name: values[-1] for name, values in parse_qs(parts.query, strict_parsing=bool(parts.query)).items()}
     except ValueError as error:
         raise UsageError(f"store {address!r} is none ({error}); {_RULE}") from error
-    if found.scheme != "mooncake" or not found.hostname or not port or found.path.strip("/"):
+    if parts.scheme != "mooncake" or not parts.hostname or not port or parts.path.strip("/"):
         raise UsageError(f"store {address!r} is none of Mooncake; {_RULE}")
     if unknown := set(options) - {"segment", "metadata"}:
         raise UsageError(
             f"store {address!r} has options {sorted(unknown)}, and those are segment and metadata; {_RULE}"
         )
-    return f"{found.hostname}:{port}", options
+    return f"{parts.hostname}:{port}", options
 
 
 def _knock(address: str, master: str) -> None:

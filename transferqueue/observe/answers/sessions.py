@@ -43,9 +43,9 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_sessions(answer: object) -> dict[int, SessionStats]:
     """What a server answered to `sessions`, typed; `ProtocolError` if it cannot be read."""
-    return {one.session: one for one in parse("sessions", answer, dict[str, SessionStats]).values()}
+    return {session.session: session for session in parse("sessions", answer, dict[str, SessionStats]).values()}
 
 
 def labels(sessions: Mapping[int, SessionStats]) -> dict[int, str]:
     """What to call each session. Sessions long gone are not in it."""
-    return {number: one.name for number, one in sessions.items()}
+    return {number: session.name for number, session in sessions.items()}

@@ -62,9 +62,9 @@ def requirements(lines: Iterable[str] | None = None) -> list[Requirement]:
     return [need for need in parsed if need is not None and need.name.lower() != DISTRIBUTION]
 
 
-def at_least(found: str, least: str) -> bool:
-    """Whether version `found` is `least` or later, by their numbers: ``2.10.0+cpu`` is after ``2.9``."""
-    return _numbers(found) >= _numbers(least)
+def at_least(version: str, least: str) -> bool:
+    """Whether `version` is `least` or later, by their numbers: ``2.10.0+cpu`` is after ``2.9``."""
+    return _numbers(version) >= _numbers(least)
 
 
 def _parse(line: str) -> Requirement | None:
@@ -93,24 +93,26 @@ def _python() -> Check:
 
 
 def _core(need: Requirement) -> Check:
-    found = _installed(need.name)
+    version = _installed(need.name)
     remedy = f"pip install --upgrade {DISTRIBUTION}"
-    if found is None:
+    if version is None:
         return fail(need.name, f"not installed; {need.least or 'any version'} or later is needed", remedy)
-    if not at_least(found, need.least):
-        return fail(need.name, f"{found}; {need.least} or later is needed", remedy)
-    return ok(need.name, found)
+    if not at_least(version, need.least):
+        return fail(need.name, f"{version}; {need.least} or later is needed", remedy)
+    return ok(need.name, version)
 
 
 def _extra(extra: str, needs: list[Requirement], named: set[str]) -> Check:
     """A missing extra is fine; a library that is too old is not."""
     subject = f"extra [{extra}]"
-    found = {need.name: _installed(need.name) for need in needs}
-    old = [f"{need.name} {found[need.name]}" for need in needs if not at_least(found[need.name] or "999", need.least)]
+    versions = {need.name: _installed(need.name) for need in needs}
+    old = [
+        f"{need.name} {versions[need.name]}" for need in needs if not at_least(versions[need.name] or "999", need.least)
+    ]
     if old:
         return warn(subject, f"{', '.join(old)} too old", f"pip install --upgrade '{DISTRIBUTION}[{extra}]'")
-    missing = [name for name, installed in found.items() if installed is None]
+    missing = [name for name, installed in versions.items() if installed is None]
     if missing:
         return ok(subject, f"not installed (without {', '.join(missing)})")
-    fresh = [f"{name} {installed}" for name, installed in found.items() if name not in named]
+    fresh = [f"{name} {installed}" for name, installed in versions.items() if name not in named]
     return ok(subject, ", ".join(fresh) or "installed")

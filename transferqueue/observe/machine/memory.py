@@ -31,17 +31,17 @@ def shared_memory(wanted: int, memory: Path) -> Check:
     works, but whose pages no one can see or account for in the file system."""
     subject = "shared memory"
     if not (memory.is_dir() and os.access(memory, os.W_OK | os.X_OK)):
-        found = f"{memory} is not a directory that can be written; a server will use a memfd"
-        return warn(subject, found, f"mount a tmpfs at {memory}")
+        finding = f"{memory} is not a directory that can be written; a server will use a memfd"
+        return warn(subject, finding, f"mount a tmpfs at {memory}")
     room = os.statvfs(memory)
     size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
-    found = f"{memory}: {units.size(free)} free of {units.size(size)}"
+    finding = f"{memory}: {units.size(free)} free of {units.size(size)}"
     if free >= wanted:
-        return ok(subject, f"{found}; an arena may ask for {units.size(wanted)}")
+        return ok(subject, f"{finding}; an arena may ask for {units.size(wanted)}")
     size_text = units.size(wanted).replace(" ", "").removesuffix("iB")
     return warn(
         subject,
-        f"{found}; an arena may ask for {units.size(wanted)}: it will be smaller, or a memfd",
+        f"{finding}; an arena may ask for {units.size(wanted)}: it will be smaller, or a memfd",
         f"mount -o remount,size={size_text} {memory}; in Docker: --shm-size={size_text.lower()}",
     )
 
@@ -58,13 +58,13 @@ def machine_memory(wanted: int) -> Check:
 def graded_room(where: str, *, free: int, size: int, wanted: int) -> Check:
     """Free bytes against an arena's ceiling: ok, less than it, or not even one step of growth."""
     subject = "memory"
-    found = f"{where}{units.size(free)} free of {units.size(size)}"
+    finding = f"{where}{units.size(free)} free of {units.size(size)}"
     remedy = "give the machine or container more memory, or serve with a smaller --arena-bytes"
     if free < ARENA_STEP_BYTES:
-        return fail(subject, f"{found}; an arena grows by {units.size(ARENA_STEP_BYTES)} at a time", remedy)
+        return fail(subject, f"{finding}; an arena grows by {units.size(ARENA_STEP_BYTES)} at a time", remedy)
     if free < wanted:
-        return warn(subject, f"{found}; an arena may ask for {units.size(wanted)}", remedy)
-    return ok(subject, found)
+        return warn(subject, f"{finding}; an arena may ask for {units.size(wanted)}", remedy)
+    return ok(subject, finding)
 
 
 def _meminfo(name: str) -> int:
@@ -89,8 +89,8 @@ def _address_space(wanted: int) -> Check:
         return ok(subject, "unlimited")
     needed = 2 * wanted
     if soft < needed:
-        found = f"{units.size(soft)}; each client maps the arena twice, {units.size(needed)}"
-        return fail(subject, found, "ulimit -v unlimited")
+        finding = f"{units.size(soft)}; each client maps the arena twice, {units.size(needed)}"
+        return fail(subject, finding, "ulimit -v unlimited")
     return ok(subject, units.size(soft))
 
 
@@ -98,6 +98,6 @@ def _overcommit() -> Check:
     path = Path("/proc/sys/vm/overcommit_memory")
     policy = int(path.read_text()) if path.is_file() else 0
     if policy == _OVERCOMMIT_NEVER:
-        found = "vm.overcommit_memory=2: private views of an arena count as used memory"
-        return warn("overcommit", found, "sysctl vm.overcommit_memory=1, or a smaller --arena-bytes")
+        finding = "vm.overcommit_memory=2: private views of an arena count as used memory"
+        return warn("overcommit", finding, "sysctl vm.overcommit_memory=1, or a smaller --arena-bytes")
     return ok("overcommit", f"vm.overcommit_memory={policy}")

@@ -39,8 +39,8 @@ def tried(subject: str, attempt: Callable[[], str], *, otherwise: Verdict, remed
     try:
         return ok(subject, attempt())
     except OSError as error:
-        found = f"{type(error).__name__}: {error.strerror or error}"
-        return Check(subject=subject, verdict=otherwise, found=found, remedy=remedy)
+        finding = f"{type(error).__name__}: {error.strerror or error}"
+        return Check(subject=subject, verdict=otherwise, found=finding, remedy=remedy)
 
 
 def worst(checks: list[Check]) -> Verdict:

@@ -43,12 +43,12 @@ def directory(runtime: Path) -> Check:
     subject = "runtime directory"
     if not runtime.exists():
         return _makeable(subject, runtime)
-    found = runtime.stat()
-    mode = stat.S_IMODE(found.st_mode)
-    if not stat.S_ISDIR(found.st_mode):
+    status = runtime.stat()
+    mode = stat.S_IMODE(status.st_mode)
+    if not stat.S_ISDIR(status.st_mode):
         return fail(subject, f"{runtime} is not a directory", "remove it, or set TRANSFERQUEUE_RUNTIME")
-    if found.st_uid != os.getuid():
-        owner = f"{runtime} belongs to user {found.st_uid}, not {os.getuid()}"
+    if status.st_uid != os.getuid():
+        owner = f"{runtime} belongs to user {status.st_uid}, not {os.getuid()}"
         return fail(subject, owner, "set TRANSFERQUEUE_RUNTIME to a directory of your own")
     if mode & 0o077:
         return fail(subject, f"{runtime} has mode {mode:04o}: others may join the queue", f"chmod 0700 {runtime}")
@@ -67,10 +67,10 @@ def _makeable(subject: str, runtime: Path) -> Check:
 def socket_path(runtime: Path) -> Check:
     """Check the length of the socket's path, which the kernel limits."""
     length = len(os.fsencode(runtime / SOCKET_NAME))
-    found = f"{length} of at most {SOCKET_PATH_MAX} bytes"
+    finding = f"{length} of at most {SOCKET_PATH_MAX} bytes"
     if length > SOCKET_PATH_MAX:
-        return fail("socket path", found, "set TRANSFERQUEUE_RUNTIME to a shorter path, such as /tmp/tq")
-    return ok("socket path", found)
+        return fail("socket path", finding, "set TRANSFERQUEUE_RUNTIME to a shorter path, such as /tmp/tq")
+    return ok("socket path", finding)
 
 
 def open_files(soft: int) -> Check:
@@ -78,8 +78,8 @@ def open_files(soft: int) -> Check:
     subject = "open files"
     if soft == resource.RLIM_INFINITY or soft >= FILES_PER_SESSION * SESSIONS_MAX:
         return ok(subject, "unlimited" if soft == resource.RLIM_INFINITY else f"{soft}")
-    found = f"{soft}: about {soft // FILES_PER_SESSION} sessions"
+    finding = f"{soft}: about {soft // FILES_PER_SESSION} sessions"
     remedy = f"ulimit -n {FILES_PER_SESSION * SESSIONS_MAX}"
     if soft < FILES_FEW:
-        return fail(subject, found, remedy)
-    return warn(subject, found, remedy) if soft < 4 * FILES_FEW else ok(subject, found)
+        return fail(subject, finding, remedy)
+    return warn(subject, finding, remedy) if soft < 4 * FILES_FEW else ok(subject, finding)

@@ -102,11 +102,11 @@ class Sampler:
 
     async def _frame(self) -> bytes:
         stats = parse("stats", await self._queue.stats(), Stats)
-        found = diagnose(await self._queue.doctor())
+        diagnosis = diagnose(await self._queue.doctor())
         shown = frame(stats.server.address, self._before, stats)
         self._before = stats
         moment = self._past.add(shown)
-        return _event("frame", {"frame": shown, "moment": moment, "doctor": found, "stalled": found.stalled})
+        return _event("frame", {"frame": shown, "moment": moment, "doctor": diagnosis, "stalled": diagnosis.stalled})
 
     async def _tell(self, event: bytes) -> None:
         async with self._changed:
@@ -131,8 +131,8 @@ def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
         table = check_name("table", request.path_params["table"])
         answer = await queue.inspect(table, row_id(request.path_params["row"]))
         names = labels(parse_sessions(await queue.sessions()))
-        found = named(parse("row", answer, RowLife), names)
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        life = named(parse("row", answer, RowLife), names)
+        return Response(msgspec.json.encode(life), media_type="application/json")
 
     pages: dict[str, Endpoint] = {
         "/": page_file("page.html"),
@@ -160,10 +160,10 @@ def metrics_of(queue: tq.AsyncQueue) -> Endpoint:
 
     async def metrics(_request: Request) -> Response:
         try:
-            found = parse("stats", await queue.stats(), Stats)
+            stats = parse("stats", await queue.stats(), Stats)
         except TransferQueueError as error:
             return PlainTextResponse(f"{visible(str(error))}\n", HTTPStatus.SERVICE_UNAVAILABLE)
-        return Response(exposition(found), media_type=CONTENT_TYPE)
+        return Response(exposition(stats), media_type=CONTENT_TYPE)
 
     return metrics
 

@@ -32,6 +32,6 @@ def named(life: RowLife, names: Mapping[int, str]) -> LabelledRowLife:
     return LabelledRowLife(
         life=life,
         put_by=who(life.put_by),
-        held_by={task: who(one.session) for task, one in life.tasks.items()},
-        done_by=[who(one.session) for one in life.events],
+        held_by={task: who(event.session) for task, event in life.tasks.items()},
+        done_by=[who(event.session) for event in life.events],
     )

@@ -53,16 +53,16 @@ class Timeline:
     def add(self, frame: StatsFrame) -> Moment:
         """Add the moment of a frame, and return it."""
         tables = {name: _table(name, table, frame) for name, table in frame.stats.tables.items()}
-        found = Moment(frame.stats.now_s, tables)
-        self.moments.append(found)
-        return found
+        moment = Moment(frame.stats.now_s, tables)
+        self.moments.append(moment)
+        return moment
 
 
 def _table(name: str, table: TableStats, frame: StatsFrame) -> TableMoment:
     rates = frame.rates.get(name)
     put_s, done_s = (rates.put_s, rates.done_s) if rates else (0.0, 0.0)
-    waiting = [one for one in frame.stats.waiting if one.table == name]
-    producers = Lane(int(put_s > 0), len(_names(one for one in waiting if one.request in _PRODUCING)))
+    waiting = [request for request in frame.stats.waiting if request.table == name]
+    producers = Lane(int(put_s > 0), len(_names(request for request in waiting if request.request in _PRODUCING)))
     return TableMoment(
         put_s, done_s, producers, {task: _lane(task, shown, waiting) for task, shown in table.tasks.items()}
     )
@@ -70,10 +70,10 @@ def _table(name: str, table: TableStats, frame: StatsFrame) -> TableMoment:
 
 def _lane(task: str, shown: TaskStats, waiting: Iterable[Waiting]) -> Lane:
     holders = set(shown.holders)
-    idle = _names(one for one in waiting if one.request == "Lease" and one.task == task)
+    idle = _names(request for request in waiting if request.request == "Lease" and request.task == task)
     return Lane(len(holders), len(idle - holders))
 
 
 def _names(waiting: Iterable[Waiting]) -> set[str]:
     """The names of waiting sessions, in the form of `holders`."""
-    return {one.label or f"session {one.session}" for one in waiting}
+    return {request.label or f"session {request.session}" for request in waiting}

@@ -95,15 +95,15 @@ class Actions:
 
     async def put_experience(self, body: PutExperience) -> LeaseRemainder:
         """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
-        given = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
+        columns = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
         if body.lease is not None:
             return await self._settle(
-                body.lease, body.rows, "was given back", lambda batch: batch.ack(body.rows, **given)
+                body.lease, body.rows, "was given back", lambda batch: batch.ack(body.rows, **columns)
             )
         if body.rows is None:
             raise UsageError("neither lease nor rows: name the lease that the rows came with, or the ids of rows")
         service = await self._service(body.table)
-        await service.table.update(body.rows, **given)
+        await service.table.update(body.rows, **columns)
         return LeaseRemainder(rows=len(body.rows), left=0)
 
     async def release_experience(self, body: ReleaseExperience) -> LeaseRemainder:
@@ -140,9 +140,9 @@ class Actions:
         """Wait for a version of the weights."""
         service = await self._service(body.table)
         with await service.get_weights(body.above, timeout_s=body.timeout_s) as weights:
-            found = {name: tensor for name, tensor in weights.numpy().items() if name != NOTICE}
-            _check_size(sum(tensor.nbytes for tensor in found.values()) if body.tensors else 0, "tensors=false")
-            tensors = await asyncio.to_thread(_tensors, found, body.tensors)
+            arrays = {name: tensor for name, tensor in weights.numpy().items() if name != NOTICE}
+            _check_size(sum(tensor.nbytes for tensor in arrays.values()) if body.tensors else 0, "tensors=false")
+            tensors = await asyncio.to_thread(_tensors, arrays, body.tensors)
             return WeightsBody(version=weights.version, notice=notice_of(weights), tensors=tensors)
 
     async def seal(self, body: TableBody) -> DoneBody:
@@ -196,8 +196,8 @@ class Action(NamedTuple):
 
     def of(self, actions: Actions) -> Callable[[Any], Awaitable[Any]]:
         """The method that carries out the call."""
-        found: Callable[[Any], Awaitable[Any]] = getattr(actions, self.name)
-        return found
+        method: Callable[[Any], Awaitable[Any]] = getattr(actions, self.name)
+        return method
 
     @property
     def about(self) -> str:
@@ -234,17 +234,17 @@ async def _released_if_refused(batch: tq.AsyncBatch) -> AsyncIterator[None]:
 
 
 def _packed(batch: tq.AsyncBatch, packed: bool) -> dict[str, Values]:
-    found: dict[str, Values] = {}
+    columns: dict[str, Values] = {}
     for name in batch.fields:
-        found[name] = pack(batch[name], packed=packed)
-        _check_size(sum(nbytes(one) for one in found.values()), "fewer rows, or fewer columns")
-    return found
+        columns[name] = pack(batch[name], packed=packed)
+        _check_size(sum(nbytes(values) for values in columns.values()), "fewer rows, or fewer columns")
+    return columns
 
 
 def _tensors(tensors: Mapping[str, Any], whole: bool) -> dict[str, TensorBody]:
     return {
-        name: TensorBody(dtype=str(one.dtype), shape=list(one.shape), data=one.tobytes() if whole else None)
-        for name, one in tensors.items()
+        name: TensorBody(dtype=str(tensor.dtype), shape=list(tensor.shape), data=tensor.tobytes() if whole else None)
+        for name, tensor in tensors.items()
     }
 
 

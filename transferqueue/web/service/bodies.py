@@ -50,13 +50,13 @@ MSGPACK: Final = Codec("application/msgpack", msgspec.msgpack.encode, msgspec.ms
 
 def codec_of(request: Request) -> Codec:
     """The codec of a request; status 415 if its content type is neither."""
-    said = request.headers.get("content-type", JSON.media_type).partition(";")[0].strip().lower()
+    content_type = request.headers.get("content-type", JSON.media_type).partition(";")[0].strip().lower()
     for codec in (JSON, MSGPACK):
-        if said == codec.media_type:
+        if content_type == codec.media_type:
             return codec
     raise BadRequest(
         HTTPStatus.UNSUPPORTED_MEDIA_TYPE,
-        f"content type {said!r} is not read here; send {JSON.media_type} or {MSGPACK.media_type}",
+        f"content type {content_type!r} is not read here; send {JSON.media_type} or {MSGPACK.media_type}",
     )
 
 

@@ -60,12 +60,14 @@ Values = list[Any] | PackedColumn
 
 def unpack(columns: Mapping[str, Values]) -> dict[str, Any]:
     """Columns as the queue takes them; `SchemaError` for one whose parts do not fit each other."""
-    return {name: _rows(name, one) if isinstance(one, PackedColumn) else one for name, one in columns.items()}
+    return {
+        name: _rows(name, column) if isinstance(column, PackedColumn) else column for name, column in columns.items()
+    }
 
 
 def unpack_tensors(tensors: Mapping[str, PackedColumn]) -> dict[str, NDArray[Any]]:
     """Tensors of the shapes they say, none of which may be null."""
-    return {name: _tensor(name, one) for name, one in tensors.items()}
+    return {name: _tensor(name, tensor) for name, tensor in tensors.items()}
 
 
 def pack(column: Column, *, packed: bool) -> Values:
@@ -93,11 +95,11 @@ def _rows(name: str, packed: PackedColumn) -> Any:
         return _dense(packed, field, subject)
     shapes = _shapes(packed, subject)
     values = _elements(packed, subject, sum(math.prod(shape) for shape in shapes))
-    found, at = [], 0
+    rows, at = [], 0
     for shape in shapes:
-        found.append(_shaped(values[at : at + math.prod(shape)], shape, subject))
+        rows.append(_shaped(values[at : at + math.prod(shape)], shape, subject))
         at += math.prod(shape)
-    return found
+    return rows
 
 
 def _dense(packed: PackedColumn, field: Field, subject: str) -> NDArray[Any]:
@@ -171,9 +173,9 @@ def _known(shape: Sequence[int | None]) -> tuple[int, ...]:
 def _exact(value: Any) -> bool:
     """Whether JSON represents a plain value exactly."""
     if isinstance(value, dict):
-        return all(isinstance(name, str) and _exact(one) for name, one in value.items())
+        return all(isinstance(name, str) and _exact(element) for name, element in value.items())
     if isinstance(value, list | tuple):
-        return all(_exact(one) for one in value)
+        return all(_exact(element) for element in value)
     return value is None or isinstance(value, str | bool | int) or (isinstance(value, float) and math.isfinite(value))
 
 

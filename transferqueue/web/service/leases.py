@@ -53,11 +53,11 @@ class HttpLeases:
 
     def find(self, name: str) -> HttpLease:
         """The open lease of this name. `LeaseExpired` says how it ended, if it did."""
-        found = self._open.get(name)
-        if found is None:
+        lease = self._open.get(name)
+        if lease is None:
             how = self._ended.get(name, "is none that was leased here, or one that ended long ago")
             raise LeaseExpired(f'lease "{name[:40]}" {how}; nothing was changed: get other rows')
-        return found
+        return lease
 
     def renewed(self, name: str, lease_s: float) -> None:
         """Extend a lease to `lease_s` seconds from now."""

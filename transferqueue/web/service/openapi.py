@@ -123,7 +123,7 @@ def _shown_operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:
     if "requestBody" not in operation:
         return
     takes, gives = (
-        one["content"][JSON.media_type]["schema"] for one in (operation["requestBody"], operation["responses"]["200"])
+        body["content"][JSON.media_type]["schema"] for body in (operation["requestBody"], operation["responses"]["200"])
     )
     yield f"<p>takes {_type(takes)}, gives {_type(gives)}</p>"
 
@@ -143,9 +143,9 @@ def _type(schema: Mapping[str, Any]) -> str:
         name = re.sub(f"^{re.escape(_REF)}", "", schema["$ref"])
         return f'<a href="#{escape(name)}">{escape(name)}</a>'
     if "anyOf" in schema:
-        return " or ".join(_type(one) for one in schema["anyOf"])
+        return " or ".join(_type(option) for option in schema["anyOf"])
     if "enum" in schema:
-        return " or ".join(escape(JSON.encode(one).decode()) for one in schema["enum"])
+        return " or ".join(escape(JSON.encode(option).decode()) for option in schema["enum"])
     if schema.get("type") == "array":
         return f"list of {_type(schema.get('items', {}))}"
     if schema.get("type") == "object":

@@ -75,8 +75,8 @@ async def _unless_gone(request: Request, work: Awaitable[Any]) -> Any:
             return task.result()
         raise BadRequest(HTTPStatus.BAD_REQUEST, "the client hung up while it waited")
     finally:
-        for one in (task, gone):
-            one.cancel()
+        for pending in (task, gone):
+            pending.cancel()
         await asyncio.wait({task, gone})
         _ = task.cancelled() or task.exception()  # retrieve the error, or asyncio logs that it was never retrieved
 
