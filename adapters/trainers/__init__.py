@@ -12,9 +12,16 @@ if TYPE_CHECKING:
     from transferqueue.adapters.trainers.nemo_rl import QueueDataPlaneClient
     from transferqueue.adapters.trainers.packing import pack
     from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
-    from transferqueue.adapters.trainers.trl import QueueRollouts, queued_reward, rollout_tasks
+    from transferqueue.adapters.trainers.trl import (
+        BehaviourRatio,
+        QueueRollouts,
+        queued_reward,
+        rollout_pacing,
+        rollout_tasks,
+    )
 
 __all__ = [
+    "BehaviourRatio",
     "LossSum",
     "QueueDataPlaneClient",
     "QueueDataset",
@@ -25,6 +32,7 @@ __all__ = [
     "pack",
     "queued_reward",
     "rank_leases",
+    "rollout_pacing",
     "rollout_tasks",
     "tensors",
 ]
@@ -36,7 +44,7 @@ __getattr__ = lazy_names(
         "torch_data": "QueueDataset QueueLoader tensors",
         "device": "on_device",
         "packing": "pack",
-        "trl": "QueueRollouts queued_reward rollout_tasks",
+        "trl": "BehaviourRatio QueueRollouts queued_reward rollout_pacing rollout_tasks",
         "nemo_rl": "QueueDataPlaneClient",
     },
 )

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import warnings
 
 import pytest
 
 from bench.agreement.__main__ import LIBRARIES
 from bench.agreement.batches import worst_of_losses, worst_of_values
 
-INSTALLED = [
-    importlib.import_module(f"bench.agreement.of_{library}")
-    for library in LIBRARIES
-    if importlib.util.find_spec(library) is not None
-]
+with warnings.catch_warnings(action="ignore"):  # TRL warns when it is imported beside a newer vLLM
+    INSTALLED = [
+        importlib.import_module(f"bench.agreement.of_{library}")
+        for library in LIBRARIES
+        if importlib.util.find_spec(library) is not None
+    ]
 if not INSTALLED:
     pytest.skip("make test-engines installs TRL, make test-verl verl", allow_module_level=True)
 
