@@ -9,9 +9,9 @@ from tests.workflows.job import jobs
 from tests.workflows.job.tokens import save_tokenizer
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.job import ModelSettings
 from transferqueue.workflows.job.settings.read import job_from_values
-from transferqueue.workflows.job.stages.reward_terms import RewardScorer
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")

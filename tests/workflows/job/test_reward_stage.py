@@ -21,9 +21,9 @@ from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import fields, stages
+from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.job.stages.reward import reward_with
-from transferqueue.workflows.job.stages.reward_terms import RewardScorer
 
 REWARDS = """
 import asyncio, time
@@ -340,7 +340,7 @@ def test_a_run_ends_with_the_name_of_the_function(tmp_path, function, words):
 
 HANGING = """
 import sys, time
-from transferqueue.workflows.job.stages.time_limit import ended_process_after
+from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 with ended_process_after(0.2, lambda: "reward my:slow did not return; row 7"):
     {code}
 print("not reached")

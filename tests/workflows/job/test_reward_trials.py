@@ -9,8 +9,8 @@ from tests.workflows.job.tokens import ByteTokenizer
 from transferqueue.adapters.stages.reward_functions import RewardFailed
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
-from transferqueue.workflows.job.stages import reward_trials
-from transferqueue.workflows.job.stages.reward_trials import try_rewards
+from transferqueue.workflows.job.reward_terms import trials
+from transferqueue.workflows.job.reward_terms.trials import try_rewards
 
 pytestmark = pytest.mark.slow
 
@@ -55,7 +55,7 @@ def test_a_function_that_raises_is_refused_unless_its_rows_may_be_dropped(tmp_pa
 
 
 def test_a_function_that_hangs_or_dies_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_trials, "IMPORT_S", 0.5)
+    monkeypatch.setattr(trials, "IMPORT_S", 0.5)
     with pytest.raises(DeadlineExceeded, match=r"hangs did not return within reward.0.timeout_s=0.1 s"):
         tried(tmp_path, "hangs", timeout_s=0.1)
     with pytest.raises(UsageError, match="ended its process with code 7 when it was tried"):

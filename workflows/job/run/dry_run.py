@@ -11,11 +11,11 @@ import msgspec
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job.data.sequence import PromptSequence
 from transferqueue.workflows.job.graph import pacing, stage_jobs, stages
+from transferqueue.workflows.job.reward_terms.trials import RewardTrial, try_rewards
 from transferqueue.workflows.job.run.preflight import JobBytes, bytes_of, preflight
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, row_bytes, rows_kept
 from transferqueue.workflows.job.settings.write import job_as_toml
-from transferqueue.workflows.job.stages.reward_trials import RewardTrial, try_rewards
 
 PROMPTS: Final = 2
 _IDS_SHOWN: Final = 24

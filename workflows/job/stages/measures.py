@@ -26,10 +26,10 @@ from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.prompt_data import open_held_out
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.play import Play, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
-from transferqueue.workflows.job.stages.reward_terms import RewardScorer
 from transferqueue.workflows.job.stages.rollout import sampling_of
 
 _SEED: Final = 1_000_003

@@ -15,10 +15,10 @@ from transferqueue.workflows.flow.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
+from transferqueue.workflows.job.reward_terms.scorer import DROPPED, RewardScorer, RowScores
+from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.reward_terms import DROPPED, RewardScorer, RowScores
 from transferqueue.workflows.job.stages.samples import SampleReporter
-from transferqueue.workflows.job.stages.time_limit import ended_process_after
 
 _SHOWN: Final = 3
 """Failed rows of one lease whose text is reported."""

@@ -23,9 +23,9 @@ from transferqueue.adapters.protocols import Ids
 from transferqueue.adapters.stages.reward_functions import RewardFailed, load_reward
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, TimeLimit, no_limit
+from transferqueue.workflows.job.reward_terms.rows import Floats, RewardRows, RewardTerm
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
-from transferqueue.workflows.job.stages.function_reward import FunctionTerm, TimeLimit, no_limit
-from transferqueue.workflows.job.stages.reward_rows import Floats, RewardRows, RewardTerm
 
 DROPPED: Final = "reward_error"
 """Drop reason of rows whose reward failed."""
@@ -126,7 +126,7 @@ class RewardScorer:
 
 def _term(settings: RewardSettings, key: str, job: Job, tokenizer: TextTokenizer, limit: TimeLimit) -> RewardTerm:
     if settings.model:
-        from transferqueue.workflows.job.stages.model_reward import ModelTerm  # loads torch
+        from transferqueue.workflows.job.reward_terms.models import ModelTerm  # loads torch
 
         return ModelTerm(settings, job, tokenizer)
     call = load_reward(settings.function, settings.args)

@@ -1,6 +1,6 @@
 """Tries the reward functions of a job on a row before anything starts, in a process of its own: a function that hangs or crashes ends that alone.
 
-``python -m transferqueue.workflows.job.stages.reward_trials REQUEST REPLY`` is that process.
+``python -m transferqueue.workflows.job.reward_terms.trials REQUEST REPLY`` is that process.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from transferqueue.adapters.stages.reward_functions import RewardFailed, load_re
 from transferqueue.errors import DeadlineExceeded, TransferQueueError, UsageError
 from transferqueue.workflows.job.data.sequence import NumberedPrompt
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.reward_terms.functions import FunctionTerm, no_limit
+from transferqueue.workflows.job.reward_terms.rows import RewardRows
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
-from transferqueue.workflows.job.stages.function_reward import FunctionTerm, no_limit
-from transferqueue.workflows.job.stages.reward_rows import RewardRows
 
 COMPLETION: Final = "42"
 """What the dummy rows answer."""
