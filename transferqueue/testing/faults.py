@@ -120,7 +120,7 @@ def _oldest(was: Any) -> Any:
 def _copies_too(was: Any) -> Any:
     def lose_shard(self: Any, shard: int) -> list[int]:
         touched = [
-            number for number, one in self.blocks.items() if any(extent.shard == shard for extent in one.extents)
+            number for number, block in self.blocks.items() if any(extent.shard == shard for extent in block.extents)
         ]
         was(self, shard)
         return touched

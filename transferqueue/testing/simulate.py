@@ -36,7 +36,7 @@ def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Res
                 faults += result.faults
                 if result.broken:
                     broken.append(result)
-    return faults, sorted(broken, key=lambda one: one.seed)
+    return faults, sorted(broken, key=lambda run: run.seed)
 
 
 @contextmanager
@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     out = sys.stdout.write
     for kind, count in sorted(faults.items()):
         out(f"{count:9,} {kind}\n")
-    for one in broken:
-        out(f"seed {one.seed}: {one.broken}\n  {replay_command(one.seed)}\n")
+    for run in broken:
+        out(f"seed {run.seed}: {run.broken}\n  {replay_command(run.seed)}\n")
     out(f"{seeds:,} seeds, {faults.total():,} faults, {len(broken)} promises broken\n")
     return 1 if broken else 0
 

@@ -79,7 +79,7 @@ def roles(run: ChaosSettings) -> tuple[str, ...]:
 def plan(run: ChaosSettings) -> list[Fault]:
     """The faults of a run, by time."""
     chance = random.Random(run.seed)
-    found: list[Fault] = []
+    faults: list[Fault] = []
     server_at = at = 0.0
     while (at := at + chance.expovariate(FAULTS_PER_S)) < run.seconds:
         fault = _draw(chance, run, at)
@@ -87,8 +87,8 @@ def plan(run: ChaosSettings) -> list[Fault]:
             if at < server_at:
                 continue
             server_at = at + fault.for_s + SERVER_GAP_S
-        found.append(fault)
-    return found
+        faults.append(fault)
+    return faults
 
 
 def _draw(chance: random.Random, run: ChaosSettings, at: float) -> Fault:

@@ -30,9 +30,9 @@ class Payload:
         start = number * 7919 % (NOISE_WORDS - length)
         return self._noise[start : start + length] ^ number
 
-    def matches(self, number: int, found: NDArray[np.int64]) -> bool:
+    def matches(self, number: int, words: NDArray[np.int64]) -> bool:
         """Whether every byte of a row is right."""
-        return bool(np.array_equal(found, self.of(number)))
+        return bool(np.array_equal(words, self.of(number)))
 
 
 def reward_of(number: int) -> float:

@@ -74,7 +74,9 @@ class Probe:
     def _turns(self, queue: tq.Queue) -> None:
         stats = queue.stats()
         turns = stats["server"]["turns"]
-        self._context.log.write("turns", stats["epoch"], {kind: _longest(one) for kind, one in turns.items()})
+        self._context.log.write(
+            "turns", stats["epoch"], {kind: _longest(histogram) for kind, histogram in turns.items()}
+        )
 
     def _tell(self, kind: str, what: dict[str, Any]) -> None:
         os.write(self._news, msgspec.json.encode([kind, what]) + b"\n")

@@ -34,15 +34,15 @@ def of_server(faults: Sequence[Fault], logs: Sequence[ReadLog]) -> Times:
     calls = sorted((line[2], line[1]) for log in logs for line in log.of("call"))
     begun = [began for began, _ in calls]
     deaths = [(at, kind) for at, kind, target, _ in faults if target == "server" and kind in DEATHS]
-    found = []
+    times_s = []
     for number, (at, kind) in enumerate(deaths):
         place = bisect.bisect_left(begun, at)
         if kind != "kill" or place == len(calls):
             continue
         ended = calls[place][1]
         if number + 1 == len(deaths) or ended < deaths[number + 1][0]:
-            found.append(ended - at)
-    return Times(sorted(found))
+            times_s.append(ended - at)
+    return Times(sorted(times_s))
 
 
 def of_leases(faults: Sequence[Fault], logs: Sequence[ReadLog], *, remote: bool) -> Times:
@@ -54,14 +54,14 @@ def of_leases(faults: Sequence[Fault], logs: Sequence[ReadLog], *, remote: bool)
     requeue the rows, or take them.
     """
     away = [at for at, _, target, _ in faults if target == "server"]
-    found = []
+    times_s = []
     for at, kind, role, _ in faults:
         if kind != "kill" or role.partition("-")[0] not in SHARED or (role in REMOTE) != remote:
             continue
         ended = _leased_again(at, role, logs) if _is_measurable(at, role, faults) else None
         if ended is not None and not any(at - 1.0 < gone < ended for gone in away):
-            found.append(ended - at)
-    return Times(sorted(found))
+            times_s.append(ended - at)
+    return Times(sorted(times_s))
 
 
 def _is_measurable(at: float, role: str, faults: Sequence[Fault]) -> bool:

@@ -93,7 +93,7 @@ class Report(msgspec.Struct, frozen=True):
         yield f"rows leased again     {_spread(self.redelivery_s)}"
         if self.redelivery_remote_s.samples:
             yield f"  of remote workers   {_spread(self.redelivery_remote_s)}"
-        yield from (f"longest {kind:<13} {_turn(one)}" for kind, one in self.turns.items())
+        yield from (f"longest {kind:<13} {_turn(longest)}" for kind, longest in self.turns.items())
         yield f"lost {self.lost}, duplicate effects {self.duplicates}, bounds broken {self.bounds_broken}"
         yield from (f"violation: {violation}" for violation in self.violations)
         yield f"verdict               {'every promise was kept' if self.kept else 'BROKEN'}"
@@ -162,23 +162,30 @@ def longest_turns(logs: Sequence[ReadLog]) -> dict[str, Longest]:
     """The longest turns of each kind, over all serving processes. The last half second before a death is not covered."""
     lives: dict[int, dict[str, Any]] = {line[2]: line[3] for log in logs for line in log.of("turns")}
     kinds = {kind for turns in lives.values() for kind in turns}
-    found = {}
+    longest_by_kind = {}
     for kind in sorted(kinds):
         turns = [life[kind] for life in lives.values()]
-        longest, busiest = max(turns, key=lambda one: one["longest_s"]), max(turns, key=lambda one: one["busiest_s"])
+        longest, busiest = (
+            max(turns, key=lambda turn: turn["longest_s"]),
+            max(turns, key=lambda turn: turn["busiest_s"]),
+        )
         late: Counter[str] = Counter()
-        for one in turns:
-            late.update(one["late"])
-        found[kind] = Longest(
+        for turn in turns:
+            late.update(turn["late"])
+        longest_by_kind[kind] = Longest(
             longest["longest_s"], longest["longest_of"], busiest["busiest_s"], busiest["busiest_of"], dict(late)
         )
-    return found
+    return longest_by_kind
 
 
-def _turn(one: Longest) -> str:
-    late = f"; over 20 ms of it {sum(one.late.values())} times ({one.late})" if one.late else "; never over 20 ms of it"
-    busy = f", of processor time {one.busy_s * 1000:.1f} ms ({one.busy_of})" if one.busy_s else ""
-    return f"turn {one.seconds * 1000:.1f} ms by the clock ({one.of}){busy}{late}"
+def _turn(longest: Longest) -> str:
+    late = (
+        f"; over 20 ms of it {sum(longest.late.values())} times ({longest.late})"
+        if longest.late
+        else "; never over 20 ms of it"
+    )
+    busy = f", of processor time {longest.busy_s * 1000:.1f} ms ({longest.busy_of})" if longest.busy_s else ""
+    return f"turn {longest.seconds * 1000:.1f} ms by the clock ({longest.of}){busy}{late}"
 
 
 def _name(kind: str, target: str) -> str:

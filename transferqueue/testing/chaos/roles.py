@@ -111,7 +111,7 @@ def reward(context: ProcessContext, queue: tq.Queue) -> None:
     table, payload = queue.table(PACED), Payload(context.seed, SMALL_WORDS)
     for batch in _batches(table, "reward", REWARD_ROWS):
         numbers = _verify(context, batch, payload)
-        _ack(context, batch, rewards=np.array([reward_of(one) for one in numbers]))
+        _ack(context, batch, rewards=np.array([reward_of(number) for number in numbers]))
 
 
 def drain(context: ProcessContext, queue: tq.Queue) -> None:
@@ -176,10 +176,10 @@ def _check_trainable(context: ProcessContext, batch: tq.Batch, numbers: list[int
     behind = batch.version - int(batch.policy_version.min())
     if behind > STALENESS_MAX:
         context.log.write("broken", f"lease {batch.lease}: a row is {behind} versions old, of at most {STALENESS_MAX}")
-    given = np.asarray(batch["rewards"].numpy()).tolist()
-    if given != [reward_of(number) for number in numbers]:
+    rewards = np.asarray(batch["rewards"].numpy()).tolist()
+    if rewards != [reward_of(number) for number in numbers]:
         context.log.write(
-            "broken", f"lease {batch.lease}: rewards {given[:4]}... are not those of rows {numbers[:4]}..."
+            "broken", f"lease {batch.lease}: rewards {rewards[:4]}... are not those of rows {numbers[:4]}..."
         )
 
 
@@ -193,8 +193,10 @@ def _batches(table: tq.Table, task: str, rows: int) -> Iterator[tq.Batch]:
 
 def _verify(context: ProcessContext, batch: tq.Batch, payload: Payload) -> list[int]:
     numbers = [int(key) for key in batch.keys]
-    found = batch["input_ids"].list()
-    wrong = [number for number, row in zip(numbers, found, strict=True) if not payload.matches(number, np.asarray(row))]
+    values = batch["input_ids"].list()
+    wrong = [
+        number for number, row in zip(numbers, values, strict=True) if not payload.matches(number, np.asarray(row))
+    ]
     if wrong:
         context.log.write("broken", f"lease {batch.lease}: rows {wrong[:8]} have other bytes than were put")
     context.log.write("lease", batch.lease, numbers)

@@ -183,12 +183,12 @@ class Chaos:
     # ------------------------------------------------------------ events
 
     def _read_server(self) -> None:
-        said = os.read(self._server.output, 1 << 16)
+        output = os.read(self._server.output, 1 << 16)
         with (self._directory / "server.log").open("ab") as log:
-            log.write(said)
-        if not said:
+            log.write(output)
+        if not output:
             self._server_ended()
-        elif b"ready" in said:
+        elif b"ready" in output:
             self._ready = True
             if self._run.tcp:
                 for port in self._server.ports():

@@ -38,13 +38,13 @@ class LoggedPut(NamedTuple):
 
 def puts_of(logs: Iterable[ReadLog], table: str) -> list[LoggedPut]:
     """All puts into one table, by the event logs of their producers."""
-    found = []
+    puts = []
     for log in logs:
         returned = {line[2]: line[1] for line in log.of("put")}
         for _, _, name, first, rows, version in log.of("put?"):
             if name == table:
-                found.append(LoggedPut(range(first, first + rows), version, returned.get(first)))
-    return found
+                puts.append(LoggedPut(range(first, first + rows), version, returned.get(first)))
+    return puts
 
 
 class Clock:
@@ -142,10 +142,10 @@ class Account:
         """Check the tasks of a table; the number of rows that it must have had."""
         tasks = {name: self.tasks[name] for of, name in TASKS.values() if of == table}
         seen = set[int]().union(*(task.leased for task in tasks.values()))
-        there = [put for put in puts if put.by is not None or not seen.isdisjoint(put.numbers)]
-        rows = {number for put in there for number in put.numbers}
+        present = [put for put in puts if put.by is not None or not seen.isdisjoint(put.numbers)]
+        rows = {number for put in present for number in put.numbers}
         self._report(f"table {table}: rows that nobody put", seen - rows)
-        stale = {number for put in there if self._clock.makes_stale(put) for number in put.numbers}
+        stale = {number for put in present if self._clock.makes_stale(put) for number in put.numbers}
         dropped = set[int]()
         for name, task in tasks.items():
             twice = {number for number, times in task.done.items() if times > 1}
@@ -157,29 +157,29 @@ class Account:
                 self._report(f"task {name}: rows lost", missing - stale)
                 dropped |= missing & stale
         if self._drained:
-            hidden = [put for put in puts if put not in there and self._clock.makes_stale(put)]
+            hidden = [put for put in puts if put not in present and self._clock.makes_stale(put)]
             self._check_audit(table, len(rows), len(dropped), sum(len(put.numbers) for put in hidden))
         return len(rows)
 
     def _check_audit(self, table: str, rows: int, stale: int, hidden_max: int) -> None:
         """Compare with the server's last audit. hidden_max: rows that may have arrived too old, of puts that did not return."""
-        found = self._audits.get(table)
-        if found is None:
+        audit = self._audits.get(table)
+        if audit is None:
             self.violations.append(f"table {table}: the server gave no last account")
             return
-        hidden = found["rows_put"] - rows
-        dropped = found["dropped"].get("stale", 0)
+        hidden = audit["rows_put"] - rows
+        dropped = audit["dropped"].get("stale", 0)
         self.stale += dropped
         if (
             not 0 <= hidden <= hidden_max
-            or dropped != found["rows_dropped"]
+            or dropped != audit["rows_dropped"]
             or dropped != stale + hidden
-            or found["rows_live"]
-            or not found["balanced"]
+            or audit["rows_live"]
+            or not audit["balanced"]
         ):
             self.violations.append(
                 f"table {table}: by the logs {rows} rows were put, {stale} of them dropped as stale, and up to "
-                f"{hidden_max} more of each; the server says {found}"
+                f"{hidden_max} more of each; the server says {audit}"
             )
 
     def _report(self, what: str, numbers: set[int]) -> None:

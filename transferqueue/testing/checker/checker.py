@@ -57,9 +57,9 @@ class Checker:
 
     def see(self, line: h.Line) -> list[Violation]:
         """Take in the next event. Returns its violations, and adds them to `violations`."""
-        found = [violation for judge in self._judges_of(line) for violation in judge]
-        self.violations += found
-        return found
+        violations = [violation for judge in self._judges_of(line) for violation in judge]
+        self.violations += violations
+        return violations
 
     def _judges_of(self, line: h.Line) -> Iterable[Iterable[Violation]]:
         match line:

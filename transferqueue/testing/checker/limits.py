@@ -95,7 +95,9 @@ class LimitJudge(Judge):
     def died(self, process: str) -> Found:
         """See `Judge`."""
         for table in self._tables.values():
-            table.reserved = {number: one for number, one in table.reserved.items() if one[0] != process}
+            table.reserved = {
+                number: reservation for number, reservation in table.reserved.items() if reservation[0] != process
+            }
         return ()
 
     def counted(self, event: h.Counted) -> Found:

@@ -123,15 +123,15 @@ class RowEndJudge(Judge):
 
 def _let_go(table: _Table, task: str, row: int, lease: int, *, failed: bool) -> None:
     """The holder tries to end its lease of a row; a failed release counts as an attempt."""
-    for one in table.lent[task, row]:
-        if one.lease == lease and not failed:
-            one.let_go = True
+    for holder in table.lent[task, row]:
+        if holder.lease == lease and not failed:
+            holder.let_go = True
 
 
 def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult) -> Found:
     for row in got.rows:
         before = table.lent[call.task, row]
-        if any(one.lease == got.lease for one in before):
+        if any(lease.lease == got.lease for lease in before):
             continue  # another replica of the same lease
         acked = table.acked.get((call.task, row))
         if acked is not None and acked < got.lease and not table.again:
@@ -142,7 +142,7 @@ def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult
             )
         if row in table.dropped and table.dropped[row][1] < op.number:
             yield Violation("duplicated effect", f"row {row} was dropped and lent after that", op.number)
-        yield from _attempts(table, op, call, row, [one for one in before if one.lease < got.lease])
+        yield from _attempts(table, op, call, row, [lease for lease in before if lease.lease < got.lease])
         before.append(_Lent(got.lease, call.replicas))
 
 
@@ -151,7 +151,7 @@ def _attempts(table: _Table, op: Operation, call: h.LeaseCall, row: int, before:
     task = table.tasks.get(call.task)
     if task is None or not task.attempts_max or task.groups is not None or table.again or call.world > 1:
         return
-    failed = sum(not one.let_go and one.replicas == 1 for one in before)
+    failed = sum(not lease.let_go and lease.replicas == 1 for lease in before)
     if failed >= task.attempts_max:
         yield Violation(
             "attempts",
@@ -171,7 +171,7 @@ def _acked(table: _Table, op: Operation, call: h.AckCall, end: h.Ended) -> Found
 
 def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found:
     lent = table.lent[call.task, row]
-    if any(one.lease == call.lease and one.replicas > 1 for one in lent):
+    if any(lease.lease == call.lease and lease.replicas > 1 for lease in lent):
         return  # done when all replicas have acked
     before = table.acked.get((call.task, row))
     if not call.drop:
@@ -184,7 +184,7 @@ def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found
             f'row {row} was acked twice by task "{call.task}", in leases {before} and {call.lease}',
             op.number,
         )
-    newer = max((one.lease for one in lent), default=0)
+    newer = max((lease.lease for lease in lent), default=0)
     if newer > call.lease:
         yield Violation(
             "fencing",

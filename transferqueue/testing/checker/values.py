@@ -105,7 +105,9 @@ class ValueJudge(Judge):
             if got.rows and name not in got.digests:
                 yield Violation("readiness", f'lease {got.lease} came without field "{name}"', op.number)
         for at, row in enumerate(got.rows):
-            yield from self._row_seen(table, op, row, {name: one[at] for name, one in got.digests.items()}, got.lease)
+            yield from self._row_seen(
+                table, op, row, {name: digests[at] for name, digests in got.digests.items()}, got.lease
+            )
 
     def _row_seen(self, table: _Table, op: Operation, row: int, values: dict[str, str], lease: int) -> Found:
         if row not in table.put_of:
@@ -131,7 +133,7 @@ class ValueJudge(Judge):
             known = _digests_of(op)
             rows = len(next(iter(known.values()), ()))
             for at in range(rows):
-                if all(name not in values or values[name] == one[at] for name, one in known.items()):
+                if all(name not in values or values[name] == digests[at] for name, digests in known.items()):
                     yield from self._bind(table, op, row - at, rows)
                     return
 
@@ -142,8 +144,8 @@ def _digests_of(put: Operation) -> h.Digests:
 
 
 def _write(table: _Table, op: Operation, call: h.UpdateCall | h.AckCall) -> None:
-    for name, found in call.digests.items():
-        for row, value in zip(call.rows, found, strict=True):
+    for name, digests in call.digests.items():
+        for row, value in zip(call.rows, digests, strict=True):
             table.writes[row, name].append((value, op))
 
 
@@ -152,12 +154,12 @@ def _explained(table: _Table, row: int, name: str, value: str) -> bool:
     known = _digests_of(put)
     if name in known and known[name][at] == value:
         return True
-    return any(one == value and not by.failed for one, by in table.writes[row, name])
+    return any(written == value and not by.failed for written, by in table.writes[row, name])
 
 
 def _refused(table: _Table, op: Operation, call: h.UpdateCall | h.AckCall) -> Found:
     """Values of a refused call must never be read, unless another call wrote the same values."""
-    for name, found in call.digests.items():
-        for row, value in zip(call.rows, found, strict=True):
+    for name, digests in call.digests.items():
+        for row, value in zip(call.rows, digests, strict=True):
             if value in table.seen[row, name] and row in table.put_of and not _explained(table, row, name, value):
                 yield Violation("atomic put", f'a refused value of field "{name}" of row {row} was seen', op.number)

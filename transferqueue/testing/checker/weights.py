@@ -35,7 +35,7 @@ class WeightJudge(Judge):
 
     def _pulled(self, op: Operation, call: h.PullCall, got: h.PulledResult) -> Found:
         published = self._digests.get((call.channel, got.version), ())
-        if not any(one == got.digest and not by.failed for one, by in published):
+        if not any(digest == got.digest and not by.failed for digest, by in published):
             yield Violation(
                 "torn read", f"version {got.version} was pulled with bytes that nobody published", op.number
             )

@@ -75,8 +75,8 @@ def _giving(frame: U8) -> Callable[[memoryview], int]:
 
 
 def _same(backing: Backing, place: Range, data: U8, rule: str) -> None:
-    (found,) = backing.read([place])
-    require(np.array_equal(found, data), rule, place)
+    (data_read,) = backing.read([place])
+    require(np.array_equal(data_read, data), rule, place)
 
 
 # ---------------------------------------------------------------- the checks
@@ -94,8 +94,11 @@ def what_was_settled_is_read_to_the_byte(subject: BackingSubject) -> None:
             at += -(-nbytes // 64) * 64
         for place, data in written:
             _same(backing, place, data, "what was written is read")
-        found = backing.read([place for place, _ in reversed(written)])
-        alike = [np.array_equal(one, data) for one, (_, data) in zip(found, reversed(written), strict=True)]
+        data_read = backing.read([place for place, _ in reversed(written)])
+        alike = [
+            np.array_equal(data_of_place, data)
+            for data_of_place, (_, data) in zip(data_read, reversed(written), strict=True)
+        ]
         require(all(alike), "several ranges are read in the order asked for", alike)
         place, data = written[-1]
         for low, high in ((0, 1), (5, 3 * FRAME_BYTES), (len(data) - 1, len(data)), (17, 17)):
@@ -149,9 +152,9 @@ def writes_take_turns(subject: BackingSubject) -> None:
         places = [Range(1, 0, 3 << 20), Range(1, 3 << 20, 5 << 20), Range(2, 16 << 20, 4 << 20)]
         datas = [content(place.nbytes, seed) for seed, place in enumerate(places)]
         begun = [PendingWrite(backing, place, data) for place, data in zip(places, datas, strict=True)]
-        while left := [one for one in begun if not one.done]:
-            for one in left:
-                one.frame()
+        while left := [write for write in begun if not write.done]:
+            for write in left:
+                write.frame()
         for place, data in zip(places, datas, strict=True):
             _same(backing, place, data, "each write is where it belongs")
 
@@ -272,10 +275,10 @@ def what_is_lost_is_told(subject: BackingSubject) -> None:
         subject.lose(backing)
         for _ in range(2):
             try:
-                found = backing.read([place])
+                data_read = backing.read([place])
             except PeerError:
                 continue
-            require(False, "what is lost is told", found)
+            require(False, "what is lost is told", data_read)
 
 
 BACKING_CHECKS: Final[tuple[Callable[[BackingSubject], None], ...]] = (

@@ -91,23 +91,23 @@ def _long(subject: GeneratorSubject) -> Sampling:
 
 
 def _all(engine: Generator, prompts: Sequence[Prompt], sampling: Sampling) -> list[Completion]:
-    found = list(engine.generate(prompts, sampling))
-    return sorted(found, key=lambda completion: (completion.prompt, completion.sample))
+    completions = list(engine.generate(prompts, sampling))
+    return sorted(completions, key=lambda completion: (completion.prompt, completion.sample))
 
 
-def _check_logprobs(subject: GeneratorSubject, prompts: Sequence[Prompt], found: Sequence[Completion]) -> None:
+def _check_logprobs(subject: GeneratorSubject, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> None:
     """Every token has the log-probability that the weights of its version give it after all tokens before it."""
     sampling = _short(subject)
-    for completion in found:
+    for completion in completions:
         context = prompts[completion.prompt].ids
         start = 0
         for version, tokens in completion.spans:
             truth = subject.logprobs(version, context, completion.ids, sampling)[start : start + tokens]
-            given = completion.logprobs[start : start + tokens]
+            logprobs = completion.logprobs[start : start + tokens]
             require(
-                bool(np.allclose(given, truth, atol=_TOLERANCE)),
+                bool(np.allclose(logprobs, truth, atol=_TOLERANCE)),
                 f"log-probs are those of the weights of version {version}, within {_TOLERANCE}",
-                float(np.abs(given - truth).max(initial=0.0)),
+                float(np.abs(logprobs - truth).max(initial=0.0)),
             )
             start += tokens
 
@@ -119,13 +119,13 @@ def completes_every_sample_once(subject: GeneratorSubject) -> None:
     """Each sample of each prompt comes once, ended for the reason it gives."""
     with opened(subject) as engine:
         prompts, sampling = _prompts(subject, samples=2), _short(subject)
-        found = _all(engine, prompts, sampling)
+        finished = _all(engine, prompts, sampling)
     require(
-        [(each.prompt, each.sample) for each in found] == [(p, s) for p in range(len(prompts)) for s in range(2)],
+        [(each.prompt, each.sample) for each in finished] == [(p, s) for p in range(len(prompts)) for s in range(2)],
         "each sample of each prompt comes once",
-        [(each.prompt, each.sample) for each in found],
+        [(each.prompt, each.sample) for each in finished],
     )
-    for each in found:
+    for each in finished:
         require(each.ids.dtype == np.int32 and each.logprobs.dtype == np.float32, "int32 ids, float32 log-probs")
         require(len(each.ids) == len(each.logprobs) == sum(tokens for _, tokens in each.spans), "one of each a token")
         stopped = int(each.ids[-1]) in sampling.stop_ids
@@ -175,19 +175,19 @@ def new_weights_are_stamped_and_used(subject: GeneratorSubject) -> None:
 
 def weights_change_in_flight(subject: GeneratorSubject) -> None:
     """Completions begun under the old weights go on under the new, each token stamped with its own."""
-    found: list[Completion] = []
+    finished: list[Completion] = []
     for _ in range(_TRIES):
         with opened(subject) as engine:
             prompts = _prompts(subject, samples=2)
             with closing(engine.generate(prompts, _long(subject))) as completions:
-                found = [next(completions)]
+                finished = [next(completions)]
                 engine.update_weights(subject.weights(1), 1)
-                found += completions
-        require(len(found) == 2 * len(prompts), "none is lost by an update", len(found))
-        _check_logprobs(subject, prompts, found)
-        if any(len(each.spans) == 2 for each in found):
+                finished += completions
+        require(len(finished) == 2 * len(prompts), "none is lost by an update", len(finished))
+        _check_logprobs(subject, prompts, finished)
+        if any(len(each.spans) == 2 for each in finished):
             return
-    require(False, "some were begun before and ended after", [each.spans for each in found])
+    require(False, "some were begun before and ended after", [each.spans for each in finished])
 
 
 def misfitting_weights_change_nothing(subject: GeneratorSubject) -> None:
@@ -220,16 +220,16 @@ def _keep(subject: GeneratorSubject, meanwhile: Callable[[Generator], None]) -> 
     with opened(subject) as engine:
         prompts = _prompts(subject, samples=2)
         with closing(engine.generate(prompts, _long(subject))) as completions:
-            found = [next(completions)]
+            finished = [next(completions)]
             engine.pause(Pause.KEEP)
             engine.pause(Pause.KEEP)
             meanwhile(engine)
             engine.resume()
             engine.resume()
-            found += completions
-    require(len(found) == 2 * len(prompts), "none is lost by a pause", len(found))
-    require(all(each.finish_reason in (STOP, LENGTH) for each in found), "each is finished")
-    _check_logprobs(subject, prompts, found)
+            finished += completions
+    require(len(finished) == 2 * len(prompts), "none is lost by a pause", len(finished))
+    require(all(each.finish_reason in (STOP, LENGTH) for each in finished), "each is finished")
+    _check_logprobs(subject, prompts, finished)
 
 
 def requests_wait_while_paused(subject: GeneratorSubject) -> None:
@@ -275,12 +275,12 @@ def _cut(subject: GeneratorSubject, engine: Generator, prompts: Sequence[Prompt]
     """Completions that a pause cut short."""
     for _ in range(_TRIES):
         with closing(engine.generate(prompts, _long(subject))) as completions:
-            found = [next(completions)]
+            finished = [next(completions)]
             engine.pause(Pause.ABORT)
-            found += completions
+            finished += completions
         engine.resume()
-        require(len(found) == 2 * len(prompts), "each is handed out, finished or not", len(found))
-        if cut := [each for each in found if each.finish_reason == ABORT]:
+        require(len(finished) == 2 * len(prompts), "each is handed out, finished or not", len(finished))
+        if cut := [each for each in finished if each.finish_reason == ABORT]:
             return cut
     raise RuleBroken("some were cut short by a pause while they ran")
 
@@ -312,12 +312,12 @@ def pause_waits(subject: GeneratorSubject) -> None:
     with opened(subject) as engine:
         prompts = _prompts(subject, samples=2)
         with closing(engine.generate(prompts, _long(subject))) as completions:
-            found = [next(completions)]
+            finished = [next(completions)]
             with _pausing(engine, Pause.WAIT):
-                found += completions
+                finished += completions
         engine.resume()
-    require(len(found) == 2 * len(prompts), "none is lost", len(found))
-    require(all(each.finish_reason in (STOP, LENGTH) for each in found), "each is finished")
+    require(len(finished) == 2 * len(prompts), "none is lost", len(finished))
+    require(all(each.finish_reason in (STOP, LENGTH) for each in finished), "each is finished")
 
 
 def a_deadline_ends_a_request(subject: GeneratorSubject) -> None:
@@ -351,9 +351,9 @@ def threads_share_the_engine(subject: GeneratorSubject) -> None:
     with opened(subject) as engine, ThreadPoolExecutor(2) as threads:
         working = [threads.submit(work, engine, number) for number in range(2)]
         for number, each in enumerate(working):
-            found = each.result(120)
-            require(len(found) == 4, "each thread gets its completions", found)
-            _check_logprobs(subject, [Prompt(ids=subject.prompts()[number])], found)
+            finished = each.result(120)
+            require(len(finished) == 4, "each thread gets its completions", finished)
+            _check_logprobs(subject, [Prompt(ids=subject.prompts()[number])], finished)
 
 
 def what_cannot_be_done_is_refused(subject: GeneratorSubject) -> None:

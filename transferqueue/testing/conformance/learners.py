@@ -85,9 +85,9 @@ def the_same_batches_teach_the_same(subject: LearnerSubject) -> None:
 def weights_are_as_their_metadata_says(subject: LearnerSubject) -> None:
     """Names, shapes and dtypes are known before a tensor moves."""
     source = subject.open().weights()
-    said = dict(source.metadata())
+    metadata = dict(source.metadata())
     came = {name: spec(tensor) for name, tensor in source}
-    require(bool(said) and said == came, "tensors come as metadata() says", (said, came))
+    require(bool(metadata) and metadata == came, "tensors come as metadata() says", (metadata, came))
 
 
 def weights_can_be_read_again(subject: LearnerSubject) -> None:

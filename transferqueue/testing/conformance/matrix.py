@@ -65,8 +65,8 @@ def _read(path: Path) -> MatrixRecord:
 
 def render(records: Iterable[MatrixRecord]) -> str:
     """The tables, as Markdown: a row for each check, a column for each adapter."""
-    found = list(records)
-    tables = [_table(kind, [record for record in found if record.kind == kind]) for kind in KINDS]
+    kept_records = list(records)
+    tables = [_table(kind, [record for record in kept_records if record.kind == kind]) for kind in KINDS]
     return "\n".join(table for table in tables if table)
 
 
@@ -94,13 +94,13 @@ def _verdict(record: MatrixRecord, check: str) -> str:
 
 def _reasons(records: Sequence[MatrixRecord]) -> list[str]:
     """The reason of each "no", as the adapter gives it."""
-    found = {
+    reasons = {
         f"- `{record.adapter}`: {outcome.text}"
         for record in records
         for outcome in record.outcomes
         if outcome.verdict is Verdict.UNSUPPORTED
     }
-    return ["", *sorted(found)] if found else []
+    return ["", *sorted(reasons)] if reasons else []
 
 
 def written(page: str, tables: str) -> str:
@@ -118,16 +118,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--records", type=Path, required=True, help="directory of records")
     parser.add_argument("--into", type=Path, required=True, help="Markdown page with the two markers")
     parser.add_argument("--check", action="store_true", help="change nothing; exit code 1 if the page is out of date")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        page = given.into.read_text(encoding="utf-8")
-        new = written(page, render(load(given.records)))
+        page = options.into.read_text(encoding="utf-8")
+        new = written(page, render(load(options.records)))
     except (OSError, TransferQueueError) as error:
         sys.stderr.write(f"{error}\n")
         return 2
-    if given.check:
+    if options.check:
         return int(page != new)
-    given.into.write_text(new, encoding="utf-8")
+    options.into.write_text(new, encoding="utf-8")
     return 0
 
 

@@ -78,9 +78,9 @@ def _array(tensor: torch.Tensor) -> npt.NDArray[np.float64]:
     return array
 
 
-def _near(rule: str, found: torch.Tensor, wanted: torch.Tensor) -> None:
-    require(found.shape == wanted.shape, f"{rule}: as many numbers", (tuple(found.shape), tuple(wanted.shape)))
-    difference = float(np.abs(_array(found) - _array(wanted)).max(initial=0.0))
+def _near(rule: str, scores: torch.Tensor, wanted: torch.Tensor) -> None:
+    require(scores.shape == wanted.shape, f"{rule}: as many numbers", (tuple(scores.shape), tuple(wanted.shape)))
+    difference = float(np.abs(_array(scores) - _array(wanted)).max(initial=0.0))
     require(difference <= _TOLERANCE, f"{rule}, within {_TOLERANCE}", difference)
 
 
@@ -92,8 +92,8 @@ def _together_as_alone(
 
     alone = [score([prompt], [response]) for prompt, response in zip(prompts, responses, strict=True)]
     for order in (range(len(prompts)), range(len(prompts) - 1, -1, -1)):
-        found = score([prompts[row] for row in order], [responses[row] for row in order])
-        _near(rule, found, torch.cat([alone[row] for row in order]))
+        scores = score([prompts[row] for row in order], [responses[row] for row in order])
+        _near(rule, scores, torch.cat([alone[row] for row in order]))
 
 
 # ---------------------------------------------------------------- the checks
@@ -135,8 +135,8 @@ def the_gradient_does_not_depend_on_grouping(subject: ScorerSubject) -> None:
 
     wanted = gradient([range(7)])
     for groups in ([[5, 1, 0], [6, 2], [3, 4]], [[row] for row in range(7) if responses[row]]):
-        for one, other in zip(wanted, gradient(groups), strict=True):
-            share = float(np.abs(one - other).max() / max(1e-9, np.abs(one).max()))
+        for expected, other in zip(wanted, gradient(groups), strict=True):
+            share = float(np.abs(expected - other).max() / max(1e-9, np.abs(expected).max()))
             require(share <= _GRADIENT_TOLERANCE, f"the gradient is the same, within {_GRADIENT_TOLERANCE}", share)
 
 
@@ -171,8 +171,8 @@ def temperature_divides_the_logits(subject: ScorerSubject) -> None:
     drawn = torch.tensor([token for response in responses for token in response], device=ids_NV.device)
     for temperature in (0.6, 1.0, 2.0):
         wanted = (logprobs_NV / temperature).log_softmax(-1)[ids_NV == drawn[:, None]]
-        found = scorer.logprobs(prompts, responses, temperature=temperature)
-        _near(f"log-probs are of temperature {temperature}", found, wanted)
+        scores = scorer.logprobs(prompts, responses, temperature=temperature)
+        _near(f"log-probs are of temperature {temperature}", scores, wanted)
 
 
 def top_k_holds_the_most_probable(subject: ScorerSubject) -> None:
@@ -195,7 +195,7 @@ def a_reward_reads_the_last_token(subject: ScorerSubject) -> None:
     row = [4, 5, 6]
     endings = [[], [7], [7, subject.pad_id], [7, subject.pad_id, subject.pad_id]]
     rewards = _array(scorer.rewards([row] * 4, endings)).tolist()
-    apart = [abs(one - other) > _TOLERANCE for one, other in pairwise(rewards)]
+    apart = [abs(reward - other) > _TOLERANCE for reward, other in pairwise(rewards)]
     require(all(apart), "one more token gives another reward, also if it is the padding token", rewards)
     long = [*range(1, 9)] * 2
     _near("padding changes no reward", scorer.rewards([row, long], [[7], [8]])[:1], scorer.rewards([row], [[7]]))

@@ -108,12 +108,12 @@ def a_row_does_not_depend_on_its_batch(subject: StageSubject) -> None:
     if not subject.repeats:
         raise Unsupported("draws at random: the same row may get something else the next time")
     stage = subject.open()
-    found = []
+    columns = []
     for rows in (6, 1):
         with _filled(subject, stage) as table:
             _serve(table, stage, rows)
-            found.append([{name: _plain(value) for name, value in row.items()} for row in _given(table, stage)])
-    require(found[0] == found[1], "rows one by one get what they get together", found)
+            columns.append([{name: _plain(value) for name, value in row.items()} for row in _given(table, stage)])
+    require(columns[0] == columns[1], "rows one by one get what they get together", columns)
 
 
 STAGE_CHECKS: Final[tuple[Callable[[StageSubject], None], ...]] = (

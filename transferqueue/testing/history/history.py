@@ -311,14 +311,14 @@ def merge(histories: Iterable[Iterable[Line]]) -> Iterator[Line]:
     """Merge histories that were recorded at the same time by the same clock; operations are numbered anew."""
     numbers: dict[tuple[int, int], int] = {}
     tagged = [[(line.at, at, line) for line in history] for at, history in enumerate(histories)]
-    for _, at, line in heapq.merge(*tagged, key=lambda one: one[0]):
+    for _, at, line in heapq.merge(*tagged, key=lambda entry: entry[0]):
         if isinstance(line, Invoked):
             numbers[at, line.op] = len(numbers) + 1
         if isinstance(line, Invoked | Ended):
             line = msgspec.structs.replace(line, op=numbers.get((at, line.op), 0))
         if not isinstance(line, Finished):
             yield line
-    yield Finished(max((one[-1][0] for one in tagged if one), default=0.0))
+    yield Finished(max((entry[-1][0] for entry in tagged if entry), default=0.0))
 
 
 def certain(error: BaseException) -> bool:

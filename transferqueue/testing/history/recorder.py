@@ -81,17 +81,17 @@ class HistoryRecorder:
 
     def count(self, table: RecordedTable, *, drained: bool = False) -> None:
         """Write the server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under way."""
-        found = table.table.stats()
+        stats = table.table.stats()
         self._write(
             h.Counted(
                 table=table.table.name,
                 at=self._clock(),
-                rows_put=found["rows_put"],
-                rows_live=found["rows_live"],
-                rows_done=found["rows_done"],
-                dropped=found["dropped"],
-                rows_resident=found["rows_resident"],
-                bytes=found["bytes"],
+                rows_put=stats["rows_put"],
+                rows_live=stats["rows_live"],
+                rows_done=stats["rows_done"],
+                dropped=stats["dropped"],
+                rows_resident=stats["rows_resident"],
+                bytes=stats["bytes"],
                 drained=drained,
             )
         )
@@ -139,9 +139,9 @@ class RecordedTable:
         self.table: Final = table
         self._recorder = recorder
 
-    def put(self, *, reservation: RecordedReservation | None = None, timeout_s: float = 60.0, **given: Any) -> Any:
+    def put(self, *, reservation: RecordedReservation | None = None, timeout_s: float = 60.0, **values: Any) -> Any:
         """`Table.put`."""
-        facts, columns = split(given)
+        facts, columns = split(values)
         out = outgoing(columns, GivenFacts(**facts), self.table.fields, None)
         call = h.PutCall(
             table=self.table.name,
@@ -154,17 +154,17 @@ class RecordedTable:
         )
         under = None if reservation is None else reservation.reservation
         with self._recorder.during(call) as ending:
-            rows = self.table.put(reservation=under, timeout_s=timeout_s, **given)
+            rows = self.table.put(reservation=under, timeout_s=timeout_s, **values)
             ending.result = h.RowsResult(rows.tolist())
         return rows
 
-    def update(self, rows: Any, *, overwrite: bool = False, **given: Any) -> None:
+    def update(self, rows: Any, *, overwrite: bool = False, **values: Any) -> None:
         """`Table.update`."""
-        facts, columns = split(given)
+        facts, columns = split(values)
         ids = np.atleast_1d(np.asarray(rows))
         out = outgoing(columns, GivenFacts(**facts), self.table.fields, len(ids))
         with self._recorder.during(h.UpdateCall(self.table.name, ids.tolist(), digests_of(out))):
-            self.table.update(rows, overwrite=overwrite, **given)
+            self.table.update(rows, overwrite=overwrite, **values)
 
     def lease(self, task: str, **terms: Any) -> RecordedBatch:
         """`Table.lease`. All columns that come are read."""
@@ -229,14 +229,14 @@ class RecordedBatch:
     def __len__(self) -> int:
         return len(self.batch)
 
-    def ack(self, rows: Any = None, *, step: int = -1, **given: Any) -> None:
+    def ack(self, rows: Any = None, *, step: int = -1, **values: Any) -> None:
         """`Batch.ack`."""
-        facts, columns = split(given)
+        facts, columns = split(values)
         ids = self._ids(rows)
         known = self._table.table.fields
-        found = digests_of(outgoing(columns, GivenFacts(**facts), known, len(ids))) if columns else {}
-        with self._recorder.during(h.AckCall(*self._whose, ids, found, step=step)):
-            self.batch.ack(rows, step=step, **given)
+        digests = digests_of(outgoing(columns, GivenFacts(**facts), known, len(ids))) if columns else {}
+        with self._recorder.during(h.AckCall(*self._whose, ids, digests, step=step)):
+            self.batch.ack(rows, step=step, **values)
         self._take(ids)
 
     def drop(self, reason: str, rows: Any = None) -> None:
@@ -323,18 +323,18 @@ class RecordedChannel:
         """`WeightChannel.pull`. All tensors are read."""
         wanted = -1 if version is None else version
         with self._recorder.during(h.PullCall(self.channel.name, above, wanted)) as ending:
-            found = self.channel.pull(above, version=version, **terms)
-            ending.result = h.PulledResult(found.version, h.digest_of_mapping(found))
-        return found
+            weights = self.channel.pull(above, version=version, **terms)
+            ending.result = h.PulledResult(weights.version, h.digest_of_mapping(weights))
+        return weights
 
 
 # ---------------------------------------------------------------- digests
 
 
-def split(given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a put, update or ack was given, as facts and columns."""
-    facts = {name: value for name, value in given.items() if name in FACTS}
-    return facts, {name: value for name, value in given.items() if name not in FACTS}
+    facts = {name: value for name, value in values.items() if name in FACTS}
+    return facts, {name: value for name, value in values.items() if name not in FACTS}
 
 
 def digests_of(out: PreparedCommit) -> h.Digests:
