@@ -16,6 +16,8 @@ from tests.scale import only_long
 from tests.workflows.job import stand_ins
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.stages.evaluate import requests_table
 from transferqueue.workflows.job.tiny_model.make import make
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state
 
@@ -82,6 +84,17 @@ def test_a_job_trains_its_steps_and_leaves_no_row(
 def test_without_checkpoints_rows_are_done_at_once(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
     assert len(trained(queue, stand_ins.values(model, checkpoint={"every": 0}), tmp_path)) == 4
     assert not (tmp_path / "checkpoints").exists()
+
+
+def test_held_out_prompts_are_asked_for_before_during_and_after(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    given = stand_ins.values(model, evaluation={"path": "held-out", "every": 3})
+    trained(queue, given, tmp_path)
+    with requests_table(queue).lease(names.EVALUATE, rows=3) as batch:
+        assert batch["step"].list() == [0, 3, 4]
+        assert batch["version"].list() == [0, 3, 4]
+        batch.ack()
+    with pytest.raises(tq.EndOfTable):
+        requests_table(queue).lease(names.EVALUATE, rows=1, timeout_s=5)
 
 
 def test_a_checkpoint_says_what_it_is_of(model: Path, queue: tq.Queue, tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from transferqueue.workflows.job.settings.defaults import defaults_of
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.resolve import resolve
 from transferqueue.workflows.job.settings.sizes import batch_rows, depth, group_rows
+from transferqueue.workflows.job.stages.evaluate import end_evaluations, request_evaluation
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
@@ -29,7 +30,7 @@ from transferqueue.workflows.job.training.passes import Passes, RankFollower
 from transferqueue.workflows.job.training.publication import Publisher, latest_version
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
 from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
-from transferqueue.workflows.job.training.trainer import Trainer, TrainerTerms
+from transferqueue.workflows.job.training.trainer import Evaluations, NoEvaluations, Trainer, TrainerTerms
 
 CHECKPOINTS: Final = "checkpoints"
 """Folder of a run that holds the checkpoints of each trainer."""
@@ -119,11 +120,12 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         table=context.table,
         stream=_stream(context, job, task, position),
         passes=Passes(learner, job.algorithm, seed=job.seed),
-        publisher=_publisher(job, channel, learner),
+        publisher=_publisher(context, job, channel, learner),
         weights=learner.weights,
         checkpoints=checkpoints,
         terms=_terms(job, task, checkpoints),
         figures=context.figures,
+        evaluations=_evaluations(context, job, task),
         step=learner.steps_taken,
         latest=latest,
         version=version,
@@ -142,15 +144,34 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         kind="step" if is_policy else "critic_step",
         reward=is_policy and defaults_of(job.algorithm.kind).rewarded,
         seals=is_policy,
+        evaluate_every=job.evaluation.every,
     )
 
 
-def _publisher(job: Job, channel: tq.WeightChannel, learner: StepLearner) -> Publisher:
+class _HeldOut:
+    """Asks the process ``evaluate`` by the queue."""
+
+    def __init__(self, queue: tq.Queue) -> None:
+        self._queue = queue
+
+    def request(self, step: int, version: int) -> None:
+        request_evaluation(self._queue, step, version)
+
+    def end(self) -> None:
+        end_evaluations(self._queue)
+
+
+def _evaluations(context: Context, job: Job, task: str) -> Evaluations:
+    return _HeldOut(context.queue) if task == names.TRAIN and job.evaluation.path else NoEvaluations()
+
+
+def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: StepLearner) -> Publisher:
     return Publisher(
         channel,
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
         background=job.weights.background,
         collective=learner.ranks.parallel == "fsdp2",
+        emit=context.emit,
     )
 
 

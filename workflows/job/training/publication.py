@@ -25,6 +25,7 @@ from torch import Tensor
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.workflows.flow.events import PUBLISH, Event, TimeSpan
 
 PUBLISH_S: Final = 600.0
 """Longest wait for memory for a version."""
@@ -67,7 +68,7 @@ class Publisher:
     """Publishes the weights of a trainer on a channel, in a thread of its own, and acks each step after its version.
 
     dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done. collective: the weights are
-    sharded (rule 4). Call from one thread; `close` ends the thread.
+    sharded (rule 4). emit: is told how long each publication took. Call from one thread; `close` ends the thread.
     """
 
     def __init__(
@@ -78,8 +79,9 @@ class Publisher:
         background: bool = True,
         collective: bool = False,
         clock: Callable[[], float] = time.monotonic,
+        emit: Callable[[Event], None] = lambda event: None,
     ) -> None:
-        self._channel, self._clock = channel, clock
+        self._channel, self._clock, self._emit = channel, clock, emit
         self._background, self._collective = background, collective
         self._copy = HostCopy(dtype)
         self._copied, self._done = threading.Event(), threading.Event()
@@ -157,7 +159,9 @@ class Publisher:
         if copies is None:
             copies = self._copy.take(source)
         self._copied.set()
+        started = self._clock()
         self._channel.publish(version, copies, timeout_s=PUBLISH_S)
+        self._emit(TimeSpan(name=PUBLISH, start=started, end=self._clock(), version=version))
         then()
 
     def _finish(self, then: Callable[[], object]) -> None:

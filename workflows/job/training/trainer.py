@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 
@@ -35,7 +35,8 @@ SURPLUS: Final = "surplus"
 class TrainerTerms:
     """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
 
-    kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer.
+    kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
+    two evaluations (0: before and after only).
     """
 
     task: str
@@ -45,6 +46,27 @@ class TrainerTerms:
     kind: str = "step"
     reward: bool = False
     seals: bool = True
+    evaluate_every: int = 0
+
+
+class Evaluations(Protocol):
+    """Where a trainer asks for evaluations of held-out prompts."""
+
+    def request(self, step: int, version: int) -> None:
+        """Ask for one of `version`, which has been published after `step` steps. Returns at once."""
+
+    def end(self) -> None:
+        """No more requests will come."""
+
+
+class NoEvaluations:
+    """Of a job without held-out prompts."""
+
+    def request(self, step: int, version: int) -> None:
+        """Do nothing."""
+
+    def end(self) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -59,6 +81,7 @@ class Trainer:
     checkpoints: Checkpoints | None
     terms: TrainerTerms
     figures: Callable[..., None]
+    evaluations: Evaluations = field(default_factory=NoEvaluations)
     step: int = 0
     latest: int = -1
     version: int = -1
@@ -76,6 +99,8 @@ class Trainer:
         if self.latest < 0 or self.version != self.latest:
             self._publish(lambda: None)
             self.publisher.wait()
+        if self._evaluates(self.step):
+            self.evaluations.request(self.step, self.version)
 
     def run(self) -> None:
         """Train until the last step or the end of the table; then save, and end the table if it ends with this trainer."""
@@ -93,6 +118,7 @@ class Trainer:
             self._save()
             if self.terms.seals:
                 self._end()
+            self.evaluations.end()
             self.passes.end()
         finally:
             self.publisher.close()
@@ -110,6 +136,8 @@ class Trainer:
         def ack() -> None:
             lost = self.stream.ack(gathered, step if self.terms.save_every else -1)
             self.figures(self.terms.kind, **report, lost_rows=lost)
+            if self._evaluates(step):
+                self.evaluations.request(step, report["version"])
 
         if publishes:
             self._publish(ack)
@@ -118,6 +146,10 @@ class Trainer:
         if self.terms.save_every and self.step % self.terms.save_every == 0:
             self.publisher.wait()
             self._save()
+
+    def _evaluates(self, step: int) -> bool:
+        every = self.terms.evaluate_every
+        return step in (0, self.terms.steps) or bool(every and step % every == 0)
 
     def _publishes(self) -> bool:
         return self.step % self.terms.publish_every == 0 or self.step == self.terms.steps
