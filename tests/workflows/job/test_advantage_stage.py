@@ -7,12 +7,13 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job import jobs
 from transferqueue.workflows.flow.events import Figures
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of
 from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.stages.advantage import advantage
+from transferqueue.workflows.job.stages.drop_streak import DropStreak
 
 LENGTHS = [3, 1, 2, 4, 2, 3, 1, 2]
 REWARDS = [1.0, 0.0, 0.0, 0.5, 0.25, 0.25, 0.25, 0.25]
@@ -114,3 +115,14 @@ def test_tokens_of_an_environment_are_stepped_over():
     columns, *_ = serve(settings)
     for row, (mask, reward) in enumerate(zip(COLUMNS["loss_mask"], REWARDS, strict=True)):
         assert columns["token_advantages"][row].tolist() == pytest.approx((mask * reward).tolist())
+
+
+def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
+    streak = DropStreak(job("dapo"), "the rewards were equal", "check them")  # 8 rows a batch
+    streak.count(kept=0, dropped=100)
+    streak.count(kept=1, dropped=100)
+    streak.count(kept=0, dropped=159)
+    with pytest.raises(
+        StageFailedInProcess, match=r"the last 160 rows, 20 batches, were all dropped: the rewards were equal"
+    ):
+        streak.count(kept=0, dropped=1)

@@ -88,12 +88,28 @@ def test_several_files_are_one_data_set_in_the_order_of_their_names(tmp_path):
         ("dev.jsonl", "validation"),
         ("train_sft-00000-of-00001.jsonl", "train_sft"),
         ("train/part-0.jsonl", "train"),
+        ("train/data-00000-of-00002.jsonl", "train"),
+        ("data-00000-of-00002.jsonl", "train"),
+        ("main/train-00000-of-00001.jsonl", "train"),
         ("prompts.jsonl", "train"),
     ],
 )
 def test_names_of_files_tell_the_split(tmp_path, name, split):
     write(tmp_path / name)
     assert len(open_data(tmp_path, split=split)) == 5
+
+
+def test_several_data_sets_in_one_directory_are_not_mixed(tmp_path):
+    for folder in ("main", "socratic"):
+        write(tmp_path / folder / "train-00000-of-00001.jsonl")
+    with pytest.raises(
+        UsageError, match=r'has the split "train" in several folders: main, socratic; give the path of one'
+    ):
+        open_data(tmp_path)
+    assert len(open_data(tmp_path / "main")) == 5
+    for part in ("a", "b"):
+        write(tmp_path / "parts" / "train" / part / "0.jsonl")
+    assert len(open_data(tmp_path / "parts")) == 10
 
 
 def test_files_of_one_directory_must_have_the_same_columns_and_kind(tmp_path):

@@ -51,6 +51,8 @@ _ALIASES: Final[Mapping[str, tuple[str, ...]]] = {
 """Names that files give to a split."""
 _SHARD: Final = re.compile(r"(.+)-\d{5}-of-\d{5}")
 """Name of one of several files of a split, as the hub stores them."""
+_NO_SPLITS: Final = ("data", "part", "shard", "default")
+"""Names of files that tell no split."""
 _NOT_DATA: Final = frozenset({"dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json"})
 
 
@@ -139,22 +141,40 @@ def _of_split(path: Path, files: Sequence[Path], split: str) -> list[Path]:
         return list(files)
     chosen = [file for file, name in by_file.items() if name in _ALIASES.get(split, (split,))]
     if chosen:
+        _check_one_folder(path, chosen, split)
         return chosen
     has = listing({name for name in by_file.values() if name}) if any(by_file.values()) else "no files that name one"
     raise NotFound(f'data.path {path} has no split "{split}": it has {has} ({listing(file.name for file in files)})')
 
 
+def _check_one_folder(path: Path, files: Sequence[Path], split: str) -> None:
+    """Refuse several data sets in one directory, such as ``main/train.parquet`` and ``other/train.parquet``."""
+    folders = {file.parent.relative_to(path) for file in files if _named_split(file.name.split(".")[0], split)}
+    if len(folders) > 1:
+        raise UsageError(
+            f'data.path {path} has the split "{split}" in several folders: {listing(folders)}; give the path of one of them'
+        )
+
+
 def _split_of(file: Path, asked: str) -> str:
-    """Return the split that the name of a file or of its folders tells; "" if none does."""
-    for part in (file.name.split(".")[0].lower(), *(folder.lower() for folder in reversed(file.parts[:-1]))):
-        if sharded := _SHARD.fullmatch(part):
-            return sharded[1]
-        if part == asked.lower() or part.startswith((f"{asked.lower()}-", f"{asked.lower()}_")):
-            return asked
-        words = re.split(r"[-_]", part)
-        if named := [word for word in (words[0], words[-1]) if word in _SPLITS]:
-            return named[0]
-    return ""
+    """Return the split that the name of a file, else of one of its folders, tells; "" if none does."""
+    parts = (file.name.split(".")[0], *reversed(file.parts[:-1]))
+    return next((name for part in parts if (name := _named_split(part, asked))), "")
+
+
+def _named_split(part: str, asked: str) -> str:
+    """Return the split that one name tells: ``train``, ``train-00000-of-00002``, ``gsm8k_test``."""
+    part, asked = part.lower(), asked.lower()
+    sharded = _SHARD.fullmatch(part)
+    part = sharded[1] if sharded else part
+    if part == asked:
+        return asked
+    if sharded and part not in _NO_SPLITS:
+        return part
+    if part.startswith((f"{asked}-", f"{asked}_")):
+        return asked
+    words = re.split(r"[-_]", part)
+    return next((word for word in (words[0], words[-1]) if word in _SPLITS), "")
 
 
 # ---------------------------------------------------------------- what datasets.save_to_disk wrote

@@ -7,8 +7,8 @@ Rules:
    source that puts a group which is live: the group would have too many rows.
 2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old, a reward that fails)
    puts more in their place, until the trainer seals the table.
-3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer stops after the last
-   full batch.
+3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer's last step
+   takes what is left.
 """
 
 from __future__ import annotations

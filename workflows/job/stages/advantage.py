@@ -23,6 +23,7 @@ from transferqueue.workflows.job.algorithms.advantages import (
 )
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.drop_streak import DropStreak
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""
@@ -33,6 +34,11 @@ def advantage(context: Context) -> Iterator[Work]:
     """Factory of the stage. Figures of kind "advantage", one for each lease: rows, rows dropped, mean and deviation of the rewards."""
     job = context.settings(Job)
     algorithm = filled(job.algorithm)
+    streak = DropStreak(
+        job,
+        "the rewards of every group were equal, and the job drops such groups",
+        "check the rewards, begin with a better model, or set algorithm.filter_equal=false",
+    )
 
     def compare(batch: tq.Batch) -> Iterator[PartialResult]:
         rewards_B = batch["rewards"].numpy()
@@ -52,6 +58,7 @@ def advantage(context: Context) -> Iterator[Work]:
             reward_std=float(rewards_B.std()),
             version=batch.version,
         )
+        streak.count(kept=int(at.size), dropped=int(equal.size))
 
     yield compare
 

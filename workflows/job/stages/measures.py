@@ -27,6 +27,7 @@ from transferqueue.workflows.job.data.prompt_data import open_held_out
 from transferqueue.workflows.job.data.sequence import NumberedPrompt, held_out_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
+from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.play import Play, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
@@ -103,7 +104,7 @@ class ResponseReward(_Drawing):
         self, job: Job, prompts: Sequence[NumberedPrompt], engine: Generator, sampling: Sampling, tokenizer: Any
     ) -> None:
         super().__init__(job, prompts, engine, sampling)
-        self._scorer = RewardScorer(job, tokenizer)
+        self._scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
 
     def figures(self) -> dict[str, Any]:
         """``rows`` (scored), ``reward``, ``reward/NAME``, ``tokens`` (mean), ``ended`` (share that drew an end token), ``failed`` if a reward did."""

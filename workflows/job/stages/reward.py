@@ -18,6 +18,7 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_token
 from transferqueue.workflows.job.reward_terms.scorer import DROPPED, RewardScorer, RowScores
 from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.stages.drop_streak import DropStreak
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN: Final = 3
@@ -34,7 +35,9 @@ def reward(context: Context) -> Iterator[Work]:
 @contextmanager
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, and rows dropped."""
-    scorer = RewardScorer(context.settings(Job), tokenizer, limit=ended_process_after)
+    job = context.settings(Job)
+    scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
+    streak = DropStreak(job, "their rewards failed", "see the failures in the log of the reward stage")
     samples = SampleReporter(context, tokenizer)
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
@@ -50,6 +53,8 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
         samples.report(batch, np.where(scores.failed, np.nan, scores.rewards))
         yield from _parts(scores)
         _report(context, scorer, scores, batch.version)
+        failed = int(np.count_nonzero(scores.failed))
+        streak.count(kept=len(batch) - failed, dropped=failed)
 
     yield score
 
