@@ -52,6 +52,9 @@ def attend_in_rows(
     refused = [name for name in _REFUSED if others.get(name) is not None]
     if refused or dropout or not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise Unsupported(f"attention with {refused or 'dropout or without causality'} is not computed in packed rows")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):  # a norm of float32 weights leaves queries wider than values
+        query, key, value = (part.to(torch.get_autocast_dtype(device)) for part in (query, key, value))
     q_NHD, k_NGD, v_NGD = (part[0].transpose(0, 1) for part in (query, key, value))
     if _has_kernel(query):
         return _one_kernel(q_NHD, k_NGD, v_NGD, rows, scaling, sliding_window)[None], None

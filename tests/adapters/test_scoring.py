@@ -216,6 +216,17 @@ def test_16_bit_weights_with_and_without_16_bit_logits() -> None:
     assert (narrow - exact).abs().mean() < 0.1
 
 
+def test_autocast_computes_in_16_bits_and_learns_in_32() -> None:
+    model, (prompts, responses) = qwen3(), rows()
+    with torch.no_grad():
+        exact = response_logprobs(model, prompts, responses)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found = response_logprobs(model, prompts, responses)
+    assert found.dtype == torch.float32
+    assert 1e-5 < (found - exact).abs().mean() < 0.05
+    assert {gradient.dtype for gradient in gradients(model, found.sum())} == {torch.float32}
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [

@@ -29,7 +29,7 @@ from transferqueue.adapters.weights import ModuleWeights  # noqa: E402
 from transferqueue.workflows.flow.stage import Context  # noqa: E402
 from transferqueue.workflows.job import names  # noqa: E402
 from transferqueue.workflows.job.graph import create_table  # noqa: E402
-from transferqueue.workflows.job.settings.job import Job, RewardSettings  # noqa: E402
+from transferqueue.workflows.job.settings.job import Job  # noqa: E402
 from transferqueue.workflows.job.stages import score  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
 
@@ -43,7 +43,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     make(place / "policy")
     make(place / "large", seed=1)
     make(place / "critic", kind="value")
-    make(place / "reward", kind="classifier")
     return place
 
 
@@ -159,9 +158,3 @@ def test_the_proximal_policy_follows_the_trained_one(queue: tq.Queue, models: Pa
     with score.proximal(given) as stage:
         found = scored(stage)["prox_logprobs"]
     assert_near(found, response_logprobs(policy, PROMPTS, RESPONSES, temperature=0.7))
-
-
-def test_a_reward_model_is_loaded_for_its_term(models: Path) -> None:
-    term = RewardSettings(model=str(models / "reward"))
-    rewards = score.reward_model(term, job(models, "grpo")).rewards(PROMPTS, RESPONSES)
-    assert (rewards.shape, rewards.dtype) == ((2,), np.float32)

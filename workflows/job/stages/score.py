@@ -13,14 +13,14 @@ from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
-from transferqueue.adapters.scoring.load import load_causal_lm, load_classifier, load_value_model
-from transferqueue.adapters.scoring.stages import LogProbs, RewardModel, TeacherTopK, Values
+from transferqueue.adapters.scoring.load import load_causal_lm, load_value_model
+from transferqueue.adapters.scoring.stages import LogProbs, TeacherTopK, Values
 from transferqueue.adapters.weights import WeightUpdater, copy_weights
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import CRITIC, POLICY
-from transferqueue.workflows.job.settings.job import Job, ModelSettings, RewardSettings, ScorerSettings
+from transferqueue.workflows.job.settings.job import Job, ModelSettings, ScorerSettings
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
@@ -69,11 +69,6 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
         temperature=job.sampling.temperature,
         tokens=job.teacher.tokens,
     )
-
-
-def reward_model(reward: RewardSettings, job: Job) -> RewardModel:
-    """Load the classifier of a term of the reward, for the stage that adds them. Its vocabulary must be the policy's. Raises as `load_classifier`."""
-    return RewardModel(_scorer(load_classifier, ScorerSettings(path=reward.model), job.model))
 
 
 def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSettings) -> Any:
