@@ -10,7 +10,8 @@ Rules:
    start early (section 5), but do not delay an earlier request (decision 0019).
 4. A stream yields samples as they finish, in any order. `CompletionStream.batches` yields them as batches that a trainer acks itself, as
    soon as `at_least` are finished (dynamic batches, section 4.1). A sample is done when the next one is requested. When a stream is closed,
-   or its process dies, the remaining samples are released: `resume` continues with them in any process.
+   or its process dies, the remaining samples are released: `resume` continues with them in any process. Batches may be held: a trainer
+   acks those of a step together, after its optimizer step (`Table.ack`), and a request with a `number` is not put twice.
 5. A generator that dies loses nothing: its prompts go to others. A prompt on which generators fail as often as the task
    allows is dropped; the stream then raises `SamplesLost` at its end.
 """
@@ -18,6 +19,7 @@ Rules:
 from __future__ import annotations
 
 import secrets
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -54,7 +56,7 @@ _FIELDS: Final = (
 )
 _GIVEN: Final = ("response_ids", "rollout_logprobs", "finish_reason", "token_versions")
 _REQUEST_BITS: Final = 52
-"""Request numbers are random, and a request's groups are numbered from there on; ids stay exact as float64."""
+"""Groups of a request are numbered from a random number on, which is also the request's, unless the caller numbers it; ids stay exact as float64."""
 
 B = TypeVar("B", tq.Batch, tq.AsyncBatch)
 
@@ -105,7 +107,7 @@ class Request:
     columns: Mapping[str, Any]
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], scores: Sequence[float] | None) -> Request:
+    def of(cls, prompts: Sequence[Prompt], scores: Sequence[float] | None, number: int | None = None) -> Request:
         """Make a row for each sample of each prompt. Raises `UsageError` for no prompts, a begun one, or scores of another length."""
         if not prompts:
             raise UsageError("a request of no prompts: give at least one")
@@ -113,13 +115,14 @@ class Request:
             raise UsageError("a prompt with something begun: the service begins anew; give begun=None")
         samples = [prompt.samples for prompt in prompts]
         index = np.repeat(np.arange(len(prompts), dtype=np.int32), samples)
-        number = secrets.randbits(_REQUEST_BITS)
+        first_group = secrets.randbits(_REQUEST_BITS)
+        number = first_group if number is None else number
         columns = {
             "request": np.full(len(index), number),
             "prompt": index,
             "sample": np.concatenate([np.arange(count, dtype=np.int32) for count in samples]),
             "prompt_ids": tq.Repeat([prompt.ids for prompt in prompts], samples),
-            "group_id": number + index.astype(np.int64),
+            "group_id": first_group + index.astype(np.int64),
             "group_size": np.repeat(samples, samples),
             "priority": -_places(scores, len(prompts))[index],
         }
@@ -174,6 +177,7 @@ class StreamBase(Generic[B]):
         self._whole = table.tasks[TRAIN].groups is not None
         self._request, self._left, self._burst, self._timeout_s = request, left, burst, timeout_s
         self._batch: B | None = None
+        self._given: weakref.WeakSet[B] = weakref.WeakSet()
         self._due: deque[Completion] = deque()
         self._closed = False
 
@@ -181,6 +185,11 @@ class StreamBase(Generic[B]):
     def request(self) -> int:
         """Number of the request, for `resume`."""
         return self._request
+
+    @property
+    def left(self) -> int:
+        """How many samples are still to come."""
+        return self._left + len(self._due)
 
     @property
     def _mine(self) -> tq.Compare:
@@ -200,7 +209,12 @@ class StreamBase(Generic[B]):
 
     def _took(self, batch: B) -> B:
         self._left -= len(batch)
+        self._given.add(batch)
         return batch
+
+    def _to_come(self, live: int) -> int:
+        """Return how many of the request's live rows this stream does not hold."""
+        return live - sum(len(batch) for batch in self._given if not batch.ended)
 
     def _open(self, batch: B) -> None:
         self._batch = batch
@@ -220,6 +234,7 @@ class StreamBase(Generic[B]):
         return self._batch.rows[used], self._batch.rows[~used]
 
     def _check_lost(self, live: int, late: FlowSignal) -> None:
+        live = self._to_come(live)
         if live < self._left:
             raise SamplesLost(
                 f"request {self._request}: {self._left} samples were still to come, and {live} are left in the table: the "
@@ -256,8 +271,8 @@ class CompletionStream(StreamBase[tq.Batch]):
     def batches(self, rows: int, *, at_least: int = 1) -> Iterator[tq.Batch]:
         """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
 
-        The caller acks or releases each batch before it asks for the next; released samples come again. With groups, both
-        numbers count rows of whole groups.
+        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked together
+        (`Table.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
         """
         self._settle(failed=False)
         while self._more():
@@ -289,7 +304,7 @@ class CompletionStream(StreamBase[tq.Batch]):
     def _more(self) -> bool:
         """Whether samples are left; released ones count again."""
         if not self._left and not self._closed:
-            self._left = len(self._live())
+            self._left = self._to_come(len(self._live()))
         return self._left > 0 and not self._closed
 
     def _live(self) -> NDArray[np.int64]:
@@ -372,14 +387,25 @@ class StreamService:
         return version
 
     def generate(
-        self, prompts: Sequence[Prompt], *, scores: Sequence[float] | None = None, timeout_s: float = WAIT_S
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        scores: Sequence[float] | None = None,
+        number: int | None = None,
+        timeout_s: float = WAIT_S,
     ) -> CompletionStream:
         """Request completions of `prompts`, and return the stream of their samples. Generation starts at once.
 
         scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts. Blocks while there is
-        no room, or while the pacing does not admit the rows. timeout_s: for that, and for each wait of the stream.
+        no room, or while the pacing does not admit the rows. timeout_s: for that, and for each wait of the stream. number: of the request,
+        such as the trainer's step (None: a random one). If rows of this number are in the table, they are not put again: the call resumes
+        them. So a trainer that was killed asks again for what it may have asked for; one process at a time asks for a number.
         """
-        request = Request.of(prompts, scores)
+        request = Request.of(prompts, scores, number)
+        if number is not None:
+            begun = self.resume(number, timeout_s=timeout_s)
+            if begun.left:
+                return begun
         with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
             columns = request.behind(self._table.stats()["rows_put"])
             self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)

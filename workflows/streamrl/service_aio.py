@@ -76,7 +76,7 @@ class AsyncStream(StreamBase[tq.AsyncBatch]):
 
     async def _more(self) -> bool:
         if not self._left and not self._closed:
-            self._left = len(await self._live())
+            self._left = self._to_come(len(await self._live()))
         return self._left > 0 and not self._closed
 
     async def _live(self) -> NDArray[np.int64]:
@@ -151,10 +151,19 @@ class AsyncStreamService:
         return version
 
     async def generate(
-        self, prompts: Sequence[Prompt], *, scores: Sequence[float] | None = None, timeout_s: float = WAIT_S
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        scores: Sequence[float] | None = None,
+        number: int | None = None,
+        timeout_s: float = WAIT_S,
     ) -> AsyncStream:
         """As `StreamService.generate`."""
-        request = Request.of(prompts, scores)
+        request = Request.of(prompts, scores, number)
+        if number is not None:
+            begun = await self.resume(number, timeout_s=timeout_s)
+            if begun.left:
+                return begun
         async with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
             columns = request.behind((await self._table.stats())["rows_put"])
             await self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
