@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -41,9 +41,10 @@ def values(model: Path, **tables: Any) -> dict[str, Any]:
         "weights": {"dtype": "float32"},
         "checkpoint": {"every": 2},
     }
-    return {name: {**default[name], **tables[name]} if name in tables else default[name] for name in default} | {
-        name: value for name, value in tables.items() if not isinstance(value, dict) or name not in default
-    }
+    for name, value in tables.items():
+        old = default.get(name)
+        default[name] = {**old, **value} if isinstance(old, dict) else value
+    return default
 
 
 def job_of(given: Mapping[str, Any]) -> Job:
@@ -53,13 +54,13 @@ def job_of(given: Mapping[str, Any]) -> Job:
 class StandIns:
     """Serves every task but the trainers', until the table ends. Responses follow from (seed, ordinal, weights)."""
 
-    def __init__(self, address: str, job: Job, *, serve: Callable[[tq.Batch], None] | None = None) -> None:
+    def __init__(self, address: str, job: Job, *, follows: bool = True) -> None:
         self._job, self._address = job, address
         self._stop = threading.Event()
         self._error: BaseException | None = None
         self._digests: dict[int, int] = {}
         self._thread = threading.Thread(target=self._run, daemon=True)
-        self._delay = serve
+        self._follows = follows
 
     def __enter__(self) -> Self:
         self._thread.start()
@@ -135,6 +136,8 @@ class StandIns:
 
     def _weights(self, queue: tq.Queue) -> tuple[int, int]:
         with queue.weights(names.POLICY).pull(timeout_s=30) as weights:
+            if not self._follows:
+                return weights.version, 0
             if weights.version not in self._digests:
                 tensors = [tensor.double().sum().item() for tensor in weights.torch().values()]
                 self._digests[weights.version] = int(np.array(tensors).view(np.uint64).sum() % (1 << 31))
@@ -147,16 +150,19 @@ class StandIns:
 
 
 @contextmanager
-def table_of(queue: tq.Queue, job: Job) -> Iterator[tq.Table]:
+def table_of(queue: tq.Queue, job: Job, *, follows: bool = True) -> Iterator[tq.Table]:
+    """The table of the job and its other processes. follows False: responses do not depend on the weights."""
     from transferqueue.workflows.job import graph
     from transferqueue.workflows.job.settings.resolve import resolve
 
-    with StandIns(queue.address, resolve(job)):
+    with StandIns(queue.address, resolve(job), follows=follows):
         yield graph.create_table(queue, resolve(job))
 
 
-def train(address: str, given: Mapping[str, Any], directory: str, figures: list[Any] | None = None) -> None:
-    """One life of the trainer, in this process."""
+def train(
+    address: str, given: Mapping[str, Any], directory: str, figures: list[Any] | None = None, rank: int = 0
+) -> None:
+    """One life of the trainer, or of one of its ranks, in this process."""
     import torch
 
     from transferqueue.workflows.flow.stage import Context
@@ -170,6 +176,7 @@ def train(address: str, given: Mapping[str, Any], directory: str, figures: list[
             emit=lambda event: figures.append(event) if figures is not None else None,
             settings=dict(given),
             directory=Path(directory) if directory else None,
+            instance=rank,
         )
         with process.train(context) as loop:
             loop()

@@ -124,19 +124,27 @@ def undisturbed(given: dict[str, Any], directory: Path) -> dict[str, torch.Tenso
         return stand_ins.final_weights(queue)[1]
 
 
-def life(*arguments: Any) -> int:
-    """One life of a trainer in a process of its own; its exit code."""
+def started(*arguments: Any) -> Any:
+    """Start one life of a trainer in a process of its own: `stand_ins.train`, or `stand_ins.train_and_die` with a point as text."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["transferqueue.workflows.job.training.process", "transformers.models.qwen3", "tests.workflows.job.stand_ins"]
     )
-    process = context.Process(
-        target=stand_ins.train if len(arguments) == 3 else stand_ins.train_and_die, args=arguments
-    )
+    dies = len(arguments) > 3 and isinstance(arguments[3], str)
+    process = context.Process(target=stand_ins.train_and_die if dies else stand_ins.train, args=arguments)  # type: ignore[attr-defined]
     process.start()
+    return process
+
+
+def life(*arguments: Any) -> int:
+    """Run one life to its end; its exit code."""
+    return ended(started(*arguments))
+
+
+def ended(process: Any) -> int:
     process.join(100)
     assert process.exitcode is not None, "the trainer hangs"
-    return process.exitcode
+    return int(process.exitcode)
 
 
 DEATHS = (
@@ -177,3 +185,36 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, queue: tq.Queue, 
     given = stand_ins.values(other, checkpoint={"resume": str(tmp_path / "run")})
     with pytest.raises(UsageError, match=r"is of another model: .* differ; give its model"):
         stand_ins.train(queue.address, given, str(tmp_path / "next"))
+
+
+# ---------------------------------------------------------------- ranks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp2", *only_long("ddp")])
+def test_two_ranks_learn_what_one_process_learns(parallel: str, model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    given = stand_ins.values(model, steps=3)
+    with tq.connect() as alone, stand_ins.table_of(alone, stand_ins.job_of(given), follows=False):
+        stand_ins.train(alone.address, given, str(tmp_path / "alone"))
+        wanted = stand_ins.final_weights(alone)[1]
+    given["trainer"] |= {"parallel": parallel, "ranks": 2, "micro_tokens": 24}
+    with stand_ins.table_of(queue, stand_ins.job_of(given), follows=False) as table:
+        ranks = [started(queue.address, given, str(tmp_path / "ranks"), None, rank) for rank in range(2)]
+        assert [ended(rank) for rank in ranks] == [0, 0]
+        assert (table.audit()["rows_done"], table.audit()["rows_live"]) == (18, 0)
+    version, weights = stand_ins.final_weights(queue)
+    assert version == 3
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-3, atol=2e-5, msg=name)
+    assert Checkpoints(tmp_path / "ranks" / "checkpoints" / "train").steps() == [2, 3]
+
+
+def test_adapters_are_trained_published_merged_and_resumed(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
+    given = stand_ins.values(model, trainer={"lora_rank": 2})
+    trained(queue, given, tmp_path)
+    version, weights = stand_ins.final_weights(queue)
+    assert version == 4
+    assert not any("lora" in name for name in weights)
+    with tq.connect() as other, stand_ins.table_of(other, stand_ins.job_of(given | {"steps": 5})):
+        stand_ins.train(other.address, given | {"steps": 5}, str(tmp_path))
+        assert stand_ins.final_weights(other)[0] == 5

@@ -2,7 +2,7 @@
 
 ``DIRECTORY/step-00000040/``::
 
-    model.safetensors       weights by name, in the dtype that is trained
+    model.safetensors       weights by name, in the dtype that is trained; of a model with adapters, the adapters
     optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; states of random generators
     state.json              step, version of its weights, where the random generators are, what wrote it
 
@@ -143,7 +143,7 @@ def checkpoint_state(path: Path) -> CheckpointState:
 def learner_tensors(learner: StepLearner) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Return weights, and the state of optimizer and random generators, by name, as whole tensors in host memory."""
     names = _names(learner.model)
-    model = {name: _host(tensor) for name, tensor in _untied(learner.model).items()}
+    model = {name: _host(tensor) for name, tensor in _saved_weights(learner.model).items()}
     optimizer = {
         f"{names[id(parameter)]}/{entry}": _host(value)
         for parameter in learner.trained
@@ -155,7 +155,7 @@ def learner_tensors(learner: StepLearner) -> tuple[dict[str, Tensor], dict[str, 
 def _set_learner_tensors(
     learner: StepLearner, model: Mapping[str, Tensor], optimizer: Mapping[str, Tensor], path: Path
 ) -> None:
-    own = _untied(learner.model)
+    own = _saved_weights(learner.model)
     if {name: value.shape for name, value in own.items()} != {name: value.shape for name, value in model.items()}:
         differing = sorted(own.keys() ^ model.keys()) or [n for n in own if own[n].shape != model[n].shape]
         raise UsageError(
@@ -176,11 +176,17 @@ def _names(model: nn.Module) -> dict[int, str]:
     return {id(parameter): name for name, parameter in model.named_parameters()}
 
 
-def _untied(model: nn.Module) -> dict[str, Tensor]:
-    """The weights by name; tied ones, which are one parameter, by their first name alone."""
+def _saved_weights(model: nn.Module) -> dict[str, Tensor]:
+    """The weights that a checkpoint has, by name: all, or those that are trained if others are not. Tied ones, which are one parameter, by their
+    first name alone."""
     state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
-    return {name: tensor for name, tensor in state.items() if first[id(tensor)] == name}
+    partly = not all(parameter.requires_grad for parameter in model.parameters())
+    return {
+        name: tensor
+        for name, tensor in state.items()
+        if first[id(tensor)] == name and (tensor.requires_grad or not partly)
+    }
 
 
 def _host(value: Any) -> Tensor:

@@ -20,10 +20,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from transferqueue.adapters.protocols import WeightSource
 from transferqueue.adapters.scoring import is_packed, micro_batches, response_scores, response_values
 from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.scoring.lora import published_weights
 from transferqueue.adapters.trainers.learners import LossSum
-from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.algorithms.losses import policy_loss, value_loss
 from transferqueue.workflows.job.algorithms.responses import Responses
@@ -142,9 +143,9 @@ class StepLearner:
         self.discard()
         return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
 
-    def weights(self) -> ModuleWeights:
-        """Return the weights by name; not copied. Iterating gathers shards: do it on every rank, in the same order."""
-        return ModuleWeights(self.model)
+    def weights(self) -> WeightSource:
+        """Return the weights by name, adapters merged; not copied. Iterating gathers shards: do it on every rank, in the same order."""
+        return published_weights(self.model)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         parameter = self.trained[0]

@@ -11,9 +11,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
 import transferqueue as tq
 from transferqueue.adapters.scoring import load_causal_lm, load_value_model
 from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import NotFound
 from transferqueue.workflows.flow.stage import Context
@@ -58,11 +61,14 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
     settings = job.trainer
     model = load_causal_lm(
         job.model.path,
-        dtype=settings.master_dtype,
+        dtype=_base_dtype(job),
         device=settings.device,
         revision=job.model.revision,
         trust_remote_code=job.model.trust_remote_code,
     )
+    if settings.lora_rank:
+        torch.manual_seed(job.seed)  # the same adapters on every rank, and in every life without a checkpoint
+        add_lora(model, rank=settings.lora_rank, alpha=settings.lora_alpha, dtype=torch_dtype(settings.master_dtype))
     _prepare(model, job)
     return PolicyLearner(
         ranks.placed(model, torch_dtype(job.model.dtype)),
@@ -75,6 +81,14 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
         compute=job.model.dtype,
         ranks=ranks,
     )
+
+
+def _base_dtype(job: Job) -> str:
+    """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits than engines have."""
+    frozen = (
+        job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"
+    )  # which shards a layer as tensors of one dtype
+    return job.model.dtype if frozen else job.trainer.master_dtype
 
 
 def value_learner(job: Job) -> ValueLearner:

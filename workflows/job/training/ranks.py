@@ -150,7 +150,7 @@ def meeting(queue: tq.Queue, rank: int, world: int, parallel: Parallel) -> Itera
 
 def _announced(channel: tq.WeightChannel, world: int) -> Any:
     """Open a store, and publish where it is as the next version of the channel."""
-    host = socket.gethostbyname(socket.gethostname())
+    host = _own_host()
     store = TCPStore(host, 0, world, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=MEETING_S))
     address = torch.tensor([*map(int, host.split(".")), store.port])
     try:
@@ -159,6 +159,14 @@ def _announced(channel: tq.WeightChannel, world: int) -> Any:
         latest = -1
     channel.publish(latest + 1, {"address": address})
     return store
+
+
+def _own_host() -> str:
+    """The address of this host, as others may reach it; of a host without a name, the loopback's."""
+    try:
+        return socket.gethostbyname(socket.gethostname())
+    except OSError:
+        return "127.0.0.1"
 
 
 def _found(channel: tq.WeightChannel, world: int) -> Any:
