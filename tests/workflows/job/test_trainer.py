@@ -142,7 +142,7 @@ def life(*arguments: Any) -> int:
 
 
 def ended(process: Any) -> int:
-    process.join(100)
+    process.join(300)
     assert process.exitcode is not None, "the trainer hangs"
     return int(process.exitcode)
 
@@ -159,6 +159,7 @@ DEATHS = (
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize(("point", "count", "version"), [DEATHS[0], *only_long(*DEATHS[1:])])
 def test_a_trainer_killed_at_any_point_ends_with_the_weights_of_an_undisturbed_one(
     point: str, count: int, version: int, model: Path, queue: tq.Queue, tmp_path: Path
@@ -191,6 +192,7 @@ def test_a_checkpoint_of_another_model_is_refused(model: Path, queue: tq.Queue, 
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize("parallel", ["fsdp2", *only_long("ddp")])
 def test_two_ranks_learn_what_one_process_learns(parallel: str, model: Path, queue: tq.Queue, tmp_path: Path) -> None:
     given = stand_ins.values(model, steps=3)
