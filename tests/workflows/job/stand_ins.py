@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.errors import FlowSignal, PeerError
+from transferqueue.errors import FlowSignal, PeerError, Sealed
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import group_rows
@@ -91,7 +91,7 @@ class StandIns:
         size, batch = group_rows(job), job.trainer.prompts_per_step
         while not self._stop.is_set():
             if next_prompt < job.steps * batch:
-                with suppress(FlowSignal), table.reserve(size, timeout_s=WAIT_S) as reservation:
+                with suppress(FlowSignal, Sealed), table.reserve(size, timeout_s=WAIT_S) as reservation:
                     self._put(table, next_prompt, size, reservation)
                     next_prompt += 1
             for task in (names.ROLLOUT, names.REWARD, names.ADVANTAGE):

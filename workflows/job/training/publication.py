@@ -33,27 +33,39 @@ THREAD: Final = "publication"
 
 
 class HostCopy:
-    """Copies of tensors in host memory, in buffers that are used again; pinned where the tensors are on a GPU."""
+    """Copies of tensors in host memory, in buffers that are used again; pinned where the tensors are on a GPU.
+
+    On a GPU the copies have a stream of their own: they wait for the update (`mark`), and later passes do not wait for them.
+    """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
         self._dtype = dtype
         self._buffers: dict[str, Tensor] = {}
+        self._updated: torch.cuda.Event | None = None
+        self._stream: torch.cuda.Stream | None = None
+
+    def mark(self) -> None:
+        """Note in the trainer's thread that all work that changes the weights has been given to the device."""
+        if torch.cuda.is_available():
+            self._updated = torch.cuda.Event()
+            self._updated.record()
 
     def take(self, source: WeightSource) -> dict[str, Tensor]:
         """Copy the tensors and return the copies, which are valid until the next call. Floating tensors get the dtype of this object.
 
-        Blocks until the copies are there. Waits first for work that the device had been given before.
+        Blocks until the copies are there.
         """
-        copies = {}
-        device = None
-        for name, tensor in source:
-            buffer = self._buffer(name, tensor)
-            buffer.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
-            device = tensor.device if tensor.is_cuda else device
-            copies[name] = buffer
-        if device is not None:
-            torch.cuda.synchronize(device)
+        if self._updated is None:
+            return {name: self._copied(name, tensor) for name, tensor in source}
+        self._stream = self._stream or torch.cuda.Stream()
+        with torch.cuda.stream(self._stream):
+            self._stream.wait_event(self._updated)
+            copies = {name: self._copied(name, tensor) for name, tensor in source}
+        self._stream.synchronize()
         return copies
+
+    def _copied(self, name: str, tensor: Tensor) -> Tensor:
+        return self._buffer(name, tensor).copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
     def _buffer(self, name: str, tensor: Tensor) -> Tensor:
         dtype = self._dtype if self._dtype is not None and tensor.is_floating_point() else tensor.dtype
@@ -102,6 +114,7 @@ class Publisher:
         started = self._clock()
         self._copied.clear()
         self._done.clear()
+        self._copy.mark()
         copies = self._copy.take(source) if self._collective else None
         self._work.put(lambda: self._publish(version, source, copies, then))
         if not self._background:
