@@ -239,31 +239,3 @@ def test_a_generator_without_weights_says_what_is_missing(queue: tq.Queue) -> No
     StreamService.create(queue)
     with pytest.raises(DeadlineExceeded, match=r"version 0 or later did not come within 0.05 s.*update the service"):
         serve(queue, Countdown(), SAMPLING, stall_s=0.05)
-
-
-def test_batches_are_held_over_a_step_and_acked_in_one_commit(queue: tq.Queue, service: StreamService) -> None:
-    """The loop of docs/WORKFLOWS.md."""
-    stream = service.generate(prompts(range(2, 12)))
-    generate_all(queue, service)
-    held, rows = [], 0
-    for batch in stream.batches(4, at_least=2):
-        rows += len(batch)
-        held.append(batch)
-    assert (rows, len(held), service.table.stats()["tasks"]["train"]["leased"]) == (10, 3, 10)
-    service.update(count_down(2))
-    assert service.table.ack(held) == 10
-    assert list(stream.batches(4)) == []
-
-
-def test_a_released_batch_comes_again_while_others_are_held(queue: tq.Queue, service: StreamService) -> None:
-    stream = service.generate(prompts(range(2, 8)))
-    generate_all(queue, service)
-    held, again = [], 0
-    for batch in stream.batches(3):
-        if not held and not again:
-            batch.release()
-            again = len(batch)
-        else:
-            held.append(batch)
-    assert sorted(len(batch) for batch in held) == [3, 3]
-    service.table.ack(held)
