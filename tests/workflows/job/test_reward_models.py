@@ -16,6 +16,8 @@ from transferqueue.workflows.job.settings.read import job_from_values
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+pytestmark = pytest.mark.slow
+
 OTHER = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
 
 

@@ -365,6 +365,7 @@ def test_a_function_that_hangs_ends_its_process_and_says_which(code, status, wor
     assert b"not reached" not in done.stdout
 
 
+@pytest.mark.slow
 def test_a_call_in_time_ends_nothing():
     code = HANGING.format(code="pass") + "time.sleep(0.5); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
