@@ -15,7 +15,7 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.scoring import load_causal_lm, load_value_model
-from transferqueue.adapters.scoring.load import torch_dtype
+from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
 from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import NotFound
@@ -114,8 +114,7 @@ def value_learner(job: Job) -> ValueLearner:
 
 def _prepare(model: Any, job: Job) -> None:
     if job.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.train()  # dropout is off; only in this mode do layers compute their forward pass again
+        checkpoint_gradients(model)
 
 
 def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callable[[], None]:
