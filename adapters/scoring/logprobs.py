@@ -215,7 +215,7 @@ def _in_chunks(
 ) -> Tensor:
     """Compute what is wanted of the logits, which `logits_of` makes of a chunk of `source_NH` at a time."""
     at_N1 = rows.targets_S[:, None] if wanted.at_NK is None else torch.cat([rows.targets_S[:, None], wanted.at_NK], 1)
-    size = max(1, _LOGITS_MAX[source_NH.device.type] // vocabulary)
+    size = max(1, _LOGITS_MAX.get(source_NH.device.type, _LOGITS_MAX["cpu"]) // vocabulary)
     again = torch.is_grad_enabled() and len(source_NH) > size
 
     def scored(source_CH: Tensor, at_C1: Tensor) -> tuple[Tensor, ...]:
