@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from transferqueue.workflows.asyncflow.experience import AsyncExperienceStream, ExperienceIndex, ExperienceStream
     from transferqueue.workflows.asyncflow.service import AsyncFlowService, notice_of
     from transferqueue.workflows.asyncflow.service_aio import AsyncService
+    from transferqueue.workflows.asyncflow.trainer import JobService, JobTrainer, Trainer
 
 __all__ = [
     "AsyncExperienceStream",
@@ -22,7 +23,10 @@ __all__ = [
     "ExperienceIndex",
     "ExperienceStream",
     "GroupSpec",
+    "JobService",
+    "JobTrainer",
     "PacingSpec",
+    "Trainer",
     "notice_of",
 ]
 
@@ -31,6 +35,7 @@ __getattr__ = lazy_names(
     {
         "service": "AsyncFlowService notice_of",
         "service_aio": "AsyncService",
+        "trainer": "JobService JobTrainer Trainer",
         "experience": "AsyncExperienceStream ExperienceIndex ExperienceStream",
         "declaration": "ColumnSpec Engines EngineStage GroupSpec PacingSpec",
     },
