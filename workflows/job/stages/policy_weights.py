@@ -139,11 +139,13 @@ class ExactWeights:
             yield
 
     def _version_of(self, group: int, clock: int) -> int:
-        """The version for a row of a group. A requeued row belongs to an earlier step: the clock decides, or it would become stale again."""
+        """The version for a row of a group; one that is published. A requeued row belongs to an earlier step: the clock decides, or it would
+        become stale again.
+        """
         if self._job.pacing.mode == "sync":
             return clock
         step = group // self._job.trainer.prompts_per_step
-        return max(0, step - 1, clock - 1)
+        return min(max(step - 1, clock - 1, 0), clock)
 
     def _load(self, version: int) -> int:
         try:
