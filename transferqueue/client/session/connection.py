@@ -34,7 +34,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S
+from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S, UNPIN_S
 from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup, is_served
 from transferqueue.wire import messages as m
@@ -68,6 +68,8 @@ class Connection:
         self._inbox: deque[PendingCall] = deque()
         self._left: deque[PendingCall] = deque()
         self._unpinned: deque[list[int]] = deque()
+        self._unpins_at: float | None = None
+        """When the I/O thread sends the pins that no call has taken along; None: `unpin` has to wake it."""
         self._keeper = Keeper()
         self._over: TransferQueueError | None = None
         self._why_no_waits: TransferQueueError | None = None
@@ -76,6 +78,8 @@ class Connection:
         self._goodbye: PendingCall | None = None
         self._goodbye_by = 0.0
         self._backlog: deque[bytes] = deque()
+        self._corked = False
+        """Whether more frames follow at once, so that the backlog waits for them."""
         self._spoke_at = self._heard_at = clock()
         self._check_at = self._spoke_at
         self._gone_since: float | None = None
@@ -178,13 +182,14 @@ class Connection:
             self._bell.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """Return one pin of each block. Finalizers may call it, like `post`.
+        """Return one pin of each block, with the next call or within `UNPIN_S`. Finalizers may call it, like `post`.
 
         blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """
         if os.getpid() == self._pid and self._over is None:
             self._unpinned.append(blocks)
-            self._bell.set()
+            if self._unpins_at is None:
+                self._bell.set()
 
     def end_waits(self, why: TransferQueueError) -> None:
         """From now on no call waits at the server. Calls that wait, or would have to, end with `why`; others are answered as before."""
@@ -297,17 +302,32 @@ class Connection:
     def _has_work(self) -> bool:
         """Kept cheap: this thread runs it after each reply, while the caller that the reply woke waits for the interpreter."""
         return bool(
-            self._inbox or self._left or self._unpinned or self._backlog or self._closing or self._waits_end_now
+            self._inbox
+            or self._left
+            or self._backlog
+            or self._closing
+            or self._waits_end_now
+            or (self._unpinned and self._unpins_at is None)
         )
 
     def _send_what_is_due(self, now: float) -> None:
+        """Frames that are due together leave together: see `_say`."""
+        self._corked = True
+        try:
+            self._say_what_is_due(now)
+        finally:
+            self._corked = False
         self._flush()
+
+    def _say_what_is_due(self, now: float) -> None:
         if self._closing:
             self._say_goodbye(now)
         if self._waits_end_now:
             self._waits_end_now = False
             for pending in self._calls.unanswered():
                 self._hurry(pending, now)
+        if self._inbox or self._unpins_at is None or now >= self._unpins_at:
+            self._send_unpins(now)
         while self._inbox:
             pending = self._inbox.popleft()
             self._send(self._calls.send(pending, now), now)
@@ -315,7 +335,6 @@ class Connection:
                 self._hurry(pending, now)
         while self._left:
             self._leave(self._left.popleft(), now)
-        self._send_unpins(now)
         again, overdue = self._calls.late(now)
         for frame in again:
             self._say(frame, now)
@@ -332,7 +351,7 @@ class Connection:
     def _next_check(self) -> float:
         """When the next heartbeat, resend or renewal is due."""
         due = self._spoke_at + HEARTBEAT_S
-        for other in (self._calls.next_late(), self._keeper.next_due()):
+        for other in (self._calls.next_late(), self._keeper.next_due(), self._unpins_at):
             if other is not None:
                 due = min(due, other)
         return min(due, self._goodbye_by) if self._goodbye is not None else due
@@ -362,7 +381,8 @@ class Connection:
             return  # the calls keep the frame, and send it after the reconnection
         self._backlog.append(frame)
         self._spoke_at = now
-        self._flush()
+        if not self._corked:
+            self._flush()
 
     def _found_way(self, now: float) -> None:
         """The channel has connected to the server, or to the next one: greet it."""
@@ -373,12 +393,14 @@ class Connection:
         self._say(self._calls.greet(self._hello, now), now)
 
     def _flush(self) -> None:
-        while self._backlog:
+        backlog = self._backlog
+        while backlog:
             try:
-                self._channel.send(self._backlog[0])
+                sent = self._channel.send_some(backlog)
             except Unreachable:
                 return
-            self._backlog.popleft()
+            for _ in range(sent):
+                backlog.popleft()
 
     def _judge_server(self, now: float) -> None:
         """Find out whether the server lives, while nothing else is sent. For a server of this machine the kernel says so; a server of
@@ -406,15 +428,22 @@ class Connection:
             self._end(Disconnected(f"the server at {self.address} has been silent for {silent_s:.0f} s; connect again"))
 
     def _send_unpins(self, now: float) -> None:
+        """Send the pins that were returned. While there are some, look again after `UNPIN_S`: so those that follow need not wake this
+        thread, and an idle client does not wake."""
         end_interrupted()
-        if self._unpinned:
-            blocks: list[int] = []
-            for _ in range(len(self._unpinned)):
-                some = self._unpinned.popleft()
-                blocks += some
-                some.clear()
-            for notice in m.unpin(blocks):
-                self._send(self._calls.notice(notice), now)
+        if self._unpins_at is not None and now >= self._unpins_at:
+            self._unpins_at = None  # first: an `unpin` that has read the time before is in the queue by now, or wakes this thread
+        if not self._unpinned:
+            return
+        if self._unpins_at is None:
+            self._unpins_at = now + UNPIN_S
+        blocks: list[int] = []
+        for _ in range(len(self._unpinned)):
+            some = self._unpinned.popleft()
+            blocks += some
+            some.clear()
+        for notice in m.unpin(blocks):
+            self._send(self._calls.notice(notice), now)
 
     def _receive(self, answer: m.AnswerFrame) -> None:
         if self._calls.is_late(answer):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from transferqueue.errors import UsageError
@@ -35,6 +36,9 @@ class ClientChannel(Protocol):
         """Queue a frame; frames leave in order. Does not block. While no server listens, frames are queued, and the channel retries the
         connection. `Unreachable` if `FRAMES_QUEUED_MAX` frames are queued, `Disconnected` if this channel or its embedded server is
         closed. After an error the frame is not queued."""
+
+    def send_some(self, frames: Sequence[bytes]) -> int:
+        """`send` some of these frames (at least one), together if that is cheaper. Returns how many."""
 
     def recv_nowait(self) -> bytes | None:
         """The next frame; None if none has arrived. `Disconnected` if no frame can arrive any more."""

@@ -11,6 +11,7 @@ import os
 import select
 import threading
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from transferqueue.errors import Disconnected, Unreachable
@@ -50,6 +51,11 @@ class InprocChannel:
         if not self._open:
             raise Disconnected(f"the embedded server {self.address} is closed, or this channel to it")
         self._server._take(self._peer, frame)
+
+    def send_some(self, frames: Sequence[bytes]) -> int:
+        """Queue the first frame."""
+        self.send(frames[0])
+        return 1
 
     def recv_nowait(self) -> bytes | None:
         """The next frame, or None."""

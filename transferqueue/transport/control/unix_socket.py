@@ -21,7 +21,7 @@ import select
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
@@ -99,6 +99,22 @@ class FrameStream:
             self._unsent.append(memoryview(whole))
         elif sent < len(whole):
             self._unsent.append(memoryview(whole)[sent:])
+
+    def send_some(self, frames: Iterable[bytes]) -> int:
+        """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only while no frame is
+        queued."""
+        parts: list[bytes] = []
+        size = 0
+        for frame in frames:
+            size += _LENGTH + len(frame)
+            if parts and size > _JOINED_MAX:
+                break
+            parts += (len(frame).to_bytes(_LENGTH, "little"), frame)
+        whole = b"".join(parts)
+        sent = self._write_whole(whole)
+        if sent < len(whole):
+            self._unsent.append(memoryview(whole)[sent:])
+        return len(parts) // 2
 
     def flush(self) -> None:
         """Write some of the queued frames, as far as the kernel takes them."""
@@ -211,6 +227,17 @@ class UnixChannel:
         self._sent += 1
         if self._sent % HEARD_AFTER == 0:
             self._hear()
+
+    def send_some(self, frames: Sequence[bytes]) -> int:
+        """Write frames with one system call, as far as they are small."""
+        if len(frames) == 1 or self._closed or self._stream is None or self._stream.is_behind:
+            self.send(frames[0])
+            return 1
+        count = self._stream.send_some(frames)
+        if (self._sent + count) // HEARD_AFTER > self._sent // HEARD_AFTER:
+            self._hear()
+        self._sent += count
+        return count
 
     def _check(self, full: bool) -> None:
         if full:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import ipaddress
 import math
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
@@ -76,6 +77,11 @@ class ZmqChannel:
             ) from None
         except zmq.ZMQError as error:
             raise Disconnected(f"the channel to {self.address} is closed") from error
+
+    def send_some(self, frames: Sequence[bytes]) -> int:
+        """Queue the first frame."""
+        self.send(frames[0])
+        return 1
 
     def recv_nowait(self) -> bytes | None:
         """The next frame, or None."""
