@@ -110,7 +110,7 @@ RECEIVED_KEPT_BYTES: Final = 256 * MIB
 """Free receive buffers that a client keeps for the next columns: a write into fresh pages costs several times a copy."""
 HEARTBEAT_S: Final = 1.0
 """A client sends a heartbeat this often if it sends nothing else."""
-UNPIN_S: Final = 0.01
+UNPIN_S: Final = 0.02
 """Pins that a client returns wait this long for the next call, which takes them along."""
 SESSION_SILENCE_S: Final = 10.0
 """A session that was silent this long, and has no file lock that the server can check, counts as dead."""

@@ -110,8 +110,8 @@ class PendingCalls:
         pending.id = self._last
         pending.deadline = now + wait_of(pending.request) + ANSWER_S
         pending.next_send = now + wait_of(pending.request) + RESEND_S
-        self._pending[pending.id] = pending
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
+        self._pending[pending.id] = pending
         return self._frame(pending.id, pending.payload)
 
     def greet(self, hello: m.Hello, now: float) -> bytes:

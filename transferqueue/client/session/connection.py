@@ -1,8 +1,13 @@
-"""One session with a server: a thread that owns the channel, and calls from any other thread.
+"""One session with a server: calls from any thread, a thread that does what has to be done by itself, and who may use the channel.
 
-Other threads only append to a queue and wake the I/O thread, which alone touches the channel and the calls. So no lock guards
-anything here. (Finalizers run wherever the garbage collector does, also in the middle of this code: a lock would one day be taken
-twice.) A caller waits on a bare lock that the I/O thread releases: the cheapest way in Python to sleep and be woken.
+Only whoever has the *role* touches the channel and the calls. There are two ways to make a call:
+
+1. A caller that finds the role free and nothing else to do *drives*: it sends its request and waits on the socket itself, so no other thread
+   is woken. As soon as anything else happens it gives the role up, and waits as in 2.
+2. Otherwise it appends the request to a queue and wakes the I/O thread, which has the role whenever it is awake. The caller waits on a bare
+   lock that the I/O thread releases. So do calls of event loops, calls beside others on their way, and what nobody waits for.
+
+Finalizers and signal handlers only append and wake: they run in the middle of this code, where a lock would one day be taken twice.
 """
 
 from __future__ import annotations
@@ -15,6 +20,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
@@ -37,6 +44,7 @@ from transferqueue.errors import (
 from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_GONE_S, SESSION_SILENCE_S, UNPIN_S
 from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup, is_served
+from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 from transferqueue.wire.requests import is_notice
@@ -44,6 +52,8 @@ from transferqueue.wire.versions import mismatch_of
 
 _log: Final = logging.getLogger("transferqueue.client")
 
+ORPHAN_S: Final = 1.0
+"""How often the I/O thread, while it waits for a driver to give up the role, looks whether the driver is gone."""
 GOODBYE_S: Final = 1.0
 """How long a closing client waits for the server to have heard it."""
 
@@ -84,6 +94,15 @@ class Connection:
         self._check_at = self._spoke_at
         self._gone_since: float | None = None
         self._probed = False
+        self._drivable = channel if isinstance(channel, DrivableChannel) else None
+        self._role = threading.Lock()
+        """Whoever holds it may use the channel and the calls: the I/O thread, or a caller that drives."""
+        self._driver: PendingCall | None = None
+        self._driver_thread = 0
+        self._driver_waits = False
+        self._release_role: Callable[[], object] = _nothing
+        self._suspect = False
+        """Whether a driver was interrupted anywhere but in its wait: what the channel has read or written is not known then."""
         self._thread = threading.Thread(target=self._run, name=f"transferqueue {address}", daemon=True)
 
     # ------------------------------------------------------------ any thread
@@ -124,20 +143,131 @@ class Connection:
         gate = threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
+        taken: deque[bool] = deque()
+        release = _once(self._role.release)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
-            self._submit(pending)
-            if deadline is None:
-                gate.acquire()
-                return _result(pending)
             since = self._clock()
-            is_settled = gate.acquire(timeout=deadline.patience())
+            until = None if deadline is None else since + deadline.patience()
+            if self._drivable is not None:
+                self._check_process()
+                self._drive_if_free(self._drivable, pending, until, taken, release)
+            if not pending.is_settled:
+                if not pending.id:
+                    self._submit(pending)
+                gate.acquire(timeout=-1 if until is None else max(0.0, until - self._clock()))
+            if deadline is None:
+                return _result(pending)
             deadline.waited(since)
-            return _result(pending) if is_settled or pending.is_settled else self._give_up(pending, deadline)
+            return _result(pending) if pending.is_settled else self._give_up(pending, deadline)
         except TransferQueueError:
             raise
         except BaseException:
+            if taken and taken[0]:
+                release()
             self._abandon(pending)
             raise
+
+    def _drive_if_free(
+        self,
+        channel: DrivableChannel,
+        pending: PendingCall,
+        until: float | None,
+        taken: deque[bool],
+        release: Callable[[], object],
+    ) -> None:
+        """Drive, unless another thread has the role. taken: gets whether this thread has it, in one step, which no interrupt divides. release:
+        gives it back, once."""
+        if self._driver_thread == threading.get_ident():
+            self._revoke()  # this is a signal handler, and the driver is the code that it interrupted
+        taken.extend(map(self._role.acquire, (False,)))
+        if taken[0]:
+            try:
+                self._drive(channel, pending, until, release)
+            finally:
+                self._end_driving(channel, pending, release)
+
+    def _drive(
+        self, channel: DrivableChannel, pending: PendingCall, until: float | None, release: Callable[[], object]
+    ) -> None:
+        """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
+
+        Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything happens but
+        the reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the rest. An interrupt
+        in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O thread then connects again, and sends
+        what was not answered. So each step here may be done twice: a call is settled before it is taken out of the calls.
+        """
+        self._driver, self._driver_thread, self._release_role = pending, threading.get_ident(), release
+        if self._has_other_work() or not channel.begin_driving():
+            return
+        now = self._clock()
+        self._suspect = True
+        try:
+            self._channel.send(self._calls.send(pending, now))
+        except PeerError:
+            return
+        self._spoke_at = now
+        left_s = None
+        while not pending.is_settled:
+            if until is not None and (left_s := until - self._clock()) <= 0:
+                break
+            self._driver_waits, self._suspect = True, False
+            has_frame = channel.wait_for_frame(left_s)
+            if self._driver is not pending:
+                return
+            self._driver_waits, self._suspect = False, True
+            if not has_frame or not self._settle_own(channel, pending):
+                break
+        self._suspect = False
+
+    def _has_other_work(self) -> bool:
+        calls = self._calls
+        return bool(
+            self._over is not None
+            or self._suspect
+            or len(calls)
+            or calls.greeting is not None
+            or not calls.session
+            or self._why_no_waits is not None
+            or self._channel.ways != self._ways
+            or self._has_work()
+        )
+
+    def _settle_own(self, channel: DrivableChannel, pending: PendingCall) -> bool:
+        """Settle the driver's call if its reply has come. False if something came that the I/O thread has to look at."""
+        frame = channel.peek()
+        if frame is None:
+            return not self._channel.is_lost
+        try:
+            answer = decode_answer(frame)
+        except ProtocolError:
+            return False
+        if answer.id != pending.id or isinstance(answer.reply, m.Failed) or self._calls.is_late(answer):
+            return False
+        self._heard_at, self._probed = self._clock(), False
+        pending.settle(answer.reply)
+        self._calls.answered(answer)
+        self._channel.recv_nowait()
+        return True
+
+    def _end_driving(self, channel: DrivableChannel, pending: PendingCall, release: Callable[[], object]) -> None:
+        if self._driver is pending:
+            if not pending.is_settled or self._suspect or channel.peek() is not None:
+                self._bell.set()  # the I/O thread does the rest
+            self._driver_thread, self._driver_waits = 0, False
+            self._driver = None
+            channel.end_driving()
+        release()
+        if self._has_work():
+            self._bell.set()
+
+    def _revoke(self) -> None:
+        """Take the role from a driver in this thread, which goes on only after the signal handler has returned."""
+        self._suspect = not self._driver_waits
+        self._driver_thread, self._driver = 0, None
+        if self._drivable is not None:
+            self._drivable.end_driving()
+        self._release_role()
+        self._bell.set()
 
     async def acall(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
         """`call` for an event loop; a cancelled wait is an interrupted one."""
@@ -232,16 +362,19 @@ class Connection:
             self._thread.join()
 
     def _submit(self, pending: PendingCall) -> None:
-        if os.getpid() != self._pid:
-            raise Forked(
-                f"the queue at {self.address} was opened by process {self._pid} and is used in its forked child "
-                f"{os.getpid()}; connect again there (or start workers with spawn)"
-            )
+        self._check_process()
         self._inbox.append(pending)
         if self._over is not None:  # the I/O thread may have emptied the inbox for the last time
             self._fail_inbox(self._over)
         else:
             self._bell.set()
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise Forked(
+                f"the queue at {self.address} was opened by process {self._pid} and is used in its forked child "
+                f"{os.getpid()}; connect again there (or start workers with spawn)"
+            )
 
     def _give_up(self, pending: PendingCall, deadline: Deadline) -> NoReturn:
         """End a call whose deadline has passed, as an interrupt would, with the error that says so."""
@@ -266,29 +399,54 @@ class Connection:
     def _run(self) -> None:
         try:
             while self._over is None:
-                self._turn()
+                self._take_role()
+                try:
+                    self._turn()
+                finally:
+                    self._role.release()
+                if self._over is None:
+                    self._channel.sleep(self._bell, max(0.0, self._check_at - self._clock()))
         except BaseException as error:
             self._end(InternalError(f"the connection to {self.address} failed: {error!r}"))
             raise
         finally:
+            self._take_role()
             self._channel.close()
             self._bell.close()
+            self._role.release()
+
+    def _take_role(self) -> None:
+        """Wait for the role. A caller that drives gives it up when it is woken."""
+        if not self._role.acquire(blocking=False):
+            self._bell.set()
+            while not self._role.acquire(timeout=ORPHAN_S):
+                driver = self._driver
+                if driver is not None and any(left is driver for left in self._left):
+                    self._suspect = True  # a second interrupt came before the first one had given the role back
+                    break
+        if self._drivable is not None and (
+            self._driver is not None or self._suspect
+        ):  # what an interrupted driver has left
+            self._driver, self._driver_thread = None, 0
+            self._drivable.end_driving()
+            if self._suspect:
+                self._suspect = False
+                self._drivable.reset()
 
     def _turn(self) -> None:
         try:
+            self._channel.look()
+            if self._channel.ways != self._ways:
+                self._found_way(self._clock())
+            while self._over is None and (frame := self._channel.recv_nowait()) is not None:
+                self._heard_at, self._probed = self._clock(), False
+                self._receive(self._decoded(frame))
             now = self._clock()
             if self._has_work() or now >= self._check_at:
                 self._send_what_is_due(now)
                 self._check_at = self._next_check()
             if self._keeper.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
                 self._check_at = min(self._check_at, self._keeper.next_due() or self._check_at)
-            if self._over is None:
-                self._channel.wait(self._bell, max(0.0, self._check_at - now))
-            if self._channel.ways != self._ways:
-                self._found_way(self._clock())
-            while self._over is None and (frame := self._channel.recv_nowait()) is not None:
-                self._heard_at, self._probed = self._clock(), False
-                self._receive(self._decoded(frame))
         except PeerError as error:
             self._end(error)
 
@@ -432,7 +590,9 @@ class Connection:
         thread, and an idle client does not wake."""
         end_interrupted()
         if self._unpins_at is not None and now >= self._unpins_at:
-            self._unpins_at = None  # first: an `unpin` that has read the time before is in the queue by now, or wakes this thread
+            self._unpins_at = (
+                None  # first: an `unpin` that has read the time before is in the queue by now, or wakes this thread
+            )
         if not self._unpinned:
             return
         if self._unpins_at is None:
@@ -464,6 +624,8 @@ class Connection:
             self._welcomed(reply)
         if pending is self._goodbye:
             self._end(Disconnected(f"the queue at {self.address} was closed"))
+        elif pending.is_settled:
+            return  # by a driver that was interrupted then
         elif pending.on_settled is None:
             self._give_back(pending.request, reply)
         else:
@@ -561,6 +723,16 @@ def _result(pending: PendingCall) -> m.Reply:
     if pending.reply is None:
         raise InternalError(f"{m.tag_of(pending.request)} was settled without a reply")
     return pending.reply
+
+
+def _nothing() -> None:
+    pass
+
+
+def _once(act: Callable[[], object]) -> Callable[[], object]:
+    """A function that calls `act` at its first call and does nothing afterwards. Each call is a single call of C code, so an interrupt comes
+    before or after it."""
+    return partial(deque, starmap(act, iter([()])), 0)
 
 
 def _copy(error: TransferQueueError) -> TransferQueueError:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from transferqueue.errors import UsageError
 from transferqueue.transport.address import InprocAddress, IpcAddress, TcpAddress, parse_address
@@ -11,6 +11,26 @@ from transferqueue.transport.control import inproc, unix_socket, zeromq
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.transport.system.file_lock import is_locked
 from transferqueue.transport.system.wakeup import Wakeup
+
+
+@runtime_checkable
+class DrivableChannel(Protocol):
+    """A channel whose socket a caller may wait on itself, instead of the thread in `sleep`."""
+
+    def begin_driving(self) -> bool:
+        """Have no event wake the thread in `sleep` any more. False if there is something else to do than to wait for a frame."""
+
+    def end_driving(self) -> None:
+        """Have events wake the thread in `sleep` again. More than once is allowed."""
+
+    def wait_for_frame(self, timeout_s: float | None) -> bool:
+        """Block until something can be read. False: something else happened, or the timeout is over."""
+
+    def peek(self) -> bytes | None:
+        """The frame that `recv_nowait` would return."""
+
+    def reset(self) -> None:
+        """Disconnect and connect again: frames on their way are lost."""
 
 
 class ClientChannel(Protocol):
@@ -48,6 +68,12 @@ class ClientChannel(Protocol):
 
         Clears `wakeup` before it returns, so check afterwards what the wake-up was for.
         """
+
+    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """The part of `wait` that blocks. Another thread may use the channel meanwhile."""
+
+    def look(self) -> None:
+        """The part of `wait` that does not block: find out what happened, and clear the wake-up."""
 
     def close(self) -> None:
         """Close the channel at once; unsent frames are lost. A second call does nothing."""

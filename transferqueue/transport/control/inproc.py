@@ -76,6 +76,13 @@ class InprocChannel:
             self._ready.clear()
         wakeup.clear()
 
+    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """`wait`: only one thread uses this channel."""
+        self.wait(wakeup, timeout_s)
+
+    def look(self) -> None:
+        """`wait` has done it."""
+
     def close(self) -> None:
         """Disconnect from the server."""
         self._server._forget(self._peer)

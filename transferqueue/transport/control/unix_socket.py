@@ -202,7 +202,11 @@ class UnixChannel:
         self._arrived: deque[bytes] = deque()
         self._readable = self._closed = self._waits_to_write = False
         self._pause_s, self._dial_at = REDIAL_S, 0.0
-        self._poll = select.poll()
+        self._poll = select.epoll()
+        """The socket and the wake-up."""
+        self._sleeper = select.epoll()
+        """`_poll`, unless a caller drives."""
+        self._sleeper.register(self._poll, select.EPOLLIN)
         self._watched: Wakeup | None = None
         self._refused_with = 0
         self._dial()
@@ -266,37 +270,86 @@ class UnixChannel:
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
         """Block until a frame, the wake-up or the timeout."""
-        self._watch(wakeup)
-        for number, events in self._poll.poll(self._patience_ms(timeout_s)):
-            if number == wakeup.fileno():
-                wakeup.clear()
+        self.sleep(wakeup, timeout_s)
+        self.look()
+
+    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """See `transferqueue.transport.ClientChannel`."""
+        if self._closed:
+            return
+        if self._watched is not wakeup:
+            if self._watched is not None:
+                self._poll.unregister(self._watched)
+            self._poll.register(wakeup, select.EPOLLIN)
+            self._watched = wakeup
+        self._sleeper.poll(self._patience_s(timeout_s))
+
+    def _patience_s(self, timeout_s: float | None) -> float | None:
+        if self._arrived:
+            return 0.0
+        if self._stream is None:
+            left_s = max(0.0, self._dial_at - self._clock())
+            return left_s if timeout_s is None else min(left_s, timeout_s)
+        return timeout_s
+
+    def look(self) -> None:
+        """See `transferqueue.transport.ClientChannel`."""
+        if self._closed:
+            return
+        for number, events in self._poll.poll(0):
+            if self._watched is not None and number == self._watched.fileno():
+                self._watched.clear()
             else:
                 self._happened(events)
         if self._stream is None and not self._closed and self._clock() >= self._dial_at:
             self._dial()
+        self._watch_writing()
 
-    def _patience_ms(self, timeout_s: float | None) -> int | None:
-        if self._arrived:
-            return 0
-        if self._stream is None:
-            left_s = max(0.0, self._dial_at - self._clock())
-            timeout_s = left_s if timeout_s is None else min(left_s, timeout_s)
-        return None if timeout_s is None else math.ceil(timeout_s * 1000)
-
-    def _watch(self, wakeup: Wakeup) -> None:
-        if self._watched is not wakeup:
-            if self._watched is not None:
-                self._poll.unregister(self._watched)
-            self._poll.register(wakeup, select.POLLIN)
-            self._watched = wakeup
+    def _watch_writing(self) -> None:
         if self._stream is not None and self._stream.is_behind is not self._waits_to_write:
             self._waits_to_write = self._stream.is_behind
-            self._poll.modify(self._stream.socket, select.POLLIN | (select.POLLOUT if self._waits_to_write else 0))
+            self._poll.modify(self._stream.socket, select.EPOLLIN | (select.EPOLLOUT if self._waits_to_write else 0))
 
     def _happened(self, events: int) -> None:
-        self._readable = self._readable or bool(events & ~select.POLLOUT)
-        if events & select.POLLOUT and self._stream is not None:
+        self._readable = self._readable or bool(events & ~select.EPOLLOUT)
+        if events & select.EPOLLOUT and self._stream is not None:
             self._stream.flush()
+
+    # ------------------------------------------------------------ a caller that drives
+
+    def begin_driving(self) -> bool:
+        """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something else is to be done."""
+        if self._stream is None or self._stream.is_behind or self._arrived or self._readable:
+            return False
+        self._sleeper.modify(self._poll, 0)
+        return True
+
+    def end_driving(self) -> None:
+        """Have events wake the thread in `sleep` again. More than once is allowed."""
+        if not self._closed:
+            self._sleeper.modify(self._poll, select.EPOLLIN)
+
+    def wait_for_frame(self, timeout_s: float | None) -> bool:
+        """Block until something can be read. False: something else happened, or the timeout is over."""
+        if self._arrived:  # `send` reads now and then
+            return True
+        events = self._poll.poll(timeout_s, 2)
+        if self._stream is None or events != [(self._stream.socket.fileno(), select.EPOLLIN)]:
+            return False
+        self._readable = True
+        return True
+
+    def peek(self) -> bytes | None:
+        """The frame that `recv_nowait` would return."""
+        if not self._arrived and self._readable:
+            self._hear()
+        return self._arrived[0] if self._arrived else None
+
+    def reset(self) -> None:
+        """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""
+        if self._stream is not None:
+            self._lose()
+            self._dial_at = self._clock()
 
     def _dial(self) -> None:
         """Connect if a server listens. Otherwise plan the next attempt, after a longer pause."""
@@ -307,7 +360,7 @@ class UnixChannel:
             self._later()
             return
         self._stream = FrameStream(connected)
-        self._poll.register(connected, select.POLLIN)
+        self._poll.register(connected, select.EPOLLIN)
         self._waits_to_write = False
         self.ways, self.is_lost = self.ways + 1, False
         kept, self._kept = self._kept, deque()
@@ -332,6 +385,8 @@ class UnixChannel:
             self._stream.close()
         self._stream, self._closed = None, True
         self._arrived.clear()
+        self._sleeper.close()
+        self._poll.close()
 
 
 def _connected(path: str) -> socket.socket:

@@ -126,6 +126,13 @@ class ZmqChannel:
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
 
+    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
+        """`wait`: only one thread uses this channel."""
+        self.wait(wakeup, timeout_s)
+
+    def look(self) -> None:
+        """`wait` has done it."""
+
     def close(self) -> None:
         """Close the connection; unsent frames are lost."""
         self._context.destroy(linger=0)

@@ -1,0 +1,129 @@
+"""A caller that waits on the socket itself: no other thread is woken, and an interrupt at any step loses no reply and no connection."""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+
+import pytest
+
+import transferqueue as tq
+from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
+from transferqueue.client.session.connection import Connection
+from transferqueue.wire import messages as m
+
+CALLS = 200
+OTHER_WAKES = CALLS // 4
+"""A heartbeat a second, and what a busy machine adds."""
+
+
+@pytest.fixture
+def address() -> Iterator[str]:
+    with tq.connect() as server:  # its socket file: what a client in another process connects to
+        yield server.address
+
+
+@pytest.fixture
+def queue(address: str) -> Iterator[tq.Queue]:
+    with tq.connect(address) as joined:
+        yield joined
+
+
+@pytest.fixture
+def _interrupts() -> Iterator[None]:
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def connection_of(queue: tq.Queue) -> Connection:
+    return queue._client.connection
+
+
+def sleeps_of(connection: Connection) -> int:
+    """How often the I/O thread went to sleep."""
+    status = Path(f"/proc/self/task/{connection._thread.native_id}/status").read_text()
+    return int(next(line for line in status.splitlines() if line.startswith("voluntary_ctxt")).split()[1])
+
+
+def test_a_caller_alone_wakes_no_other_thread(queue: tq.Queue) -> None:
+    connection = connection_of(queue)
+    queue.tables()
+    before = sleeps_of(connection)
+    for _ in range(CALLS):
+        assert queue.tables() == []
+    assert sleeps_of(connection) - before < OTHER_WAKES
+
+
+def test_two_threads_share_a_connection(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    got: list[int] = []
+
+    def work() -> None:
+        for batch in table.leases("train", rows=1, timeout_s=20):
+            with batch:
+                got.extend(batch["x"].list())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    for number in range(CALLS):
+        table.put(x=[number])
+    table.seal()
+    worker.join(20)
+    assert sorted(got) == list(range(CALLS))
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_interrupts")
+def test_an_interrupt_at_any_step_of_a_call_leaves_the_connection_usable(queue: tq.Queue) -> None:
+    """Rows that an interrupted lease got come back, and further calls are answered."""
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    table.put(x=[1])
+    connection = connection_of(queue)
+
+    def once(at: int) -> int:
+        interrupts = Interrupts(at)
+        try:
+            with interrupts:
+                reply = connection.call(m.LeaseRequest("t", "train", rows=1, wait_s=10.0))
+        except KeyboardInterrupt:
+            pass
+        else:
+            assert isinstance(reply, m.Leased)
+            connection.call(m.ReleaseRequest("t", reply.lease, reply.token))
+        assert until(lambda: table.stats()["tasks"]["train"]["ready"] == 1), f"the row is away after step {at}"
+        return interrupts.steps
+
+    assert every_step(once) > 20
+
+
+@pytest.mark.usefixtures("_interrupts")
+def test_a_signal_handler_may_call_while_a_caller_waits(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    main = threading.main_thread().ident
+    assert main is not None
+    done = threading.Event()
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        table.put(x=[7])
+        done.set()
+
+    signal.signal(signal.SIGINT, handle)
+
+    def ring() -> None:
+        deadline = time.monotonic() + 20
+        while not queue.doctor() and time.monotonic() < deadline:
+            pass
+        signal.pthread_kill(main, signal.SIGINT)
+
+    other = threading.Thread(target=ring)
+    other.start()
+    batch = table.lease("train", rows=1, timeout_s=20)
+    other.join()
+    assert done.is_set()
+    assert batch["x"].list() == [7]
+    batch.ack()
