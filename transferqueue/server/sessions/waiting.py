@@ -55,13 +55,13 @@ def wait_of(request: m.Request) -> float:
 
 def lane_of(request: m.Request) -> Lane | None:
     """The lane that a request waits in; None if it is tried on its own (rules 2 and 3)."""
-    if isinstance(request, m.LeaseRequest):
-        alone = request.where or request.world > 1 or request.replicas > 1
-        return None if alone else ("lease", request.table, request.task)
-    if isinstance(request, m.PutRequest):
-        return None if request.reservation else ("put", request.table)
-    if isinstance(request, m.Reserve) and request.policy_version < 0:
-        return ("reserve", request.table)
+    match request:
+        case m.LeaseRequest(where=[], world=1, replicas=1):
+            return ("lease", request.table, request.task)
+        case m.PutRequest(reservation=0):
+            return ("put", request.table)
+        case m.Reserve() if request.policy_version < 0:
+            return ("reserve", request.table)
     return None
 
 
