@@ -13,7 +13,13 @@ from transferqueue.workflows.job.algorithms.losses import policy_loss
 from transferqueue.workflows.job.algorithms.responses import Responses
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
 from transferqueue.workflows.job.training.columns import loss_columns, select
-from transferqueue.workflows.job.training.learner import PolicyLearner, in_minibatches, rate_share
+from transferqueue.workflows.job.training.learner import (
+    PolicyLearner,
+    StepLearner,
+    ValueLearner,
+    in_minibatches,
+    rate_share,
+)
 
 ROWS = 14
 
@@ -79,7 +85,7 @@ def learner(kind: str, given: Any = None, **trainer: Any) -> PolicyLearner:
     )
 
 
-def gradient(learner: PolicyLearner) -> torch.Tensor:
+def gradient(learner: StepLearner) -> torch.Tensor:
     return torch.cat([(parameter.grad * 1.0).flatten() for parameter in learner.trained])
 
 
@@ -219,3 +225,48 @@ def test_minibatches_have_each_row_once() -> None:
     assert sorted(row for part in cut for row in part) == list(range(10))
     assert sorted(map(len, cut)) == [2, 2, 3, 3]
     assert in_minibatches(2, 4, torch.Generator()) != []
+
+
+# ---------------------------------------------------------------- the critic
+
+
+def critic(**trainer: Any) -> ValueLearner:
+    from transformers import Qwen3Config, Qwen3ForTokenClassification
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=48, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=8, max_position_embeddings=64, num_labels=1, classifier_dropout=0.0,
+    )  # fmt: skip
+    settings = TrainerSettings(**{"micro_tokens": 10_000, **trainer})
+    return ValueLearner(
+        Qwen3ForTokenClassification(config).eval(),
+        AlgorithmSettings(kind="ppo"),
+        settings,
+        steps=9,
+        lr=1e-2,
+        tokens_near=70,
+    )
+
+
+def valued() -> dict[str, list[Any]]:
+    given, draws = rows(), np.random.default_rng(3)
+    return {
+        "prompt_ids": given["prompt_ids"],
+        "response_ids": given["response_ids"],
+        "values": [draws.normal(size=len(ids)).astype(np.float32) for ids in given["response_ids"]],
+        "returns": [np.full(len(ids), 2.0, np.float32) for ids in given["response_ids"]],
+    }
+
+
+def test_a_critic_learns_the_returns_however_rows_come() -> None:
+    whole, cut = critic(), critic(micro_tokens=16)
+    for each, parts in ((whole, 1), (cut, 5)):
+        for part in np.array_split(np.arange(ROWS), parts):
+            each.accumulate(select(valued(), part.tolist()))
+    torch.testing.assert_close(gradient(cut) * cut._scale, gradient(whole) * whole._scale, rtol=1e-4, atol=1e-5)
+    losses = [whole.step()["loss"]]
+    for _ in range(6):
+        whole.accumulate(valued())
+        losses.append(whole.step()["loss"])
+    assert losses[-1] < losses[0]
