@@ -133,7 +133,8 @@ class StepGatherer(Generic[Unit]):
         below = self._below()
         if below is None:
             return []
-        return [place for place in range(self._oldest, below) if place not in self._finished | self._taken]
+        known = self._finished | self._taken
+        return [place for place in range(self._oldest, below) if place not in known]
 
     # ------------------------------------------------------------ what came
 

@@ -31,6 +31,9 @@ from transferqueue.workflows.job.training.gather import StepGatherer, StepShape,
 CHECK_S: Final = 1.0
 """After so long without a row, the stream asks whether a place that it waits for is gone."""
 
+CHECKED_MAX: Final = 64
+"""Places that are asked about at a time. If the first ones are not gone they will come, and then later ones are the first."""
+
 Compute = Callable[[RowColumns, list[int]], None]
 """Takes columns of some rows of the step, and the ids of the rows."""
 
@@ -216,9 +219,9 @@ class RowStream:
         return self.terms.group_rows if self.terms.whole else 1
 
     def _gone(self) -> Iterator[int]:
-        """The missing places of which every row has its end."""
+        """Those of the first missing places of which every row has its end."""
         known = 0
-        for place in self._gatherer.missing():
+        for place in self._gatherer.missing()[:CHECKED_MAX]:
             if place * self._unit_rows >= known:
                 known = self.table.cursor(place * self._unit_rows)
             if known >= (place + 1) * self._unit_rows:
