@@ -182,7 +182,8 @@ def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: S
     return Publisher(
         channel,
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
-        background=job.weights.background,
+        # In sync mode the next rows need these weights. Rows that a killed trainer left may be ready before: none is leased until they are stale.
+        background=job.weights.background and depth(job) > 0,
         collective=learner.ranks.parallel == "fsdp2",
         emit=context.emit,
     )
