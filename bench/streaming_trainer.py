@@ -175,7 +175,7 @@ def results(runs: int) -> list[MeasuredResult]:
     for (mode, stream), times in found.items():
         name = f"{mode}, {'streaming' if stream else 'whole batch'}"
         lines.append(summarize(f"{name}: samples a second", "1/s", [ROWS / time_s for time_s in times]))
-        lines.append(summarize(f"{name}: trainer idle", "share", idle[mode, stream]))
+        lines.append(summarize(f"{name}: trainer idle", "ratio", idle[mode, stream]))
         if mode == "sync":
             expected = np.mean([predicted(step, stream=stream) for step in range(1, STEPS)])
             lines.append(single(f"{name}: samples a second by the formula", "1/s", float(ROWS / expected)))

@@ -69,7 +69,7 @@ def problems(task: str, split: Split, *, seed: int = 0) -> Iterator[TaskQuestion
     """Yield problems of `task` without end, the same for the same seed. Raises `NotFound` for an unknown task.
 
     >>> next(problems("sort", "train", seed=1))
-    TaskQuestion(question='sort 81220', answer='01228')
+    TaskQuestion(question='sort 222393', answer='222339')
     """
     if task not in TASKS:
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
