@@ -8,7 +8,7 @@
       logs/              output of each process; server.log is that of the queue
       steps.jsonl  evaluations.jsonl  samples.jsonl      written while the run goes on
       checkpoints/       of the trainer
-      state/             of the queue's server, until the run is finished
+      state/ snapshots/  of the queue, until the run is finished
       summary.json  summary.txt  timeline.json  learning.png      written at the end
 """
 

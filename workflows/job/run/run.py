@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,6 +33,7 @@ from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import importable, preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.server import RunServer, discard_state
+from transferqueue.workflows.job.run.snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
@@ -84,9 +86,11 @@ def run_job(
     with folder.locked():
         folder.begin(job, code)
         with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, server):
+            if server is not None:
+                restore_if_lost(queue, folder.path)
             table = create_table(queue, job)
             began = time.monotonic()
-            with _loggers(job, folder, observe) as hear:
+            with _loggers(job, folder, observe) as hear, _snapshots(job, queue, hear) as hear:
                 _run_processes(
                     queue,
                     job,
@@ -101,6 +105,7 @@ def run_job(
             files = _write_files(folder.path, record, summary)
         if server is not None:
             discard_state(folder.path)
+            shutil.rmtree(folder.path / SNAPSHOTS, ignore_errors=True)
         return JobOutcome(summary=summary, audit=audited, folder=folder.path, files=files)
 
 
@@ -136,6 +141,21 @@ def _loggers(job: Job, folder: RunFolder, observe: Observe) -> Iterator[Observe]
             if name != "jsonl":
                 observe = logged(stack.enter_context(logger_named(name)(folder.path / name)), observe)
         yield observe
+
+
+@contextmanager
+def _snapshots(job: Job, queue: tq.Queue, observe: Observe) -> Iterator[Observe]:
+    """Take snapshots of the queue beside checkpoints, where the server's state is not on a disk already."""
+    if not (job.checkpoint.snapshot and job.checkpoint.every) or job.queue.durability == "disk" or job.queue.address:
+        yield observe
+        return
+    with QueueSnapshots(queue, keep=job.checkpoint.keep) as snapshots:
+
+        def hear(label: str, event: Event) -> None:
+            snapshots.hear(label, event)
+            observe(label, event)
+
+        yield hear
 
 
 def _both(record: RunRecord, observe: Observe) -> Observe:

@@ -124,7 +124,7 @@ class RunServer:
 
 
 def discard_state(directory: Path) -> None:
-    """Remove the state of the server of a finished run, its shared memory too. Does nothing where there is none."""
+    """Remove the state of the server of a run, its shared memory too; snapshots stay. Does nothing where there is none."""
     state = directory / "state"
     with suppress(OSError):
         arena = (state / (state / "arena").readlink()).resolve().parent
