@@ -13,7 +13,7 @@ import pytest
 from tests.markdown import ROOT
 from transferqueue.workflows.job.run.folder import RunFolder
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("transformers", exc_type=ImportError)
 
 STEPS = 4
@@ -24,7 +24,7 @@ model = {{ path = "model", dtype = "float32" }}
 data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 32 }}
 engine = [{{ kind = "transformers", slots = 16 }}]
 sampling = {{ group_size = 2, tokens_max = 6 }}
-reward = [{{ function = "transferqueue.workflows.job.tiny_model.tasks:exact" }}]
+reward = [{{ function = "any_rewards:spread" }}]
 algorithm = {{ kind = "grpo" }}
 trainer = {{ prompts_per_step = 4, lr = 1e-3, order = "ordinal" }}
 pacing = {{ mode = "sync" }}
@@ -33,6 +33,12 @@ weights = {{ dtype = "float32" }}
 evaluation = {{ path = "data", every = 2, rows = 8 }}
 queue = {{ memory_gib = 0.125 }}
 """
+
+REWARDS = """
+def spread(completion_ids):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+"""A reward that differs between responses of an untrained model, so that each step changes the weights."""
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +51,7 @@ def place(tmp_path_factory):
     )
     write_data(folder / "data", train=64, test=16)
     (folder / "job.toml").write_text(JOB)
+    (folder / "any_rewards.py").write_text(REWARDS)
     return folder
 
 
@@ -61,7 +68,7 @@ def train(place: Path, *words: str) -> subprocess.Popen[str]:
 
 
 def finished(process: subprocess.Popen[str]) -> dict:
-    stdout, stderr = process.communicate(timeout=300)
+    stdout, stderr = process.communicate(timeout=500)
     assert process.returncode == 0, stderr
     return json.loads(stdout)
 
@@ -72,7 +79,7 @@ def lines(path: Path) -> list[dict]:
 
 def wait_for(process: subprocess.Popen[str], path: Path, rows: int) -> None:
     """Wait until a file of the run has so many lines. The run writes it, so there is nothing else to wait on."""
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 400
     while len(lines(path)) < rows:
         assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{path} has {len(lines(path))} lines, not {rows}"
@@ -102,6 +109,7 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     ]
     assert {"prompt", "response", "reward"} <= lines(folder / "samples.jsonl")[0].keys()
     assert [step["step"] for step in lines(folder / "steps.jsonl")] == [1, 2, 3, 4]
+    assert all(step["gradient_norm"] > 0 for step in lines(folder / "steps.jsonl"))
     assert json.loads((folder / "summary.json").read_text()) == whole
     assert (folder / "timeline.json").exists()
     assert not (folder / "state").exists()

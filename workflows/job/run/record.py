@@ -95,9 +95,13 @@ class RunRecord:
         return max(0.0, self.ended_s - begin)
 
     def busy(self, task: str) -> float:
-        """Mean share of `trained_s` in which the processes of `task` worked on rows; 0 where none reported any."""
+        """Mean share of `trained_s` in which the processes of `task` worked on rows; 0 where none reported any.
+
+        Calls of one process that overlap, as those of an engine with slots do, are added; a share is 1 at most.
+        """
         worked = [seconds for label, seconds in self._work_s.items() if label.rpartition("-")[0] == task]
-        return sum(worked) / len(worked) / max(self.trained_s(), 1e-9) if worked else 0.0
+        trained_s = max(self.trained_s(), 1e-9)
+        return sum(min(1.0, seconds / trained_s) for seconds in worked) / len(worked) if worked else 0.0
 
     def sum_of(self, name: str) -> float:
         """Sum of a figure over the steps of this start."""
