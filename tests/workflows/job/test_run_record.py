@@ -1,6 +1,7 @@
 """What a run writes while it goes on, what a resumed run reads back, and what the summary says of both."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -117,6 +118,7 @@ def test_a_folder_keeps_the_job_and_each_start(tmp_path):
     assert folder.job(["steps=7"]).steps == 7
     first, second = folder.starts()
     assert (first.code, second.code) == (str(tmp_path), "")
+    assert first.place == str(Path.cwd())
     assert "torch" in first.packages
     assert not folder.finished
 

