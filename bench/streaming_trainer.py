@@ -181,7 +181,7 @@ def results(runs: int) -> list[MeasuredResult]:
             lines.append(single(f"{name}: samples a second by the formula", "1/s", float(ROWS / expected)))
     for mode in ("sync", "async"):
         whole, streamed = (np.median(found[mode, stream]) for stream in (False, True))  # type: ignore[index]
-        lines.append(single(f"{mode}: streaming against whole batches", "x", float(whole / streamed)))
+        lines.append(single(f"{mode}: streaming against whole batches", "ratio", float(whole / streamed)))
     return lines
 
 
