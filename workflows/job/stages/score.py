@@ -1,12 +1,15 @@
 """The processes that score rows by a model: reference and teacher, which stay as they are, proximal policy and critic, which are trained.
 
-A process whose model is trained waits for the first version before its first row. Then it takes the newest version before each lease. In
-sync mode it takes exactly the version that the rows belong to, and waits for it: the critic of a step may be published a little
-after the policy of that step, which moves the clock.
+A process whose model is trained waits for the first version before its first row, and then takes the newest version for each lease.
+
+In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after the policy of the same step, whose
+version admits new rows. So a lease waits while task ``train_critic`` has more rows left to ack than task ``train``; a trainer publishes before it acks.
+Versions do not say whether the critic is behind: each channel counts its own, and a trainer that was killed publishes more versions than the other.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -19,13 +22,18 @@ from transferqueue.adapters.weights import WeightUpdater, copy_weights
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
-from transferqueue.workflows.job.names import CRITIC, POLICY
+from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import Job, ModelSettings, ScorerSettings
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
-NEWER_S: Final = 3600.0
-"""Longest wait of rows for the version that they belong to."""
+CRITIC_S: Final = 3600.0
+"""Longest wait of rows for the critic to learn from the steps before them."""
+CHECK_S: Final = 0.05
+"""How often a waiting process asks whether the critic has acked: nothing wakes it, since the ack follows the version."""
+
+_OPEN: Final = ("pending", "held", "ready", "leased")
+"""States of rows that a task has not acked."""
 
 
 @contextmanager
@@ -42,12 +50,13 @@ def proximal(context: Context) -> Iterator[LogProbs]:
     job = context.settings(Job)
     policy = ScorerSettings(tokens=job.trainer.micro_tokens, device=job.trainer.device)
     model = _scorer(load_causal_lm, policy, job.model)
+    newest = _followed(context, POLICY, model)
     yield LogProbs(
         model,
         gives="prox_logprobs",
         temperature=job.sampling.temperature,
         tokens=policy.tokens,
-        refresh=_followed(context, POLICY, model, job),
+        refresh=lambda batch: newest(0.0),
     )
 
 
@@ -56,7 +65,14 @@ def value(context: Context) -> Iterator[Values]:
     """Yield the stage that gives ``values``, by the critic as it is trained."""
     job = context.settings(Job)
     model = _scorer(load_value_model, job.critic, job.model)
-    yield Values(model, tokens=job.critic.tokens, refresh=_followed(context, CRITIC, model, job))
+    newest = _followed(context, CRITIC, model)
+
+    def refresh(batch: tq.Batch) -> None:
+        if job.pacing.mode == "sync":
+            _wait_for_critic(context.table, newest)
+        newest(0.0)
+
+    yield Values(model, tokens=job.critic.tokens, refresh=refresh)
 
 
 @contextmanager
@@ -82,8 +98,11 @@ def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSetti
     )
 
 
-def _followed(context: Context, channel: str, model: Any, job: Job) -> Callable[[tq.Batch], None]:
-    """Load the first version of `channel` into `model`; return what loads later ones before a batch. Raises `DeadlineExceeded` if none comes."""
+def _followed(context: Context, channel: str, model: Any) -> Callable[[float], object]:
+    """Load the first version of `channel` into `model`; return what loads the newest, and waits for one so many seconds if there is none.
+
+    Raises `DeadlineExceeded` if no first version comes.
+    """
 
     def update(source: WeightSource, version: int) -> None:
         with context.span(SWAP, version):
@@ -94,13 +113,23 @@ def _followed(context: Context, channel: str, model: Any, job: Job) -> Callable[
         raise DeadlineExceeded(
             f'no weights came on channel "{channel}" within {FIRST_S:g} s; the trainer publishes them before its first step'
         )
+    return updater.follow
 
-    def refresh(batch: tq.Batch) -> None:
-        updater.follow()
-        while job.pacing.mode == "sync" and updater.version < batch.version:
-            if not updater.follow(NEWER_S):
-                raise DeadlineExceeded(
-                    f'rows of version {batch.version} waited {NEWER_S:g} s for it on channel "{channel}", which has {updater.version}'
-                )
 
-    return refresh
+def _wait_for_critic(table: tq.Table, newest: Callable[[float], object]) -> None:
+    """Wait until the critic has acked as many rows as the policy. Raises `DeadlineExceeded` if it does not."""
+    deadline = time.monotonic() + CRITIC_S
+    while (behind := _rows_behind(table)) > 0:
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(
+                f'task "{TRAIN_CRITIC}" has {behind} rows to learn from that task "{TRAIN}" has acked, and acked none of them for {CRITIC_S:g} s; '
+                "see the log of its process"
+            )
+        newest(CHECK_S)
+
+
+def _rows_behind(table: tq.Table) -> int:
+    """How many live rows the policy has acked and the critic has not, less those of which the opposite is true."""
+    tasks = table.stats()["tasks"]
+    critic, policy = (sum(tasks[name][state] for state in _OPEN) for name in (TRAIN_CRITIC, TRAIN))
+    return int(critic - policy)

@@ -151,7 +151,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
     is_policy = task == names.TRAIN
     return TrainerTerms(
         task=task,
-        steps=job.steps,
+        steps=job.steps if is_policy else None,
         save_every=0 if checkpoints is None else job.checkpoint.every,
         publish_every=job.weights.every,
         kind="step" if is_policy else "critic_step",

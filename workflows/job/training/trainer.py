@@ -8,6 +8,8 @@ Rules:
    later steps come again, and leases of an earlier life end. Versions only rise: if a version after that of c was published, the weights of c are published
    again under the next number. Rows of the lost versions are then as stale as the table's pacing says.
 3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as dropped ("surplus").
+4. The critic's trainer goes on until the table ends. When the policy's goes back to a checkpoint, the critic learns from the rows of the lost steps again, with
+   their new responses: then it takes more steps than the policy.
 """
 
 from __future__ import annotations
@@ -33,14 +35,14 @@ SURPLUS: Final = "surplus"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTerms:
-    """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
+    """task: whose rows are trained. steps: of the whole run (None: until the table ends). save_every: steps between two checkpoints (0: none). publish_every: likewise.
 
     kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
     two evaluations (0: before and after only).
     """
 
     task: str
-    steps: int
+    steps: int | None
     save_every: int
     publish_every: int = 1
     kind: str = "step"
@@ -105,7 +107,7 @@ class Trainer:
     def run(self) -> None:
         """Train until the last step or the end of the table; then save, and end the table if it ends with this trainer."""
         try:
-            while self.step < self.terms.steps:
+            while not self._has_all_steps:
                 gathered = self.stream.step(self.passes.compute)
                 if gathered is None:
                     break
@@ -122,6 +124,10 @@ class Trainer:
             self.passes.end()
         finally:
             self.publisher.close()
+
+    @property
+    def _has_all_steps(self) -> bool:
+        return self.terms.steps is not None and self.step >= self.terms.steps
 
     # ------------------------------------------------------------ a step
 
@@ -188,7 +194,7 @@ class Trainer:
         """Seal the table and drop rows that this trainer has not learned from."""
         with suppress(Sealed):  # the source did, or an earlier life of this process
             self.table.seal()
-        if self.step < self.terms.steps:
+        if not self._has_all_steps:
             return  # the table ended, so no row is left
         trained = np.concatenate(self._trained) if self._trained else np.empty(0, np.int64)
         while len(surplus := np.setdiff1d(self.table.read(fields=[]).rows, trained)):
