@@ -242,13 +242,17 @@ def load_callable(named: str, key: str = "reward.function") -> Callable[..., Any
     module_name, _, name = named.rpartition(":")
     if not module_name or not name:
         raise UsageError(f"{key} {named!r} names no function; write module:function, or path/to/file.py:function")
-    module = _file_module(Path(module_name), named) if module_name.endswith(".py") else _module(module_name, named)
+    module = (
+        _file_module(Path(module_name), f"{key} {named}")
+        if module_name.endswith(".py")
+        else _module(module_name, f"{key} {named}")
+    )
     function = getattr(module, name, None)
     if function is None:
         has = [each for each, value in vars(module).items() if callable(value) and not each.startswith("_")]
         raise NotFound(f"{key} {named}: the module has no {name}; it has {listing(has)}")
     if not callable(function):
-        raise UsageError(f"reward.function {named} is {type(function).__name__}; give a function")
+        raise UsageError(f"{key} {named} is {type(function).__name__}; give a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -258,7 +262,7 @@ def _module(module_name: str, named: str) -> ModuleType:
     except ModuleNotFoundError as error:
         if error.name and module_name.startswith(error.name):
             raise NotFound(
-                f"reward.function {named}: there is no module {error.name}; put it beside the job file, install it, or give the "
+                f"{named}: there is no module {error.name}; put it beside the job file, install it, or give the "
                 "path of the file"
             ) from error
         raise _failed(named, error) from error
@@ -270,13 +274,13 @@ def _file_module(path: Path, named: str) -> ModuleType:
     """Import a file by its path. Modules beside it can be imported by it."""
     path = path.expanduser().resolve()
     if not path.is_file():
-        raise NotFound(f"reward.function {named}: there is no file {path}")
+        raise NotFound(f"{named}: there is no file {path}")
     name = f"reward_function_{path.stem}_{abs(hash(path))}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise UsageError(f"reward.function {named}: {path} is not a Python file")
+        raise UsageError(f"{named}: {path} is not a Python file")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     if str(path.parent) not in sys.path:
@@ -290,4 +294,4 @@ def _file_module(path: Path, named: str) -> ModuleType:
 
 
 def _failed(named: str, error: Exception) -> UsageError:
-    return UsageError(f"reward.function {named}: its module raised {type(error).__name__}: {error}")
+    return UsageError(f"{named}: its module raised {type(error).__name__}: {error}")

@@ -13,6 +13,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
+from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce, Work
 
@@ -129,6 +130,13 @@ def dies(context: Context) -> Iterator[Work]:
 def cannot_start(context: Context) -> Iterator[Work]:
     """Factory that fails before its first row."""
     raise RuntimeError("no such model")
+    yield  # type: ignore[unreachable]
+
+
+@contextmanager
+def refuses(context: Context) -> Iterator[Work]:
+    """Factory that refuses a setting."""
+    raise UsageError("slots=0: give at least 1")
     yield  # type: ignore[unreachable]
 
 

@@ -169,6 +169,11 @@ def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Qu
         run(queue, jobs("cannot_start"), tmp_path)
 
 
+def test_a_stage_that_refuses_a_setting_is_not_started_again(queue: tq.Queue, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"exit code 65; its last words were .*UsageError: slots=0: give at least 1"):
+        run(queue, jobs("refuses"), tmp_path)
+
+
 def test_what_a_stage_started_ends_with_it(queue: tq.Queue, tmp_path: Path) -> None:
     told, _ = run(queue, jobs("leaves_a_child"), tmp_path)
     assert wait_gone([figures(told, "child")[0].values["pid"]], 2.0) == []

@@ -11,13 +11,15 @@ import argparse
 import os
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import DeadlineExceeded, TransferQueueError
+from transferqueue.errors import DeadlineExceeded, Impossible, TransferQueueError, UsageError
 from transferqueue.workflows.flow.events import Sender
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
@@ -62,13 +64,26 @@ def run_job(job: StageJob, address: str, emit: Sender) -> None:
             instance=job.instance,
             directory=Path(job.directory) if job.directory else None,
         )
-        with load(job.factory)(context) as function:
+        with _opened(job, context) as function:
             if job.loop:
                 function()
             elif job.stage is None:
                 run_source(table, function, emit=emit, stall_s=STALL_S)
             else:
                 run_stage(table, job.stage, function, emit=emit)
+
+
+@contextmanager
+def _opened(job: StageJob, context: Context) -> Iterator[Any]:
+    """Open the function of the job. A setting that its factory refuses is refused after a restart too, so it ends the flow."""
+    with ExitStack() as stack:
+        try:
+            function = stack.enter_context(load(job.factory)(context))
+        except UsageError as error:
+            if type(error) not in (UsageError, Impossible):  # NotFound: what is missing may come
+                raise
+            raise StageFailedInProcess(f"{type(error).__name__}: {error}") from error
+        yield function
 
 
 def end_with(descriptor: int) -> None:

@@ -28,6 +28,11 @@ class PromptData:
     renderer: PromptRenderer
     columns: Mapping[str, str]
 
+    def check_first(self) -> None:
+        """Raise `UsageError` if the first row makes no prompt, or has a value that rewards could not get; other rows are checked when their turn comes."""
+        row, place = self.rows.row(0), self.rows.place(0)
+        self.values(row, self.renderer.render(row, place).value, place)
+
     def values(self, row: Mapping[str, Any], prompt: Any, place: str) -> dict[str, Any]:
         """Return the value of column ``data`` for a row: the prompt, and the columns of rewards. `UsageError` for what is no plain value."""
         values = {PROMPT: prompt} | {name: row[column] for name, column in self.columns.items()}
@@ -42,7 +47,7 @@ def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData
     Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and `Impossible` for fewer
     prompts than the steps of the job need.
     """
-    opened = _opened(job, job.data, tokenizer)
+    opened = _opened(job, job.data, tokenizer, "data.path")
     prompts = job.steps * job.trainer.prompts_per_step
     if job.data.epochs and job.data.epochs * len(opened.rows) < prompts:
         raise Impossible(
@@ -56,11 +61,14 @@ def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData
 def open_held_out(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
     """Open the data of `evaluation.path`; it has the columns that the training data has."""
     settings = msgspec.structs.replace(job.data, path=job.evaluation.path, split=job.evaluation.split)
-    return _opened(job, settings, tokenizer)
+    return _opened(job, settings, tokenizer, "evaluation.path")
 
 
-def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer | None) -> PromptData:
-    rows = open_data(settings.path, split=settings.split)
+def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer | None, key: str) -> PromptData:
+    try:
+        rows = open_data(settings.path, split=settings.split)
+    except UsageError as error:
+        raise type(error)(str(error).replace("data.path", key, 1)) from error
     renderer = PromptRenderer(
         settings, tokenizer or load_tokenizer(job.model), rows.columns, learns_response=job.algorithm.kind == "sft"
     )

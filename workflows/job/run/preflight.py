@@ -1,4 +1,4 @@
-"""What is checked with the files of a job before anything starts: models, data, rewards, memory.
+"""What is checked with the files of a job before anything starts: packages, devices, models, data, rewards, memory.
 
 Rules that need no file: `transferqueue.workflows.job.settings.rules`.
 """
@@ -12,10 +12,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import Impossible, NotFound
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
+from transferqueue.workflows.job.data.tokenizer import TextTokenizer
+from transferqueue.workflows.job.run.machine import check_devices, check_packages
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
+from transferqueue.workflows.job.stages.rollout import stop_id
 
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
@@ -40,17 +44,42 @@ class JobBytes:
 def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     """Check a job with its files and return its opened data. code: folder whose modules rewards may name.
 
-    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file or a column that is missing,
-    `UsageError` for data that makes no prompts, `Impossible` for weights that do not fit into the memory of the queue.
+    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file, a column or a device that is
+    missing, `UsageError` for data that makes no prompts and for packages that are not installed, `Impossible` for weights that do not fit into
+    the memory of the queue.
     """
+    check_packages(job)
+    check_devices(job)
     import_from(code)
     for key, path in _models(job):
         check_model(key, path)
+    _check_resume(job.checkpoint.resume)
     data = open_prompts(job)
+    data.check_first()
     if job.evaluation.path:
-        open_held_out(job)
+        open_held_out(job, data.renderer.tokenizer).check_first()
+    _check_stops(job, data.renderer.tokenizer)
+    _check_environments(job)
     check_memory(job)
     return data
+
+
+def _check_resume(path: str) -> None:
+    if path not in ("auto", "never") and not Path(path).is_dir():
+        raise NotFound(
+            f'checkpoint.resume={path!r}: there is no such directory; give "auto", "never", a run\'s folder, or a checkpoint step-N'
+        )
+
+
+def _check_stops(job: Job, tokenizer: TextTokenizer) -> None:
+    for text in job.sampling.stop:
+        stop_id(tokenizer, text)
+
+
+def _check_environments(job: Job) -> None:
+    for place, reward in enumerate(job.reward):
+        if reward.environment:
+            load_callable(reward.environment, f"reward.{place}.environment")
 
 
 def import_from(code: Path | None) -> None:

@@ -38,7 +38,7 @@ def _value(key: str, text: str) -> Any:
             f'{key}={text}: the value is not TOML ({error}); a text stands in quotes: {key}="..."'
         ) from error
     if set(parsed) != {"value"}:
-        raise UsageError(f"{key}={text}: more than one value; give one change for each key")
+        raise UsageError(f"{key}={text!r}: more than one value; give one change for each key")
     return parsed["value"]
 
 

@@ -40,18 +40,19 @@ class NumberRange:
 
 
 _COUNT: Final = NumberRange(1)
+_PROCESSES: Final = NumberRange(1, 1024, why="they are processes of this machine")
 _POSITIVE: Final = NumberRange(0, above=True)
 _SHARE: Final = NumberRange(0, 1)
 _ANY: Final = NumberRange(0)
 
 RANGES: Final[dict[str, NumberRange]] = {
     "seed": NumberRange(0, 2**63 - 1),
-    "steps": _COUNT,
+    "steps": NumberRange(1, 1e9),
     "data.epochs": NumberRange(0, why="0 goes over the data as often as the steps need"),
     "data.prompt_tokens_max": _COUNT,
-    "engine.count": _COUNT,
+    "engine.count": _PROCESSES,
     "engine.tensor_parallel": _COUNT,
-    "engine.slots": _COUNT,
+    "engine.slots": NumberRange(1, 65_536),
     "sampling.group_size": _COUNT,
     "sampling.tokens_max": _COUNT,
     "sampling.temperature": NumberRange(
@@ -59,7 +60,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     ),
     "sampling.top_p": NumberRange(0, 1, above=True),
     "sampling.budget": NumberRange(0, why="0 is no bound"),
-    "reward.processes": _COUNT,
+    "reward.processes": _PROCESSES,
     "reward.timeout_s": _POSITIVE,
     "algorithm.std_eps": NumberRange(0, 1),
     "algorithm.clip_low": NumberRange(0, 1, below=True, why="0 takes the one of the kind"),
@@ -76,21 +77,22 @@ RANGES: Final[dict[str, NumberRange]] = {
     "algorithm.minibatches": _COUNT,
     "algorithm.top_k": NumberRange(0, 1024),
     "reference.tokens": _COUNT,
-    "reference.processes": _COUNT,
+    "reference.processes": _PROCESSES,
     "critic.tokens": _COUNT,
-    "critic.processes": _COUNT,
+    "critic.processes": _PROCESSES,
     "critic.lr": _POSITIVE,
     "teacher.tokens": _COUNT,
-    "teacher.processes": _COUNT,
+    "teacher.processes": _PROCESSES,
     "trainer.prompts_per_step": _COUNT,
-    "trainer.ranks": _COUNT,
+    "trainer.ranks": _PROCESSES,
     "trainer.micro_tokens": _COUNT,
     "trainer.at_least": _COUNT,
-    "trainer.lora_rank": _ANY,
+    "trainer.lora_rank": NumberRange(0, 65_536, why="0 trains all weights"),
     "trainer.lora_alpha": _POSITIVE,
     "trainer.lr": _POSITIVE,
     "trainer.warmup": _ANY,
     "trainer.weight_decay": _ANY,
+    "trainer.betas": NumberRange(0, 1, below=True, why="they are decays of moving averages"),
     "trainer.gradient_norm_max": NumberRange(0, above=True, why="it bounds the norm of a step's gradient"),
     "pacing.depth": _ANY,
     "pacing.max_staleness": _ANY,
@@ -105,7 +107,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "evaluation.samples": _COUNT,
     "evaluation.temperature": _ANY,
     "log.samples": _ANY,
-    "queue.memory_gib": _POSITIVE,
+    "queue.memory_gib": NumberRange(0, 1 << 20, above=True),
 }
 """NumberRange of each number, by its key; of arrays without the place."""
 
@@ -129,5 +131,7 @@ def numbers(table: Any, at: str = "") -> Iterator[tuple[str, float]]:
             for place, inner in enumerate(value):
                 if isinstance(inner, msgspec.Struct):
                     yield from numbers(inner, f"{key}.{place}.")
+                elif isinstance(inner, int | float):
+                    yield f"{key}.{place}", inner
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value

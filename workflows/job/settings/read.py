@@ -28,6 +28,9 @@ from transferqueue.workflows.job.settings.rules import check
 FILE_BYTES_MAX: Final = 1 << 20
 """A job file is a page of text; a larger file is something else."""
 
+NAME_BYTES_MAX: Final = 200
+"""A folder's name has at most 255 bytes, and the time follows the name of the job."""
+
 
 def job_from_file(path: Path | str, set: Iterable[str] = ()) -> Job:  # noqa: A002  (the option's name)
     """Return the job that the file says, with everything left open filled in, checked by all rules that need no other file.
@@ -62,10 +65,19 @@ def checked(job: Job, *, named: str = "") -> Job:
     """Return `job` with everything left open filled in, after all rules that need no file. For a job made in Python."""
     if named and not job.name:
         job = msgspec.structs.replace(job, name=named)
+    _check_name(job.name)
     check(job)
     resolved = resolve(job)
     check(resolved)
     return resolved
+
+
+def _check_name(name: str) -> None:
+    """Refuse a name that cannot begin the name of a folder: that of the run is ``runs/NAME-TIME``."""
+    if len(name.encode(errors="replace")) > NAME_BYTES_MAX or "/" in name or not name.isprintable():
+        raise UsageError(
+            f"name={name!r}: it is part of the folder of a run; give at most {NAME_BYTES_MAX} bytes of printable text without a slash"
+        )
 
 
 def read_toml(path: Path) -> dict[str, Any]:

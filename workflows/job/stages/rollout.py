@@ -89,7 +89,7 @@ def sampling_of(job: Job, settings: EngineSettings) -> Sampling:
 def stop_ids(tokenizer: Any, job: Job, directory: str) -> tuple[int, ...]:
     """Return the ids that end a response, ascending."""
     ends = {tokenizer.eos_token_id, *_generation_ends(directory)} - {None}
-    return tuple(sorted({int(end) for end in ends} | {_token_of(tokenizer, text) for text in job.sampling.stop}))
+    return tuple(sorted({int(end) for end in ends} | {stop_id(tokenizer, text) for text in job.sampling.stop}))
 
 
 def _generation_ends(directory: str) -> list[int | None]:
@@ -103,7 +103,8 @@ def _generation_ends(directory: str) -> list[int | None]:
     return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 
-def _token_of(tokenizer: Any, text: str) -> int:
+def stop_id(tokenizer: Any, text: str) -> int:
+    """Return the id of a stop text. Raises `UsageError` for one that is not a single token."""
     ids: list[int] = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if len(ids) != 1:
         raise UsageError(

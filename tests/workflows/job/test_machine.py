@@ -1,0 +1,51 @@
+"""What a job needs of the machine is checked before anything starts."""
+
+import pytest
+
+from tests.workflows.job import jobs
+from transferqueue.errors import NotFound, UsageError
+from transferqueue.workflows.job.run import machine
+from transferqueue.workflows.job.run.machine import check_devices, check_packages
+
+
+@pytest.mark.parametrize(
+    ("change", "missing", "text"),
+    [
+        ("engine.0.kind=vllm", "vllm", r'engine\.0\.kind="vllm" needs vllm, .* pip install .*\[vllm\]'),
+        ("engine.0.kind=transformers", "torch", r"needs torch, which is not installed here"),
+        ('log.to=["jsonl", "tensorboard"]', "tensorboard", r'log\.to has "tensorboard".* pip install tensorboard'),
+        ('log.to=["wandb"]', "wandb", r'log\.to has "wandb".* leave it out'),
+    ],
+)
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, change, missing, text):
+    job = jobs.job("grpo", change)
+    monkeypatch.setattr(machine, "find_spec", lambda module: None if module == missing else object())
+    with pytest.raises(UsageError, match=text):
+        check_packages(job)
+    monkeypatch.setattr(machine, "find_spec", lambda module: object())
+    check_packages(job)
+
+
+def test_a_job_without_generation_needs_no_engine(monkeypatch):
+    monkeypatch.setattr(machine, "find_spec", lambda module: None)
+    check_packages(jobs.job("sft"))
+
+
+@pytest.mark.slow  # imports torch
+@pytest.mark.parametrize(
+    ("kind", "change", "error", "text"),
+    [
+        ("grpo", "trainer.device=zzz", UsageError, r"trainer\.device='zzz' is no device; give \"auto\", \"cpu\""),
+        ("grpo", "trainer.device=cuda:99", NotFound, r"trainer\.device='cuda:99': this machine has \d+ CUDA devices"),
+        ("ppo", "critic.device=cuda:99", NotFound, r"critic\.device='cuda:99'"),
+    ],
+)
+def test_a_device_that_is_not_here_is_refused(kind, change, error, text):
+    pytest.importorskip("torch", exc_type=ImportError)
+    with pytest.raises(error, match=text):
+        check_devices(jobs.job(kind, change))
+
+
+def test_the_cpu_is_always_here_and_costs_no_import(monkeypatch):
+    monkeypatch.setattr(machine, "_check_device", None)
+    check_devices(jobs.job("ppo", "trainer.device=cpu"))

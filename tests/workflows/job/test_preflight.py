@@ -1,0 +1,62 @@
+"""What is refused with the files of a job, before anything starts."""
+
+import json
+import sys
+
+import pytest
+
+from tests.workflows.job import jobs
+from tests.workflows.job.tokens import ByteTokenizer
+from transferqueue.errors import NotFound, UsageError
+from transferqueue.workflows.job.data import prompt_data
+from transferqueue.workflows.job.run import preflight
+from transferqueue.workflows.job.settings.job import Job
+
+REWARDS = """
+def exact(completions, answer):
+    return [0.0] * len(completions)
+"""
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """Files of a job. The bytes stand in for the tokens of a model, which would load torch."""
+    (tmp_path / "models" / "tiny").mkdir(parents=True)
+    (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
+    rows = [{"prompt": "2+2?", "answer": "4", "number": 4}, {"prompt": "1+1?", "answer": "2", "number": 2}]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "preflight_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(prompt_data, "load_tokenizer", lambda model: ByteTokenizer())
+    monkeypatch.setattr(preflight, "check_packages", lambda job: None)  # the machine of the test may lack torch
+    return tmp_path
+
+
+def small(*changes: str) -> Job:
+    return jobs.job("grpo", "data.path=rows.jsonl", "reward.0.function=preflight_rewards:exact", *changes)
+
+
+def test_a_whole_job_passes_and_its_data_is_open(place):
+    assert len(preflight.preflight(small(), code=place).rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        (["data.prompt=number"], UsageError, r'rows\.jsonl.* column "number" has int; a prompt is a text or a list'),
+        (["evaluation.path=gone.jsonl"], NotFound, r"^evaluation\.path gone\.jsonl: there is no such file"),
+        (["evaluation.path=models"], NotFound, r"^evaluation\.path models has no split \"test\""),
+        (['sampling.stop=["two tokens"]'], UsageError, r"sampling\.stop='two tokens' is 10 tokens"),
+        (
+            ['reward=[{environment="no_such_module:make"}]'],
+            NotFound,
+            r"^reward\.0\.environment .* there is no module no_such",
+        ),
+        (['reward=[{environment="preflight_rewards:gone"}]'], NotFound, r"^reward\.0\.environment .* has no gone"),
+        (["checkpoint.resume=runs/gone"], NotFound, r"^checkpoint\.resume='runs/gone': there is no such directory"),
+    ],
+)
+def test_what_no_process_could_work_with_is_refused(place, changes, error, text):
+    with pytest.raises(error, match=text):
+        preflight.preflight(small(*changes), code=place)
