@@ -1,12 +1,16 @@
 """Prompts: what is tokenized is what the template says, and what is no prompt is refused with its row."""
 
+import os
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 
 from tests.workflows.job.tokens import CHAT, save_tokenizer
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.job.data.prompts import PromptRenderer, PromptTemplate
-from transferqueue.workflows.job.data.tokenizer import load_tokenizer
+from transferqueue.workflows.job.data.tokenizer import CLASS_VARIABLE, class_environment, load_tokenizer
 from transferqueue.workflows.job.settings.job import DataSettings, ModelSettings
 
 PLACE = "data.jsonl, line 1"
@@ -222,3 +226,33 @@ def test_an_id_of_the_hub_that_cannot_be_had_is_refused(monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(NotFound, match=r"model no/such-model-anywhere has no tokenizer that can be read"):
         load_tokenizer(ModelSettings(path="no/such-model-anywhere"))
+
+
+def test_a_process_that_is_told_the_class_loads_the_same_tokenizer_without_torch(tmp_path, chat):
+    path = str(save_tokenizer(tmp_path))
+    environment = class_environment(ModelSettings(path=path), load_tokenizer(ModelSettings(path=path)))
+    program = (
+        "import sys\n"
+        "from transferqueue.workflows.job.data.tokenizer import load_tokenizer\n"
+        "from transferqueue.workflows.job.settings.job import ModelSettings\n"
+        f"tokenizer = load_tokenizer(ModelSettings(path={path!r}))\n"
+        "messages = [{'role': 'user', 'content': 'zwei ½'}]\n"
+        "text = tokenizer.apply_chat_template(messages, tokenize=False)\n"
+        "print(tokenizer([text])['input_ids'][0], tokenizer.all_special_ids, 'torch' in sys.modules)"
+    )
+    words = [sys.executable, "-c", program]
+    ran = subprocess.run(words, env=os.environ | environment, capture_output=True, text=True, check=True)
+    text = chat.apply_chat_template([{"role": "user", "content": "zwei ½"}], tokenize=False)
+    assert ran.stdout.strip() == f"{chat([text])['input_ids'][0]} {chat.all_special_ids} False"
+
+
+@pytest.mark.parametrize("named", ["os:system {path}", "transformers.gone:None {path}", "transformers:Gone {path}", ""])
+def test_a_class_that_is_not_known_is_chosen_again(tmp_path, monkeypatch, chat, named):
+    path = save_tokenizer(tmp_path)
+    monkeypatch.setenv(CLASS_VARIABLE, named.format(path=path))
+    assert type(load_tokenizer(ModelSettings(path=str(path)))) is type(chat)
+
+
+def test_a_class_is_known_for_its_own_path_alone(tmp_path, monkeypatch, chat):
+    monkeypatch.setenv(CLASS_VARIABLE, f"transformers:GPT2Config {tmp_path / 'other'}")
+    assert type(load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path))))) is type(chat)

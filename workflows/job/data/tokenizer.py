@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -52,16 +54,11 @@ def load_tokenizer(model: ModelSettings) -> TextTokenizer:
 
 
 def _load(model: ModelSettings) -> TextTokenizer:
-    try:
-        from transformers import AutoTokenizer
-    except ImportError as error:
-        raise UsageError(
-            f"a tokenizer needs transformers ({error}): pip install 'asyncflow-transferqueue[train]'"
-        ) from error
     path = model.tokenizer or model.path
     _check_path(path)
+    kind = _known_class(path) or _auto_class()
     try:
-        tokenizer: TextTokenizer = AutoTokenizer.from_pretrained(
+        tokenizer: TextTokenizer = kind.from_pretrained(
             path, revision=model.revision or None, trust_remote_code=model.trust_remote_code
         )
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -71,6 +68,47 @@ def _load(model: ModelSettings) -> TextTokenizer:
             f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with tokenizer.json"
         ) from error
     return tokenizer
+
+
+def _auto_class() -> Any:
+    """Return transformers' `AutoTokenizer`, which reads the model's files to choose a class, and loads torch."""
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise UsageError(
+            f"a tokenizer needs transformers ({error}): pip install 'asyncflow-transferqueue[train]'"
+        ) from error
+    return AutoTokenizer
+
+
+# ---------------------------------------------------------------- the class, chosen once for all processes
+
+CLASS_VARIABLE: Final = "TRANSFERQUEUE_TOKENIZER_CLASS"
+_OWN: Final = "transformers."
+"""Package whose classes are passed on. A model's own code is chosen, and loaded, by `AutoTokenizer` alone."""
+
+
+def class_environment(model: ModelSettings, tokenizer: TextTokenizer) -> dict[str, str]:
+    """Return the variable that tells processes which class `AutoTokenizer` chose for this model, so that they need not load torch to choose it again.
+
+    Loading the class takes a quarter of the time of `AutoTokenizer`, and a fifth of its memory.
+    """
+    kind = type(tokenizer)
+    if not kind.__module__.startswith(_OWN):
+        return {}
+    return {CLASS_VARIABLE: f"{kind.__module__}:{kind.__qualname__} {model.tokenizer or model.path}"}
+
+
+def _known_class(path: str) -> Any:
+    """Return the class that was chosen for the tokenizer at `path`; None if none was, or this version of transformers lacks it."""
+    named, _, of_path = os.environ.get(CLASS_VARIABLE, "").partition(" ")
+    module, _, name = named.partition(":")
+    if of_path != path or not module.startswith(_OWN):
+        return None
+    try:
+        return getattr(importlib.import_module(module), name, None)
+    except ImportError:
+        return None
 
 
 def _check_path(path: str) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.loggers import logged, logger_named
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import SUMMARY, RunFolder, new_folder
 from transferqueue.workflows.job.run.plot import can_draw, draw
@@ -81,7 +82,8 @@ def run_job(
     counts do not balance at the end. Ends all processes on `KeyboardInterrupt`.
     """
     job = checked(job)
-    preflight(job, code=code)
+    tokenizer = preflight(job, code=code).renderer.tokenizer
+    environment = importable(code) | class_environment(job.model, tokenizer)
     folder = folder or new_folder(job)
     with folder.locked():
         folder.begin(job, code)
@@ -95,7 +97,7 @@ def run_job(
                     queue,
                     job,
                     folder,
-                    code,
+                    environment,
                     _both(record, hear),
                     lambda flow: started(_running(folder, flow, queue, server)),
                 )
@@ -110,7 +112,12 @@ def run_job(
 
 
 def _run_processes(
-    queue: tq.Queue, job: Job, folder: RunFolder, code: Path | None, observe: Observe, started: Callable[[Flow], None]
+    queue: tq.Queue,
+    job: Job,
+    folder: RunFolder,
+    environment: Mapping[str, str],
+    observe: Observe,
+    started: Callable[[Flow], None],
 ) -> None:
     with Flow(
         queue,
@@ -118,7 +125,7 @@ def _run_processes(
         directory=folder.path / "logs",
         observe=observe,
         restarts_max=RESTARTS_MAX,
-        environment=importable(code),
+        environment=environment,
     ) as flow:
         started(flow)
         flow.run()
