@@ -97,7 +97,7 @@ REFUSED = [
     ),
     (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
     (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
-    (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: give a finite number other than 0"),
+    (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: every weight is 0, so nothing is rewarded; set one"),
     (SFT, 'reward=[{function="a:b"}]', 'reward with kind="sft"'),
     (GRPO, "data.response=answer", "data.response='answer' is read by sft alone"),
     (GRPO, "algorithm.top_k=8", "top_k=8 is read by distill alone"),

@@ -79,7 +79,7 @@ class SamplingSettings(_Table):
 
 
 class RewardSettings(_Table):
-    """One term of the reward: exactly one of function (``module:function``, in TRL's form), model (a sequence classifier) and environment (``module:factory``)."""
+    """One term of the reward: exactly one of function (``module:function``, in TRL's form), model (a sequence classifier) and environment (``module:factory``). weight: 0 measures the term and does not reward it."""
 
     function: str = ""
     model: str = ""

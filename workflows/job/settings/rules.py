@@ -109,8 +109,12 @@ def _rewards(job: Job) -> None:
             raise UsageError(
                 f'reward.{place}.{given[0]}={named!r} is not named as "module:function" or "file.py:function"'
             )
-        if not math.isfinite(reward.weight) or not reward.weight:
-            raise UsageError(f"reward.{place}.weight={reward.weight}: give a finite number other than 0")
+        if not math.isfinite(reward.weight):
+            raise UsageError(
+                f"reward.{place}.weight={reward.weight}: give a finite number; 0 measures without rewarding"
+            )
+    if job.reward and not any(reward.weight for reward in job.reward):
+        raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
     if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
         raise UsageError(
             f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; give it alone"

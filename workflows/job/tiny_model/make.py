@@ -132,8 +132,9 @@ def write_data(directory: str | Path, *, task: str = "sort", train: int = 4096, 
 def _distinct(task: str, split: Any, rows: int, seed: int) -> dict[str, str]:
     """Draw until there are `rows` different questions. Raises `UsageError` if the task seems to have fewer."""
     distinct: dict[str, str] = {}
-    for question, answer in islice(problems(task, split, seed=seed), 20 * rows):
-        distinct[question] = answer
+    for problem in islice(problems(task, split, seed=seed), 20 * rows):
+        if not problem.history:
+            distinct[problem.question] = problem.answer
         if len(distinct) == rows:
             return distinct
     raise UsageError(f'task "{task}" has only about {len(distinct)} {split} questions, not {rows}; ask for fewer')

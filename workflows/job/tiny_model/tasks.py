@@ -16,10 +16,15 @@ Split = Literal["train", "test"]
 
 
 class TaskQuestion(NamedTuple):
-    """A question and its answer, as text."""
+    """A question and its answer, as text. history: messages between the two, each a role and a text."""
 
     question: str
     answer: str
+    history: tuple[tuple[str, str], ...] = ()
+
+    def chat(self) -> list[dict[str, str]]:
+        """The messages before the answer, as a chat template takes them."""
+        return [{"role": role, "content": text} for role, text in (("user", self.question), *self.history)]
 
 
 def _sum(draws: random.Random) -> TaskQuestion:
@@ -42,11 +47,12 @@ def _sort(draws: random.Random) -> TaskQuestion:
 
 
 def _tool(draws: random.Random) -> TaskQuestion:
-    """A sum is answered by a call of the calculator, ``<12+34>``, and what the calculator says, a number, by that number."""
+    """The two turns of a sum with a calculator: the call, ``<12+34>``, and after the calculator's message, ``46``, that number."""
     left, right = draws.randrange(100), draws.randrange(100)
+    question, call, result = f"{left}+{right}=", f"<{left}+{right}>", str(left + right)
     if draws.random() < 0.5:
-        return TaskQuestion(str(left + right), str(left + right))
-    return TaskQuestion(f"{left}+{right}=", f"<{left}+{right}>")
+        return TaskQuestion(question, result, (("assistant", call), ("tool", result)))
+    return TaskQuestion(question, call)
 
 
 TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {
@@ -69,7 +75,7 @@ def problems(task: str, split: Split, *, seed: int = 0) -> Iterator[TaskQuestion
     """Yield problems of `task` without end, the same for the same seed. Raises `NotFound` for an unknown task.
 
     >>> next(problems("sort", "train", seed=1))
-    TaskQuestion(question='sort 222393', answer='222339')
+    TaskQuestion(question='sort 222393', answer='222339', history=())
     """
     if task not in TASKS:
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')

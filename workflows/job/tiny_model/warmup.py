@@ -44,11 +44,10 @@ class PaddedRows(NamedTuple):
 def rows_of(tokenizer: Any, drawn: Sequence[TaskQuestion], wrong: random.Random | None = None) -> PaddedRows:
     """Return problems as chats. wrong: makes the answer of every second row wrong."""
     parts = []
-    for row, (question, answer) in enumerate(drawn):
-        said = _wrong(answer, wrong) if wrong and row % 2 else answer
-        chat = [{"role": "user", "content": question}]
-        prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-        response, truth = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (said, answer))
+    for row, problem in enumerate(drawn):
+        said = _wrong(problem.answer, wrong) if wrong and row % 2 else problem.answer
+        prompt = tokenizer.apply_chat_template(problem.chat(), add_generation_prompt=True, return_dict=False)
+        response, truth = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (said, problem.answer))
         parts.append((prompt, response, _right_so_far(response, truth)))
     width = max(len(prompt) + len(response) for prompt, response, _ in parts)
     ids_RT = torch.full((len(parts), width), tokenizer.pad_token_id)
