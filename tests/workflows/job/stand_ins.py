@@ -14,13 +14,16 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import FlowSignal, PeerError, Sealed
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.graph import in_parts
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import group_rows
 
 TOKENS = 6
 WAIT_S = 0.02
+_BEGUN = dict(zip(BEGUN, (np.int32, np.float32, np.int32), strict=True))
 POINTS = ("update", "publish", "ack", "checkpoint", "checkpointed")
 """After which call of the trainer a life ends."""
 
@@ -107,6 +110,7 @@ class StandIns:
             group_size=size,
             ordinal=[prompt * size + sample for sample in range(size)],
             reservation=reservation,
+            **({name: [np.empty(0, dtype)] * size for name, dtype in _BEGUN.items()} if in_parts(self._job) else {}),
         )
 
     def _work(self, queue: tq.Queue, table: tq.Table, task: str) -> None:

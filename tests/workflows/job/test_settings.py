@@ -117,6 +117,27 @@ REFUSED = [
     (GRPO, "trainer.ranks=2", 'ranks=2 with parallel="single"'),
     (GRPO, "engine.0.url=http://x", "engine.0.url='http://x' with kind='transformers', which runs here"),
     (GRPO, "engine.0.kind=openai", "engine.0.kind='openai' needs engine.0.url"),
+    (GRPO, "trainer.order=ordinal ; engine.0.kind=vllm", "order=\"ordinal\" with engine.0.kind='vllm', which batches"),
+    (
+        GRPO,
+        "trainer.order=ordinal ; engine.0={kind='openai', url='http://x'}",
+        "order=\"ordinal\" with engine.0.kind='openai'",
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; sampling.budget=64",
+        'order="ordinal" with sampling.budget=64: responses .* in parts',
+    ),
+    (
+        GRPO,
+        "trainer.order=ordinal ; pacing={mode='sync', over_sample=1.5}",
+        'order="ordinal" with pacing.over_sample=1.5',
+    ),
+    (
+        GRPO,
+        "algorithm={kind='reinforce_pp', filter_equal=true, tis_max=0} ; algorithm.old=rollout",
+        "filter_equal with kind='reinforce_pp', whose rows are trained one by one",
+    ),
     (GRPO, "engine.0.tensor_parallel=2", 'tensor_parallel=2 with kind="transformers"'),
     (GRPO, "trainer.warmup=100", "warmup=100 of steps=100"),
     (GRPO, "algorithm.overlong_buffer=600", "overlong_buffer=600 is more than tokens_max=512"),
@@ -149,7 +170,8 @@ REFUSED = [
         "pacing={mode='sync', over_sample=2.5, max_staleness=1}",
         "over_sample=2.5 with max_staleness=1: .* 2 versions later",
     ),
-    (GRPO, "pacing.mode=sync ; weights.every=2", 'weights.every=2 with mode="sync"'),
+    (GRPO, "pacing.mode=sync ; weights.every=2", "weights.every=2 with mode='sync'"),
+    (GRPO, "pacing.mode=delayed ; weights.every=2", "weights.every=2 with mode='delayed': rows .* up to 1 steps older"),
     (
         DISTILL,
         "checkpoint.every=400 ; queue.memory_gib=2",
@@ -180,6 +202,12 @@ def test_the_files_of_the_manual_are_jobs_and_resolve_to_themselves(job_file, te
     assert job.name == "job"
     assert checked(job) == job
     assert job_from_values(tomllib.loads(job_as_toml(job))) == job
+
+
+def test_what_has_no_engine_may_be_trained_in_order_and_messages_need_no_response_column(job_file):
+    job = job_from_file(job_file(SFT), set=["trainer.order=ordinal", 'data.response=""'])
+    assert (job.trainer.order, job.data.response) == ("ordinal", "")
+    assert job_from_file(job_file(GRPO), set=["trainer.order=ordinal"]).engine[0].kind == "transformers"
 
 
 def test_what_a_job_leaves_open_is_filled_by_its_kind_and_mode(job_file):

@@ -81,6 +81,14 @@ def test_a_job_trains_its_steps_and_leaves_no_row(
     assert Checkpoints(tmp_path / "checkpoints" / "train").steps() == [2, 4]
 
 
+def test_over_sampling_takes_the_first_rows_and_the_others_a_version_later(
+    model: Path, queue: tq.Queue, tmp_path: Path
+) -> None:
+    given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, trainer={"order": "ready"})
+    steps = trained(queue, given, tmp_path)
+    assert {behind for step in steps for behind in step["staleness"]} <= {"0", "1"}
+
+
 def test_without_checkpoints_rows_are_done_at_once(model: Path, queue: tq.Queue, tmp_path: Path) -> None:
     assert len(trained(queue, stand_ins.values(model, checkpoint={"every": 0}), tmp_path)) == 4
     assert not (tmp_path / "checkpoints").exists()

@@ -130,6 +130,11 @@ def _groups(job: Job) -> None:
         )
     if job.algorithm.filter_equal and size == 1:
         raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
+    if job.algorithm.filter_equal and not defaults_of(kind).compares:
+        raise UsageError(
+            f"filter_equal with kind={kind!r}, whose rows are trained one by one and not in whole groups: a group that is not whole yet would be "
+            'dropped; leave it out, or set kind="rloo"'
+        )
 
 
 def _sampling(job: Job) -> None:
@@ -272,6 +277,24 @@ def _engines(job: Job) -> None:
         )
 
 
+def _order(job: Job) -> None:
+    if job.trainer.order != "ordinal" or job.algorithm.kind == "sft":
+        return
+    for place, engine in enumerate(job.engine):
+        if engine.kind != "transformers":
+            raise UsageError(
+                f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so that a run does not repeat bit for bit; '
+                'set trainer.order="ready", or kind="transformers"'
+            )
+    parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
+    for key, value in parts.items():
+        if value > (1 if key == "pacing.over_sample" else 0):
+            raise UsageError(
+                f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on the time; set trainer.order="ready", '
+                "or leave it out"
+            )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -294,9 +317,10 @@ def _pacing(job: Job) -> None:
             f"over_sample={pacing.over_sample:g} with max_staleness={pacing.max_staleness}: the last rows begun would be trained "
             f"{surplus} versions later; give at least that"
         )
-    if pacing.mode == "sync" and job.weights.every > 1:
+    if pacing.mode != "async" and job.weights.every > 1:
         raise Impossible(
-            f'weights.every={job.weights.every} with mode="sync": rows would be generated with weights up to {job.weights.every - 1} steps old; set 1, or mode="async"'
+            f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to {job.weights.every - 1} steps "
+            'older than the mode allows; set 1, or mode="async"'
         )
 
 
@@ -345,6 +369,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _updates,
     _ranks,
     _engines,
+    _order,
     _pacing,
     _tokens,
     _memory,
