@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, 
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.stages.play import FAILED, EnvironmentFailed, Play
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
@@ -187,6 +189,40 @@ def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(token
     play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     parts = played(play, settings, tokenizer, ["2+2=", "1+1="])
     assert (parts[0].drop, parts[1].drop) == ("", FAILED)
+
+
+def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:
+    settings, released, said = job("tests.workflows.job.test_play:Gated"), threading.Event(), list[str]()
+    Gated.gate, Gated.slow = released, "1+1="
+
+    def end(described: Callable[[], str]) -> None:
+        said.append(described())
+        released.set()
+
+    sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
+    play = Play(
+        settings.reward[0], Scripted(tokenizer, {"+": ["2"]}), FixedWeights(), sampling, settings,
+        slots=8, tokenizer=tokenizer, limit=CallLimit(0.2, end=end),
+    )  # fmt: skip  # type: ignore[arg-type]
+    assert set(played(play, settings, tokenizer, ["2+2=", "1+1="])) == {0, 1}
+    assert len(said) == 1
+    assert re.fullmatch(
+        r"reward.environment tests.workflows.job.test_play:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not return within "
+        r"reward.0.timeout_s=0.2 s; set a longer limit, or one in the environment",
+        said[0],
+    )
+
+
+def test_calls_in_time_end_nothing() -> None:
+    said: list[str] = []
+    limit = CallLimit(0.1, end=lambda described: said.append(described()))
+    ended = threading.Event()
+    for _ in range(3):
+        with limit.call(lambda: "in time"):
+            pass
+    with limit.call(lambda: "late"):
+        assert not ended.wait(0.3)
+    assert said == ["late"]
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:

@@ -366,6 +366,18 @@ def test_a_function_that_hangs_ends_its_process_and_says_which(code, status, wor
 
 
 @pytest.mark.slow
+def test_one_of_several_calls_that_hangs_ends_the_process():
+    code = HANGING.replace("ended_process_after(0.2, ", "CallLimit(0.2).call(").replace(
+        "import ended_process_after", "import CallLimit"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code.format(code="time.sleep(60)")], capture_output=True, timeout=60, check=False
+    )
+    assert done.returncode == EXIT_FINAL
+    assert b"reward my:slow did not return; row 7\n" in done.stderr
+
+
+@pytest.mark.slow
 def test_a_call_in_time_ends_nothing():
     code = HANGING.format(code="pass") + "time.sleep(0.5); print('alive')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)

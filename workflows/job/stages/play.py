@@ -6,7 +6,7 @@ with `args` for each episode:
 - ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is the row's. Returns ``(observation, info)``. The prompt
   of the data comes first; a first observation is a further message, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns ``(observation, reward, terminated, truncated, info)``.
-- ``close()``. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
 
 A row's response is everything after its prompt: what the model drew, and between it the observations, whose tokens have `loss_mask` False. It has at most
 `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over the turns, which `turn_rewards` keeps.
@@ -15,14 +15,15 @@ A row's response is everything after its prompt: what the model drew, and betwee
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
-from typing import Any, Final, cast
+from contextlib import AbstractContextManager, closing, contextmanager
+from functools import partial
+from typing import Any, Final, SupportsFloat, cast
 
 import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
-from transferqueue.adapters.stages.environments import Environment, Episode, EpisodeEnded, EpisodePlayer, as_they_end
+from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, EpisodePlayer, as_they_end
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import FlowSignal, PeerError, UsageError
@@ -30,6 +31,7 @@ from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
 from transferqueue.workflows.job.graph import engine_of
+from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
@@ -60,8 +62,43 @@ class EnvironmentFailed(UsageError):
     """An environment raised. Its cause is the error."""
 
 
+class LimitedEnvironment:
+    """An environment whose calls end the process if they take too long. said: names the environment and its row."""
+
+    def __init__(self, make: Callable[[], Any], limit: CallLimit, said: Callable[[], str]) -> None:
+        self._limit, self._said = limit, said
+        with self._call("the factory"):
+            self._environment = make()
+        self.role: Final = getattr(self._environment, "role", "user")
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, Mapping[str, Any]]:
+        """Start an episode."""
+        with self._call("reset"):
+            return cast(tuple[Any, Mapping[str, Any]], self._environment.reset(seed=seed, options=options))
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
+        """Act."""
+        with self._call("step"):
+            return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], self._environment.step(action))
+
+    def close(self) -> None:
+        """Free its resources."""
+        with self._call("close"):
+            self._environment.close()
+
+    def _call(self, name: str) -> AbstractContextManager[None]:
+        return self._limit.call(
+            lambda: (
+                f"{self._said()}: {name} did not return within reward.0.timeout_s={self._limit.limit_s:g} s; set a longer limit, or one in the environment"
+            )
+        )
+
+
 class Play:
-    """The function of ``play``. Loads the factory of environments; may be called from several threads at once."""
+    """The function of ``play``. Loads the factory of environments; may be called from several threads at once.
+
+    limit: bounds each call of an environment (None: by ``timeout_s``, ends the process).
+    """
 
     def __init__(
         self,
@@ -73,7 +110,9 @@ class Play:
         *,
         slots: int,
         tokenizer: TextTokenizer | None = None,
+        limit: CallLimit | None = None,
     ) -> None:
+        self._limit = limit or CallLimit(settings.timeout_s)
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
         self._factory = load_callable(settings.environment, "reward.environment")
         self._engine, self._sampling = engine, sampling
@@ -99,8 +138,8 @@ class Play:
         """Play one row; None if its environment failed and the job drops such rows."""
         seed = row_seed(self._job.seed, ordinal)
         try:
-            with closing(cast(Environment, self._factory(**self._settings.args))) as environment:
-                turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, getattr(environment, "role", "user"))
+            with closing(self._environment(ordinal, data)) as environment:
+                turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
                 player = EpisodePlayer(
                     self._engine,
                     self._sampling,
@@ -120,6 +159,14 @@ class Play:
                 f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with {type(error).__name__}: {error}; its "
                 f'data is {str(dict(data))[:300]}; set on_error = "drop" to go on without such rows'
             ) from error
+
+    def _environment(self, ordinal: int, data: Mapping[str, Any]) -> LimitedEnvironment:
+        """Make the environment of one row."""
+        return LimitedEnvironment(
+            partial(self._factory, **self._settings.args),
+            self._limit,
+            lambda: f"reward.environment {self._settings.environment}: ordinal {ordinal}, data {str(dict(data))[:300]}",
+        )
 
     def _part(self, at: int, prompt: int, episode: Episode | None) -> PartialResult:
         if episode is None:
