@@ -134,6 +134,17 @@ def cannot_start(context: Context) -> Iterator[Work]:
 
 
 @contextmanager
+def hangs(context: Context) -> Iterator[Work]:
+    """Factory of a stage that never finishes a batch."""
+
+    def work(batch: tq.Batch) -> Mapping[str, Any]:
+        threading.Event().wait()
+        return {}
+
+    yield work
+
+
+@contextmanager
 def refuses(context: Context) -> Iterator[Work]:
     """Factory that refuses a setting."""
     raise UsageError("slots=0: give at least 1")

@@ -5,6 +5,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -167,6 +168,21 @@ def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Pat
 def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Queue, tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match="RuntimeError: no such model"):
         run(queue, jobs("cannot_start"), tmp_path)
+
+
+def test_ctrl_c_that_another_thread_receives_ends_the_wait(queue: tq.Queue, tmp_path: Path) -> None:
+    def interrupt(label: str, event: Event) -> None:  # in the supervising thread, which the system may choose
+        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+
+    flow = Flow(queue, jobs("hangs"), directory=tmp_path, observe=interrupt)
+
+    def work() -> None:
+        with flow:
+            flow.run()
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert flow.pids() == {}
 
 
 def test_a_stage_that_refuses_a_setting_is_not_started_again(queue: tq.Queue, tmp_path: Path) -> None:

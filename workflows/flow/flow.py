@@ -43,6 +43,8 @@ from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
 """Restarts of a process. One that was killed from outside deserves another try; one that dies three times is broken."""
+_SIGNALS_S: Final = 0.5
+"""Longest time between two looks for signals. The system may deliver Ctrl-C to any thread, and Python handles it in the main thread, once that wakes."""
 _FAREWELL_S: Final = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
@@ -181,7 +183,8 @@ class Flow:
 
     def run(self) -> None:
         """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""
-        self._ended.wait()
+        while not self._ended.wait(_SIGNALS_S):
+            pass
         self._tell()
 
     def close(self) -> None:

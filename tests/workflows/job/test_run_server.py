@@ -12,6 +12,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import Unreachable
+from transferqueue.workflows.job.run import server as server_module
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.settings.job import QueueSettings
 
@@ -62,6 +63,7 @@ def test_rows_outlive_the_server_and_the_run_but_not_their_discard(tmp_path):
 _PROGRAM = """
 import os, signal, sys
 from pathlib import Path
+from transferqueue.workflows.job.run import server as server_module
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import QueueSettings
 server = RunServer(Path(sys.argv[1]), QueueSettings(memory_gib=0.0625)).__enter__()
@@ -89,6 +91,17 @@ def test_a_server_that_cannot_start_says_why(tmp_path):
     (tmp_path / "state").write_text("no directory")
     with pytest.raises(Unreachable, match=r"did not start: .*state"), RunServer(tmp_path, SMALL):
         pass
+
+
+def test_ctrl_c_while_a_server_starts_ends_it_and_removes_its_socket_folder(tmp_path, monkeypatch):
+    monkeypatch.setattr(server_module.tempfile, "mkdtemp", lambda prefix: str(Path(tmp_path / "sockets").absolute()))
+    (tmp_path / "sockets").mkdir()
+    server = RunServer(tmp_path / "run", SMALL)
+    monkeypatch.setattr(server._ready, "wait", lambda timeout: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        server.__enter__()
+    assert server.pids() == []
+    assert not (tmp_path / "sockets").exists()
 
 
 def test_a_lifeline_must_be_a_pipe(tmp_path):

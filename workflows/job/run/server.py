@@ -49,6 +49,15 @@ class RunServer:
         # A socket's path has at most 107 bytes, which the folder of a run may exceed.
         self._runtime = tempfile.mkdtemp(prefix="transferqueue-run-")
         self.address = f"ipc://{self._runtime}/control.sock"
+        try:
+            self._start()
+        except BaseException:  # Ctrl-C too: what was started ends
+            shutil.rmtree(self._runtime, ignore_errors=True)
+            raise
+        return self
+
+    def _start(self) -> None:
+        """Start the server and wait until it listens."""
         self._process = subprocess.Popen(
             self._command(),
             stdin=subprocess.PIPE,
@@ -59,12 +68,15 @@ class RunServer:
         )
         self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), name="server", daemon=True)
         self._reader.start()
-        self._ready.wait(READY_S)
-        if not any(line.startswith("ready") for line in self._lines):
+        try:
+            self._ready.wait(READY_S)
+            if not any(line.startswith("ready") for line in self._lines):
+                self.stop()
+                words = " | ".join(self._lines[-_LAST_LINES:]) or "it said nothing"
+                raise Unreachable(f"the server of the run in {self._directory} did not start: {words}")
+        except KeyboardInterrupt:
             self.stop()
-            words = " | ".join(self._lines[-_LAST_LINES:]) or "it said nothing"
-            raise Unreachable(f"the server of the run in {self._directory} did not start: {words}")
-        return self
+            raise
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
