@@ -123,7 +123,7 @@ class RewardCall:
         try:
             returned = self.function(**columns)
             scores = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
             text = visible(str(error))[:_ERROR_CHARS]  # on one line, since a run that ends shows the last one
             raise RewardFailed(f"reward {self.name} raised {type(error).__name__}: {text}", name=self.name) from error
         return checked_scores(self.name, scores, rows)
@@ -266,7 +266,7 @@ def _module(module_name: str, named: str) -> ModuleType:
                 "path of the file"
             ) from error
         raise _failed(named, error) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a __main__ guard may end with sys.exit()
         raise _failed(named, error) from error
 
 
@@ -287,11 +287,11 @@ def _file_module(path: Path, named: str) -> ModuleType:
         sys.path.append(str(path.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise _failed(named, error) from error
     return module
 
 
-def _failed(named: str, error: Exception) -> UsageError:
+def _failed(named: str, error: BaseException) -> UsageError:
     return UsageError(f"{named}: its module raised {type(error).__name__}: {error}")

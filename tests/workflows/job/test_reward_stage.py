@@ -169,6 +169,23 @@ def test_a_row_that_no_reward_scores_is_a_failure(module):
     assert scores(job(module, "later", on_error="drop"), ["none", "x"]).failed.tolist() == [True, False]
 
 
+def test_a_reward_beyond_float32_ends_the_run_instead_of_making_all_weights_nan(tmp_path):
+    (tmp_path / "big.py").write_text("def big(completions, scale=1e300):\n    return [scale] * len(completions)\n")
+    named = f"{tmp_path / 'big.py'}:big"
+    for reward in ({}, {"weight": 1e-300}, {"args": {"scale": 1e30}, "weight": 1e30}, {"on_error": "drop"}):
+        with pytest.raises(RewardFailed, match=r"row 10, .* got a reward or score of size 1e\+\d+ .*: scale it down"):
+            scores(with_rewards([{"function": named} | reward]), ["a"])
+
+
+def test_a_reward_that_exits_has_failed(tmp_path):
+    (tmp_path / "exits.py").write_text("import sys\ndef exits(completions):\n    sys.exit(3)\n")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(4)\n")
+    with pytest.raises(RewardFailed, match=r"exits raised SystemExit: 3; row 10"):
+        scores(with_rewards([{"function": f"{tmp_path / 'exits.py'}:exits"}]), ["a"])
+    with pytest.raises(UsageError, match=r"its module raised SystemExit: 4"):
+        load_reward(f"{tmp_path / 'script.py'}:any")
+
+
 def test_long_texts_are_shortened_in_messages(module):
     with pytest.raises(RewardFailed) as raised:
         scores(job(module, "words"), ["x" * 10_000])

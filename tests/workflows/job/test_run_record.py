@@ -147,3 +147,20 @@ def test_a_folder_is_run_by_one_process_at_a_time(tmp_path):
         pass
     with RunFolder(tmp_path).locked():
         pass
+
+
+def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
+    (tmp_path / "file").write_text("")
+    for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):
+        with (
+            pytest.raises(UsageError, match=r"cannot be written to: .*; give another to --out$"),
+            RunFolder(path).locked(),
+        ):
+            pass
+
+
+@pytest.mark.parametrize("text", ["{", "[{}]", "\x00"])
+def test_a_damaged_list_of_starts_is_refused_by_name(tmp_path, text):
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UsageError, match=r"run.json cannot be read: .*; remove it"):
+        RunFolder(tmp_path).starts()

@@ -8,6 +8,7 @@ Rules:
    "drop" drops that row alone: the function is called again for each row by itself to find it. A function that returns
    the wrong number of scores always ends the run, and so does one that does not return within ``timeout_s``.
 3. A row to which no term applies counts as a failure of all terms.
+4. A score or reward beyond float32 ends the run.
 """
 
 from __future__ import annotations
@@ -86,6 +87,7 @@ class RewardScorer:
         terms_FB = np.stack([self._scores(term, at, rows, failures) for at, term in enumerate(self._terms)])
         self._check_scored(terms_FB, rows, failures)
         rewards_B = np.nansum(self._weights_F[:, None] * terms_FB, axis=0)
+        self._check_size(np.maximum(np.abs(np.nan_to_num(terms_FB)).max(axis=0), np.abs(rewards_B)), rows)
         failed_B = np.isin(np.arange(len(rows)), list(failures))
         return RowScores(
             rewards=rewards_B.astype(np.float32),
@@ -122,6 +124,16 @@ class RewardScorer:
             if not any(settings.on_error == "drop" for settings in self._settings):
                 raise RewardFailed(text, name=self.names[0], at=at)
             failures.setdefault(at, text)
+
+    def _check_size(self, largest_B: Floats, rows: RewardRows) -> None:
+        """Refuse rewards that are infinite as float32: the advantages of their groups, and then all weights, would be NaN."""
+        for at in np.flatnonzero(largest_B > np.finfo(np.float32).max).tolist():
+            raise RewardFailed(
+                f"{rows.described(at)} got a reward or score of size {largest_B[at]:g} ({', '.join(self.names)}); float32 ends at 3.4e+38: "
+                "scale it down",
+                name=self.names[0],
+                at=at,
+            )
 
 
 def _term(settings: RewardSettings, key: str, job: Job, tokenizer: TextTokenizer, limit: TimeLimit) -> RewardTerm:

@@ -58,7 +58,14 @@ class RunFolder:
     def starts(self) -> list[RunStart]:
         """Return the starts of the run so far, the first one first."""
         about = self.path / ABOUT
-        return msgspec.json.decode(about.read_bytes(), type=list[RunStart]) if about.exists() else []
+        if not about.exists():
+            return []
+        try:
+            return msgspec.json.decode(about.read_bytes(), type=list[RunStart])
+        except (OSError, msgspec.DecodeError) as error:
+            raise UsageError(
+                f"{about} cannot be read: {error}; remove it, and resume from the folder where the run was started"
+            ) from error
 
     @property
     def finished(self) -> bool:
@@ -90,10 +97,16 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this process. `AddressInUse` if another process runs it."""
-        self.path.mkdir(parents=True, exist_ok=True)
+        """Hold the folder for this process. `AddressInUse` if another process runs it, `UsageError` if it cannot be made or written to."""
         lock = FileLock(self.path / "lock", inherited=False)
-        if not lock.take():
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            taken = lock.take()
+        except OSError as error:
+            raise UsageError(
+                f"the folder of the run {self.path} cannot be written to: {error.strerror}; give another to --out"
+            ) from error
+        if not taken:
             raise AddressInUse(f"the run in {self.path} is going on in another process; wait for it, or end it first")
         try:
             yield
