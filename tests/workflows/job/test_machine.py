@@ -1,5 +1,8 @@
 """What a job needs of the machine is checked before anything starts."""
 
+import subprocess
+import sys
+
 import pytest
 
 from tests.workflows.job import jobs
@@ -24,6 +27,18 @@ def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch, c
         check_packages(job)
     monkeypatch.setattr(machine, "find_spec", lambda module: object())
     check_packages(job)
+
+
+def test_a_tiny_model_without_torch_says_what_to_install():
+    program = (
+        "import runpy, sys\nsys.modules['torch'] = None\n"
+        "runpy.run_module('transferqueue.workflows.job.tiny_model', run_name='__main__')"
+    )
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (ran.returncode, ran.stderr.splitlines()) == (
+        2,
+        ["a tiny model needs torch: pip install 'asyncflow-transferqueue[train]'"],
+    )
 
 
 def test_a_job_without_generation_needs_no_engine(monkeypatch):

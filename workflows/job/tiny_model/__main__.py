@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
-from transferqueue.workflows.job.tiny_model.make import KINDS, make, write_data
-from transferqueue.workflows.job.tiny_model.tasks import TASKS
+
+try:
+    from transferqueue.workflows.job.tiny_model.make import KINDS, make, write_data
+    from transferqueue.workflows.job.tiny_model.tasks import TASKS
+except ImportError as missing:
+    sys.stderr.write(f"a tiny model needs {missing.name}: pip install 'asyncflow-transferqueue[train]'\n")
+    sys.exit(2)
 
 _EXAMPLES: Final = """examples:
   random weights, to try a job's plumbing:
