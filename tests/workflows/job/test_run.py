@@ -1,93 +1,33 @@
-"""Whole runs: a job file to its summary, and on after the death of everything."""
+"""Whole runs: a job file to its summary, and on after the death of any process, or of all."""
 
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 
-from tests.markdown import ROOT
+from tests.workflows.job import kill_matrix
+from tests.workflows.job.short_run import (
+    ROWS,
+    STEPS,
+    descendants,
+    final_weights,
+    finished,
+    lines,
+    make_place,
+    pid_of,
+    train,
+    wait_for,
+)
 from transferqueue.workflows.job.run.folder import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("transformers", exc_type=ImportError)
 
-STEPS = 4
-JOB = f"""
-name = "short"
-steps = {STEPS}
-model = {{ path = "model", dtype = "float32" }}
-data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 32 }}
-engine = [{{ kind = "transformers", slots = 16 }}]
-sampling = {{ group_size = 2, tokens_max = 6 }}
-reward = [{{ function = "any_rewards:spread" }}]
-algorithm = {{ kind = "grpo" }}
-trainer = {{ prompts_per_step = 4, lr = 1e-3, order = "ordinal" }}
-pacing = {{ mode = "sync" }}
-checkpoint = {{ every = 2 }}
-weights = {{ dtype = "float32" }}
-evaluation = {{ path = "data", every = 2, rows = 8 }}
-queue = {{ memory_gib = 0.125 }}
-"""
-
-REWARDS = """
-def spread(completion_ids):
-    return [sum(ids) % 7 / 7 for ids in completion_ids]
-"""
-"""A reward that differs between responses of an untrained model, so that each step changes the weights."""
-
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory):
-    from transferqueue.workflows.job.tiny_model.make import make, write_data
-
-    folder = tmp_path_factory.mktemp("job")
-    make(
-        folder / "model", hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, head_dim=8
-    )
-    write_data(folder / "data", train=64, test=16)
-    (folder / "job.toml").write_text(JOB)
-    (folder / "any_rewards.py").write_text(REWARDS)
-    return folder
-
-
-def train(place: Path, *words: str) -> subprocess.Popen[str]:
-    """`transferqueue train` in a process group of its own, so that a test may end it as a terminal does."""
-    return subprocess.Popen(
-        [sys.executable, "-m", "transferqueue.cli", "train", *words],
-        cwd=place,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )
-
-
-def finished(process: subprocess.Popen[str]) -> dict:
-    stdout, stderr = process.communicate(timeout=500)
-    assert process.returncode == 0, stderr
-    return json.loads(stdout)
-
-
-def lines(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def wait_for(process: subprocess.Popen[str], path: Path, rows: int) -> None:
-    """Wait until a file of the run has so many lines. The run writes it, so there is nothing else to wait on."""
-    deadline = time.monotonic() + 400
-    while len(lines(path)) < rows:
-        assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, f"{path} has {len(lines(path))} lines, not {rows}"
-        time.sleep(0.05)
-
-
-def final_weights(folder: Path) -> bytes:
-    return (folder / "checkpoints" / "train" / f"step-{STEPS:08}" / "model.safetensors").read_bytes()
+    return make_place(tmp_path_factory.mktemp("job"))
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +38,7 @@ def whole(place):
 
 def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     folder = place / "whole"
-    assert (whole["steps"], whole["rows_put"], whole["rows_done"], whole["rows_dropped"]) == (STEPS, 32, 32, {})
+    assert (whole["steps"], whole["rows_put"], whole["rows_done"], whole["rows_dropped"]) == (STEPS, ROWS, ROWS, {})
     assert (whole["measure"], whole["starts"], whole["staleness"]) == ("reward", 1, {"0": 32})
     assert whole["before"] is not None
     assert whole["after"] is not None
@@ -116,6 +56,7 @@ def test_a_run_trains_every_row_and_leaves_files_and_no_memory(place, whole):
     assert RunFolder(folder).finished
 
 
+@pytest.mark.long
 def test_after_the_death_of_every_process_at_once_a_run_ends_bit_equal(place, whole):
     folder = place / "killed"
     process = train(place, "job.toml", "--out", "killed")
@@ -124,14 +65,67 @@ def test_after_the_death_of_every_process_at_once_a_run_ends_bit_equal(place, wh
         os.kill(pid, signal.SIGKILL)
     process.communicate(timeout=60)
     resumed = finished(train(place, "job.toml", "--resume", "--out", "killed", "--json"))
-    assert (resumed["starts"], resumed["rows_put"], resumed["rows_done"], resumed["rows_dropped"]) == (2, 32, 32, {})
+    assert (resumed["starts"], resumed["rows_put"], resumed["rows_done"], resumed["rows_dropped"]) == (
+        2,
+        ROWS,
+        ROWS,
+        {},
+    )
     assert final_weights(folder) == final_weights(place / "whole")
 
 
-def descendants(pid: int) -> list[int]:
-    """Process ids below `pid`, children first."""
-    found = []
-    for task in Path(f"/proc/{pid}/task").iterdir():
-        for child in (task / "children").read_text().split():
-            found += [int(child), *descendants(int(child))]
-    return found
+@pytest.mark.long
+def test_ctrl_c_ends_a_run_that_resume_brings_to_the_same_weights(place, whole):
+    folder = place / "interrupted"
+    process = train(place, "job.toml", "--out", "interrupted")
+    wait_for(process, folder / "steps.jsonl", 2)
+    process.send_signal(signal.SIGINT)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 130, stderr
+    assert "go on with: transferqueue train --resume --out interrupted" in stderr
+    resumed = finished(train(place, "--resume", "--out", "interrupted", "--json"))
+    assert (resumed["starts"], resumed["steps"], resumed["rows_done"], resumed["rows_dropped"]) == (2, STEPS, ROWS, {})
+    assert final_weights(folder) == final_weights(place / "whole")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "name", ["train", "rollout", "reward", "advantage", "prompts", "evaluate", "server", "supervisor"]
+)
+def test_a_killed_process_is_started_again_and_the_run_ends_bit_equal(place, whole, name, tmp_path):
+    folder = tmp_path / "run"
+    process = train(place, "job.toml", "--out", str(folder), "--json")
+    wait_for(process, folder / "steps.jsonl", 1)
+    pid = pid_of(process.pid, name)
+    if pid is not None:  # the source may have ended
+        os.kill(pid, signal.SIGKILL)
+    outcome = finished(process)
+    assert (outcome["starts"], outcome["rows_put"], outcome["rows_done"]) == (1, ROWS, ROWS)
+    assert final_weights(folder) == final_weights(place / "whole")
+
+
+@pytest.mark.long
+def test_a_reward_that_raises_ends_the_run_with_the_row_and_its_text(place):
+    (place / "bad_rewards.py").write_text("def bad(completions):\n    raise ValueError('no good')\n")
+    changes = ['reward=[{function="bad_rewards:bad"}]', 'evaluation.path=""']
+    words = [word for change in changes for word in ("--set", change)]
+    process = train(place, "job.toml", "--out", "failed", *words)
+    _, stderr = process.communicate(timeout=200)
+    assert process.returncode in (2, 3)
+    assert "bad_rewards:bad" in stderr
+    assert "no good" in stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["grpo", "ppo"])
+def test_processes_killed_at_random_moments_lose_and_double_nothing(kind):
+    assert kill_matrix.main(["--runs", "2", "--kind", kind]) == 0
+
+
+def test_a_matrix_kills_everything_equally_often():
+    wanted = ["prompts", "rollout", "train", "server", "all"]
+    plans = kill_matrix.plans(wanted, runs=5, seed=1)
+    killed = [kill.what for kills in plans for kill in kills]
+    assert {killed.count(what) for what in wanted} == {3}
+    assert all([kill.after for kill in kills] == sorted(kill.after for kill in kills) for kills in plans)
+    assert kill_matrix.plans(wanted, runs=5, seed=1) == plans

@@ -1,0 +1,150 @@
+"""A short job whose whole run is `transferqueue train` in a process, for tests that watch it from outside or kill its processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tests.markdown import ROOT
+
+STEPS = 4
+ROWS = 32
+"""Rows of the whole run."""
+BOTH = f"""
+name = "short"
+steps = {STEPS}
+model = {{ path = "model", dtype = "float32" }}
+data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 32 }}
+engine = [{{ kind = "transformers", slots = 16 }}]
+reward = [{{ function = "any_rewards:spread" }}]
+pacing = {{ mode = "sync" }}
+checkpoint = {{ every = 2 }}
+weights = {{ dtype = "float32" }}
+evaluation = {{ path = "data", every = 2, rows = 8 }}
+queue = {{ memory_gib = 0.125 }}
+"""
+GRPO = (
+    BOTH
+    + """
+sampling = { group_size = 2, tokens_max = 6 }
+algorithm = { kind = "grpo" }
+trainer = { prompts_per_step = 4, lr = 1e-3, order = "ordinal" }
+"""
+)
+PPO = (
+    BOTH
+    + """
+sampling = { group_size = 1, tokens_max = 6 }
+algorithm = { kind = "ppo" }
+critic = { path = "critic", lr = 1e-3 }
+trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
+"""
+)
+JOBS = {"grpo": GRPO, "ppo": PPO}
+"""Sync mode, fixed seeds, rows in order: grpo ends with the same weights whatever is killed."""
+
+REWARDS = """
+def spread(completion_ids):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+"""A reward that differs between responses of an untrained model, so that each step changes the weights."""
+
+
+def make_place(folder: Path, kind: str = "grpo") -> Path:
+    """Write model, data, rewards and ``job.toml`` into `folder`."""
+    from transferqueue.workflows.job.tiny_model.make import make, write_data
+
+    size = {
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 8,
+    }
+    make(folder / "model", **size)
+    if kind == "ppo":
+        make(folder / "critic", kind="value", **size)
+    write_data(folder / "data", train=64, test=16)
+    (folder / "job.toml").write_text(JOBS[kind])
+    (folder / "any_rewards.py").write_text(REWARDS)
+    return folder
+
+
+def train(place: Path, *words: str) -> subprocess.Popen[str]:
+    """`transferqueue train`, whose output is kept for `finished`."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "transferqueue.cli", "train", *words],
+        cwd=place,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )
+
+
+def finished(process: subprocess.Popen[str]) -> dict:
+    """The summary of a run that must end with success."""
+    stdout, stderr = process.communicate(timeout=500)
+    assert process.returncode == 0, stderr
+    return json.loads(stdout)
+
+
+def lines(path: Path) -> list[dict]:
+    """The lines of a file of JSON lines; none if it is not there."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(process: subprocess.Popen[str], path: Path, rows: int) -> None:
+    """Wait until a file of the run has so many lines, or the run ends. The run writes it, so there is nothing else to wait on."""
+    deadline = time.monotonic() + 400
+    while path.read_bytes().count(b"\n") < rows if path.exists() else rows:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline, f"{path} has {len(lines(path))} lines, not {rows}"
+        time.sleep(0.05)
+
+
+def final_weights(folder: Path) -> bytes:
+    """The policy of a run after its last step."""
+    return (folder / "checkpoints" / "train" / f"step-{STEPS:08}" / "model.safetensors").read_bytes()
+
+
+# ---------------------------------------------------------------- processes of a run
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of the children of `pid`; none if it is gone."""
+    found = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        try:
+            found += [int(child) for child in task.read_text().split()]
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+    return found
+
+
+def descendants(pid: int) -> list[int]:
+    """Process ids below `pid`, children first."""
+    return [each for child in children(pid) for each in (child, *descendants(child))]
+
+
+def pid_of(run: int, name: str) -> int | None:
+    """The process id of a task, of ``server`` (the serving process), of its ``supervisor``, or of the ``run`` itself; None if there is none."""
+    if name == "run":
+        return run
+    direct = children(run)
+    for pid in direct:
+        words = _words(pid)
+        if f'"name":"{name}"' in words:
+            return pid
+        if "\0serve\0" in words and name in ("server", "supervisor"):
+            return pid if name == "supervisor" else next(iter(children(pid)), None)
+    return None
+
+
+def _words(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
