@@ -291,6 +291,20 @@ def test_rows_of_sft_have_their_response_and_rows_in_parts_their_beginning(here)
     }
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "spare"),
+    [
+        ("ppo", ("pacing.mode=async",), True),
+        ("ppo", ("pacing.mode=sync",), False),
+        ("ppo", ("pacing.mode=async", "algorithm.whiten=false"), False),
+        ("reinforce_pp", ("pacing.mode=delayed",), True),
+        ("grpo", ("pacing.mode=async",), False),
+    ],
+)
+def test_rows_that_come_back_after_whitening_find_others_to_fill_a_batch(here, kind, changes, spare):
+    assert source.needs_spare_prompts(job(here, kind, *changes)) is spare
+
+
 def test_a_job_that_may_drop_groups_gets_prompts_until_its_table_is_sealed(here):
     settings = job(here, "dapo", "steps=1")
     events = []

@@ -47,6 +47,16 @@ def replaces_dropped(job: Job) -> bool:
     )
 
 
+def needs_spare_prompts(job: Job) -> bool:
+    """Whether the last steps may wait for prompts beyond steps · prompts_per_step.
+
+    Advantages that are whitened are computed a whole batch at a time. A stale row comes back after that, alone, and at the end of a run there
+    must be other rows that fill its batch.
+    """
+    comes_back = job.pacing.mode != "sync" and bool(filled(job.algorithm).whiten)
+    return comes_back or replaces_dropped(job)
+
+
 def groups_per_put(job: Job) -> int:
     """Return how many groups one put has.
 
@@ -66,7 +76,7 @@ class JobPrompts:
     def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
         self._groups_per_put = groups_per_put(job)
-        self._end = None if replaces_dropped(job) else job.steps * job.trainer.prompts_per_step
+        self._end = None if needs_spare_prompts(job) else job.steps * job.trainer.prompts_per_step
         self._sequence = sequence
         self._next: list[NumberedPrompt] = []
         if rows_put % self._size:
