@@ -5,11 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 from tests.markdown import ROOT
+from transferqueue.errors import UsageError
 from transferqueue.workflows.job.run.dry_run import dry_run
 from transferqueue.workflows.job.settings.read import job_from_file
 
@@ -49,7 +51,12 @@ def made(tmp_path_factory):
 @pytest.mark.parametrize("path", FILES, ids=[path.stem for path in FILES])
 def test_a_job_file_passes_its_dry_run(made, path, monkeypatch):
     monkeypatch.chdir(made)
-    found = dry_run(job_from_file(path), code=path.parent)
+    job = job_from_file(path)
+    if job.engine[0].kind == "vllm" and find_spec("vllm") is None:
+        with pytest.raises(UsageError, match="needs vllm, which is not installed here"):
+            dry_run(job, code=path.parent)
+        job = job_from_file(path, set=["engine.0.kind=transformers"])
+    found = dry_run(job, code=path.parent)
     assert len(found.prompts) == 2
     assert all(prompt.ids for prompt in found.prompts)
     assert found.memory_bytes >= found.row_bytes_total + found.weight_bytes
