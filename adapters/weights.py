@@ -79,9 +79,14 @@ def copy_weights(source: WeightSource, module: nn.Module) -> None:
 
     Raises `SchemaError`, before anything is copied, for a tensor that the module does not have or has in another shape.
     """
+    check_fits(source, ModuleWeights(module).metadata())
+    copy_fitting_weights(source, module)
+
+
+def copy_fitting_weights(source: WeightSource, module: nn.Module) -> None:
+    """Do as `copy_weights`, for a source that `check_fits` has accepted."""
     import torch
 
-    check_fits(source, ModuleWeights(module).metadata())
     tensors = module.state_dict()
     with torch.no_grad():
         for name, tensor in source:

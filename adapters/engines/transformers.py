@@ -18,8 +18,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Final
 
-import torch
-
 from transferqueue.adapters.engines.completion import check_request
 from transferqueue.adapters.engines.running_batch import Row, RunningBatch
 from transferqueue.adapters.protocols import (
@@ -33,7 +31,7 @@ from transferqueue.adapters.protocols import (
     Sampling,
     WeightSource,
 )
-from transferqueue.adapters.weights import ModuleWeights, check_fits
+from transferqueue.adapters.weights import ModuleWeights, check_fits, copy_fitting_weights
 from transferqueue.errors import DeadlineExceeded, Disconnected, UsageError
 
 ROWS_MAX: Final = 256
@@ -107,10 +105,7 @@ class TransformersGenerator:
                 raise DeadlineExceeded(
                     f"weights of version {version} were not taken after {timeout_s:g} s: {self._busy()}"
                 )
-            with torch.no_grad():
-                tensors = self._model.state_dict()
-                for name, tensor in source:
-                    tensors[name].copy_(tensor)
+            copy_fitting_weights(source, self._model)
             self._version = version
 
     def close(self) -> None:

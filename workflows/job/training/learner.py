@@ -12,6 +12,7 @@ This holds for one unknown weight per gradient. The critic has a model, and so a
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
@@ -49,7 +50,7 @@ def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "const
     return {"constant": 1.0, "linear": 1.0 - done, "cosine": 0.5 + 0.5 * math.cos(math.pi * done)}[schedule]
 
 
-class StepLearner:
+class StepLearner(ABC):
     """Owns a model and its optimizer (AdamW): `accumulate` for rows as they come, `step` once a step.
 
     model: plain, or sharded by ``fully_shard``; then, and with several `ranks`, every rank calls every method in the same order. trainer: as the
@@ -108,9 +109,9 @@ class StepLearner:
             for name, value in counted.items():
                 self._sums[name] = self._sums.get(name, 0.0) + value
 
+    @abstractmethod
     def loss(self, columns: RowColumns) -> LossSum:
         """Return the loss of the rows, with one call of the model."""
-        raise NotImplementedError
 
     def discard(self) -> None:
         """Forget what was accumulated since the last step."""
