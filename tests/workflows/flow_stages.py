@@ -1,5 +1,6 @@
 """Factories for the processes of test_flow.py: a source of numbers, and stages that work, hang, raise or die."""
 
+import fcntl
 import os
 import signal
 import threading
@@ -160,3 +161,34 @@ def leaves_a_child(context: Context) -> Iterator[Work]:
     child = subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
     context.figures("child", pid=child.pid)
     yield lambda batch: {"y": 2 * batch["x"].numpy()}
+
+
+@contextmanager
+def waits_for_a_mark(context: Context) -> Iterator[Work]:
+    """Factory of a stage that gives half of each batch, and the rest once nobody holds the lock of the file ``go``; it says when it holds rows."""
+    marks = Path(context.settings(Settings).marks)
+
+    def work(batch: tq.Batch) -> Iterator[PartialResult]:
+        numbers = batch["x"].numpy()
+        half = np.arange(len(numbers) // 2)
+        yield PartialResult(at=half, columns={"y": 2 * numbers[half]})
+        context.figures("holding", instance=context.instance, pid=os.getpid())
+        wait_for(marks / "go")
+        yield PartialResult(at=None, columns={"y": 2 * numbers[len(half) :]})
+
+    yield work
+    context.figures("finished", instance=context.instance)
+
+
+@contextmanager
+def starts_at_a_mark(context: Context) -> Iterator[Work]:
+    """Factory whose function is there once nobody holds the lock of the file ``go``."""
+    context.figures("starting", instance=context.instance)
+    wait_for(Path(context.settings(Settings).marks) / "go")
+    yield lambda batch: {"y": 2 * batch["x"].numpy()}
+
+
+def wait_for(mark: Path) -> None:
+    """Wait until nobody holds the lock of a file."""
+    with mark.open("rb") as opened:
+        fcntl.flock(opened, fcntl.LOCK_SH)

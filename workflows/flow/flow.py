@@ -16,29 +16,33 @@ Rules:
 5. Rows that were tried too often (dropped, reason ``attempts``) fail the flow, with the last failure's traceback.
 6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
    itself is killed, their lifelines close and they exit.
+7. `add` and `remove` change the processes while the flow runs. A process that is removed takes no new row, ends those that it has, and exits; after the deadline
+   it is killed, and its rows go to others. It is not started again, however it ends. An elastic process that its host ends by SIGTERM is removed.
 """
 
 from __future__ import annotations
 
+import math
 import os
-import select
 import selectors
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from types import TracebackType
-from typing import Final, Self
+from typing import Any, Final, Self
 
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import PeerError, TransferQueueError
+from transferqueue.errors import AlreadyExists, NotFound, PeerError, TransferQueueError, UsageError
 from transferqueue.workflows.flow.audit import audit
-from transferqueue.workflows.flow.events import Event, Failure, Receiver
+from transferqueue.workflows.flow.child_process import ChildProcess
+from transferqueue.workflows.flow.draining import ADDED, DRAIN_S, EXIT_DRAINED, REMOVED, Removal, Removed
+from transferqueue.workflows.flow.events import Event, Failure, Figures
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
@@ -48,7 +52,6 @@ _SIGNALS_S: Final = 0.5
 _FAREWELL_S: Final = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
-_LAST_WORDS_BYTES: Final = 4000
 
 Observe = Callable[[str, Event], None]
 """Called for each event, with the label of its process, by the supervising thread. If it raises, the flow fails with that error."""
@@ -61,68 +64,6 @@ class StageFailed(PeerError):
         super().__init__(text)
         self.stage = stage
         self.last_words = last_words
-
-
-class _Child:
-    """One running process: its pipes, and its last events."""
-
-    def __init__(self, job: StageJob, address: str, log: Path, restarts: int, environment: Mapping[str, str]) -> None:
-        self.job = job
-        self.log = log
-        self.restarts = restarts
-        self.failure: Failure | None = None
-        self.receiver = Receiver()
-        self.events, write_end = os.pipe()
-        try:
-            with log.open("ab") as written:
-                self.log_start = written.tell()
-                self.process = subprocess.Popen(
-                    _command(job, address, write_end),
-                    stdin=subprocess.PIPE,
-                    stdout=written,
-                    stderr=written,
-                    pass_fds=(write_end,),
-                    process_group=0,
-                    env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **environment},
-                )
-        except BaseException:
-            os.close(self.events)
-            raise
-        finally:
-            os.close(write_end)
-        self.death = os.pidfd_open(self.process.pid)
-
-    def signal(self, number: int) -> None:
-        """Send a signal to the process and its children."""
-        try:
-            os.killpg(self.process.pid, number)
-        except ProcessLookupError:
-            return  # the whole group has gone
-
-    def wait_until(self, deadline: float) -> None:
-        """Wait for the process to exit, at most until `deadline` (monotonic)."""
-        select.select([self.death], [], [], max(0.0, deadline - time.monotonic()))
-
-    def end(self) -> int:
-        """Kill what is left of the group, and return the exit code of the process."""
-        # Before wait(): until then the dead leader keeps the number of the group from being used by others.
-        self.signal(signal.SIGKILL)
-        return self.process.wait()
-
-    def last_words(self) -> str:
-        """The traceback of its last failure, or the end of its output."""
-        if self.failure is not None:
-            return self.failure.text
-        with self.log.open("rb") as written:
-            written.seek(max(self.log_start, self.log.stat().st_size - _LAST_WORDS_BYTES))
-            return written.read().decode(errors="replace").strip()
-
-    def close(self) -> None:
-        """Close the supervisor's ends of its pipes. Call it only after the process was waited for."""
-        if self.process.stdin is not None:
-            self.process.stdin.close()
-        os.close(self.events)
-        os.close(self.death)
 
 
 class Flow:
@@ -148,10 +89,13 @@ class Flow:
         self._observe = observe
         self._restarts_max = restarts_max
         self._environment = dict(environment or {})
-        self._children: dict[str, _Child] = {}
+        self._children: dict[str, ChildProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._stop = -1
+        self._wake = -1
         self._left = True
+        self._lock = threading.Lock()
+        self._labels = {job.label: job for job in jobs}
+        self._asked: deque[StageJob | Removal] = deque()
         self._ended = threading.Event()
         self._failure: BaseException | None = None
         self._is_told = False
@@ -159,8 +103,8 @@ class Flow:
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
-        self._stop, self._left = os.eventfd(0, os.EFD_CLOEXEC), False
-        self._selector.register(self._stop, selectors.EVENT_READ)
+        self._wake, self._left = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
+        self._selector.register(self._wake, selectors.EVENT_READ)
         try:
             for job in self._jobs:
                 self._start(job, restarts=0)
@@ -181,6 +125,43 @@ class Flow:
         """Process id of each running process, by label."""
         return {label: child.process.pid for label, child in list(self._children.items())}
 
+    def add(self, job: StageJob) -> None:
+        """Start one more process; returns at once, from any thread. An event `ADDED` follows.
+
+        Raises `AlreadyExists` if a process with the label of `job` has not ended, and `UsageError` if the flow does not run.
+        """
+        with self._lock:
+            self._check_running(f"add {job.label}")
+            if job.label in self._labels:
+                raise AlreadyExists(f'process "{job.label}" runs already; give the job another instance number')
+            self._labels[job.label] = job
+            self._asked.append(job)
+            os.eventfd_write(self._wake, 1)
+
+    def remove(self, label: str, *, deadline_s: float = DRAIN_S) -> Future[Removed]:
+        """Ask the process to drain (rule 7); returns at once, from any thread. The future ends when the process has; do not wait for it in `observe`.
+
+        Raises `NotFound` if no such process runs, `UsageError` if it is a source or a loop, which do not drain, if `deadline_s` is negative, and if the flow does not run. The event
+        `REMOVED` follows. A second call for a process that drains may shorten its deadline.
+        """
+        removal = Removal(label, deadline_s)
+        with self._lock:
+            self._check_running(f"remove {label}")
+            job = self._labels.get(label)
+            if job is None:
+                raise NotFound(f'process "{label}" does not run; those that do are {", ".join(sorted(self._labels))}')
+            if not job.drains:
+                raise UsageError(f'process "{label}" is a source or a loop, and only the process of a stage drains')
+            if not deadline_s >= 0:
+                raise UsageError(f'remove("{label}", deadline_s={deadline_s}): give seconds from 0 on')
+            self._asked.append(removal)
+            os.eventfd_write(self._wake, 1)
+        return removal.ended
+
+    def _check_running(self, what: str) -> None:
+        if self._left or self._ended.is_set():
+            raise UsageError(f"cannot {what}: the flow does not run; enter it first, or it has ended")
+
     def run(self) -> None:
         """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""
         while not self._ended.wait(_SIGNALS_S):
@@ -191,14 +172,15 @@ class Flow:
         """End all processes and wait until they have exited, about a second at most. A second call does nothing."""
         if self._left:
             return
-        self._left = True
-        os.eventfd_write(self._stop, 1)
+        with self._lock:
+            self._left = True
+            os.eventfd_write(self._wake, 1)
         if self._thread.ident is not None:
             self._thread.join()
         self._end_all()
         self._queue.allow_waits()
         self._selector.close()
-        os.close(self._stop)
+        os.close(self._wake)
 
     def _tell(self) -> None:
         if self._failure is not None and not self._is_told:
@@ -209,27 +191,92 @@ class Flow:
 
     def _supervise(self) -> None:
         try:
-            while self._children and not self._left:
+            while not self._left and not self._is_over():
                 self._turn()
         except BaseException as error:  # noqa: BLE001  (`run`, or leaving the flow, raises it)
             self._failure = error
             self._queue.end_waits(_why_no_waits(error))
+            self._give_up_removals()
             self._end_all()
         finally:
-            self._ended.set()
+            with self._lock:
+                self._ended.set()
+            self._give_up_removals()
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            if not self._children and not self._asked:
+                self._ended.set()
+            return self._ended.is_set()
 
     def _turn(self) -> None:
-        for key, _ in self._selector.select():
+        for key, _ in self._selector.select(self._next_deadline_s()):
             if key.data is None:
-                return  # the flow is left
+                os.eventfd_read(self._wake)
+                self._do_what_was_asked()
+                if self._left:
+                    return
+                continue
             child, act = key.data
             # What was ready together with the death of its process was read then.
             if self._children.get(child.job.label) is child:
                 act(child)
 
+        self._kill_late_drains()
+
+    def _do_what_was_asked(self) -> None:
+        while self._asked and not self._left:
+            asked = self._asked.popleft()
+            if isinstance(asked, StageJob):
+                self._start(asked, restarts=0)
+                self._report(asked.label, ADDED, {"label": asked.label})
+            else:
+                self._begin_removal(asked)
+
+    def _begin_removal(self, removal: Removal) -> None:
+        child = self._children.get(removal.label)
+        if child is None:  # it ended in between
+            removal.end("drained")
+            return
+        if child.removal is not None:
+            child.removal.ended_too(removal)
+            return
+        child.removal = removal
+        child.ask_to_drain()
+
+    def _next_deadline_s(self) -> float | None:
+        nearest = min((child.removal.deadline for child in self._children.values() if child.removal), default=math.inf)
+        return None if nearest == math.inf else max(0.0, nearest - time.monotonic())
+
+    def _kill_late_drains(self) -> None:
+        now = time.monotonic()
+        for child in self._children.values():
+            if child.removal and child.removal.deadline <= now:
+                child.signal(signal.SIGKILL)
+                child.removal.deadline = math.inf
+
+    def _removed(self, child: ChildProcess, code: int) -> None:
+        """Report a process that was removed, or that its host ended."""
+        how = "killed" if code not in (0, EXIT_DRAINED) else "drained" if child.removal else "preempted"
+        removed = (child.removal or Removal(child.job.label, 0.0)).end(how)
+        self._report(child.job.label, REMOVED, msgspec.to_builtins(removed))
+
+    def _report(self, label: str, kind: str, values: dict[str, Any]) -> None:
+        self._observe(label, Figures(kind=kind, at=time.monotonic(), values=values))
+
+    def _give_up_removals(self) -> None:
+        """The flow ends: nobody drains any more."""
+        waiting = [child.removal for child in self._children.values() if child.removal]
+        waiting += [asked for asked in self._asked if isinstance(asked, Removal)]
+        for removal in waiting:
+            if not removal.ended.done():
+                removal.end("killed")
+
     def _end_all(self) -> None:
         children = list(self._children.values())
         for child in children:
+            if child.job.elastic:
+                child.hang_up()  # SIGTERM would make it drain
             child.signal(signal.SIGTERM)
         deadline = time.monotonic() + _FAREWELL_S
         for child in children:
@@ -238,19 +285,21 @@ class Flow:
             self._forget(child)
 
     def _start(self, job: StageJob, restarts: int) -> None:
-        child = _Child(job, self._queue.address, self._directory / f"{job.label}.log", restarts, self._environment)
+        child = ChildProcess(
+            job, self._queue.address, self._directory / f"{job.label}.log", restarts, self._environment
+        )
         self._children[job.label] = child
         self._selector.register(child.events, selectors.EVENT_READ, (child, self._read))
         self._selector.register(child.death, selectors.EVENT_READ, (child, self._died))
 
-    def _forget(self, child: _Child) -> None:
+    def _forget(self, child: ChildProcess) -> None:
         for descriptor in (child.events, child.death):
             if descriptor in self._selector.get_map():
                 self._selector.unregister(descriptor)
         child.close()
         self._children.pop(child.job.label, None)
 
-    def _read(self, child: _Child) -> None:
+    def _read(self, child: ChildProcess) -> None:
         received = os.read(child.events, _PIPE_BYTES)
         if not received:
             self._selector.unregister(child.events)
@@ -260,7 +309,7 @@ class Flow:
                 child.failure = event
                 self._check_attempts(child)
 
-    def _died(self, child: _Child) -> None:
+    def _died(self, child: ChildProcess) -> None:
         """Read the rest of its events, then start it again, fail the flow, or count it as finished."""
         code = child.end()
         os.set_blocking(child.events, False)
@@ -269,15 +318,21 @@ class Flow:
                 self._read(child)
         except BlockingIOError:
             pass  # someone else still holds the pipe: all that was told has been read
+        self._do_what_was_asked()  # a removal that was asked for before the death counts
         last_words = "" if code == 0 else child.last_words()
         self._forget(child)
-        if code == 0:
+        removed = bool(child.removal) or code == EXIT_DRAINED
+        if removed or code == 0:
+            with self._lock:
+                del self._labels[child.job.label]
+            if removed:
+                self._removed(child, code)
             return
         if code == EXIT_FINAL or child.restarts >= self._restarts_max:
             raise _failed(child, code, last_words)
         self._start(child.job, child.restarts + 1)
 
-    def _check_attempts(self, child: _Child) -> None:
+    def _check_attempts(self, child: ChildProcess) -> None:
         dropped = audit(self._queue.table(child.job.table)).dropped.get("attempts", 0)
         if dropped:
             raise StageFailed(
@@ -288,13 +343,7 @@ class Flow:
             )
 
 
-def _command(job: StageJob, address: str, events: int) -> list[str]:
-    module = "transferqueue.workflows.flow.stage_process"
-    text = msgspec.json.encode(job).decode()
-    return [sys.executable, "-m", module, "--address", address, "--events", str(events), "--job", text]
-
-
-def _failed(child: _Child, code: int, last_words: str) -> StageFailed:
+def _failed(child: ChildProcess, code: int, last_words: str) -> StageFailed:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     again = f", after {child.restarts} restarts" if child.restarts else ""
     return StageFailed(

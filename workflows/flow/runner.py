@@ -21,10 +21,10 @@ import traceback
 from collections.abc import Callable
 
 import transferqueue as tq
-from transferqueue.errors import EndOfTable, Sealed
+from transferqueue.errors import DeadlineExceeded, EndOfTable, Sealed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
 from transferqueue.workflows.flow.serving import StageFailedInProcess, check_broken, serve
-from transferqueue.workflows.flow.slots import Feeder
+from transferqueue.workflows.flow.slots import LEASE_WAIT_S, Feeder
 from transferqueue.workflows.flow.stage import STALL_S, Produce, Stage, Work
 
 __all__ = ["StageFailedInProcess", "run_source", "run_stage"]
@@ -38,9 +38,9 @@ def run_stage(
     emit: Callable[[Event], None],
     stop: threading.Event | None = None,
 ) -> int:
-    """Serve `stage` until its table ends, or until `stop` is set between batches; return the number of rows done.
+    """Serve `stage` until its table ends, or until `stop` is set; return the number of rows done.
 
-    Blocks; with slots, until every batch that was begun has ended. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
+    Blocks until every batch that was begun has ended; a stop takes `LEASE_WAIT_S` more at most. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
     `StageFailedInProcess` (rule 3), and `PeerError` when the queue is gone.
     """
     if stage.slots:
@@ -48,9 +48,8 @@ def run_stage(
     rows_done = failures = 0
     while not (stop and stop.is_set()):
         waited = time.monotonic()
-        try:
-            batch = stage.lease(table)
-        except EndOfTable:
+        batch = _next_batch(table, stage, stop)
+        if batch is None:
             break
         started = time.monotonic()
         emit(TimeSpan(name=WAIT, start=waited, end=started))
@@ -62,6 +61,21 @@ def run_stage(
             emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
             check_broken(stage, failures, failure)
     return rows_done
+
+
+def _next_batch(table: tq.Table, stage: Stage, stop: threading.Event | None) -> tq.Batch | None:
+    """Wait for rows. Returns None at the end of the table, and within `LEASE_WAIT_S` when asked to stop."""
+    deadline = time.monotonic() + stage.stall_s
+    while not (stop and stop.is_set()):
+        left_s = max(0.0, deadline - time.monotonic())
+        try:
+            return stage.lease(table, timeout_s=min(left_s, LEASE_WAIT_S) if stop else left_s)
+        except EndOfTable:
+            return None
+        except DeadlineExceeded:
+            if not stop or left_s <= LEASE_WAIT_S:
+                raise
+    return None
 
 
 def run_source(

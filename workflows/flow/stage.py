@@ -29,6 +29,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult, Producer
 from transferqueue.errors import Impossible, NotFound, UsageError
+from transferqueue.workflows.flow.draining import Drain
 from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 
 T = TypeVar("T")
@@ -93,7 +94,7 @@ class Context:
     """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
 
     instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time. directory: folder
-    of the run; None if it has none.
+    of the run; None if it has none. drain: says when the process shall end with the rows that it has.
     """
 
     def __init__(
@@ -105,12 +106,14 @@ class Context:
         settings: Mapping[str, Any] | None = None,
         instance: int = 0,
         directory: Path | None = None,
+        drain: Drain | None = None,
     ) -> None:
         self.queue = queue
         self.table = table
         self.emit = emit
         self.instance = instance
         self.directory = directory
+        self.drain = drain or Drain()
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:

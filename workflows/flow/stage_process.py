@@ -1,8 +1,8 @@
 """The process of one stage: ``python -m transferqueue.workflows.flow.stage_process --address … --events FD --job JSON``.
 
-Its standard input is its lifeline: the supervisor holds the other end and writes nothing. When that end closes, the
+Its standard input is its lifeline: the supervisor holds the other end. When that end closes, the
 supervisor is gone or ends the flow, and the process exits at once. It needs no clean-up:
-the queue detects the death of its session and gives its rows to other workers.
+the queue detects the death of its session and gives its rows to other workers. A byte on it asks the process to drain (`draining`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -20,6 +20,7 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, Impossible, TransferQueueError, UsageError
+from transferqueue.workflows.flow.draining import EXIT_DRAINED, Drain
 from transferqueue.workflows.flow.events import Sender
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
@@ -33,7 +34,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
 
     settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
     factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
-    process ("": none).
+    process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
     """
 
     name: str
@@ -45,15 +46,27 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     timeout_s: float = 30.0
     loop: bool = False
     directory: str = ""
+    elastic: bool = False
 
     @property
     def label(self) -> str:
         """Name of the process, such as ``rollout-0``."""
         return f"{self.name}-{self.instance}"
 
+    @property
+    def drains(self) -> bool:
+        """Whether its process can drain: it is a stage, and no source or loop, which lease rows themselves or none."""
+        return self.stage is not None and not self.loop
 
-def run_job(job: StageJob, address: str, emit: Sender) -> None:
-    """Connect, build the function that the job names, and serve it until its table ends."""
+
+def run_job(
+    job: StageJob, address: str, emit: Sender, drain: Drain | None = None, leave: Callable[[], None] = lambda: None
+) -> None:
+    """Connect, build the function that the job names, and serve it until its table ends or `drain` is requested.
+
+    leave: called, in another thread, when the drain is requested before the process has taken a row.
+    """
+    drain = drain or Drain()
     with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
         table = queue.table(job.table, timeout_s=job.timeout_s)
         context = Context(
@@ -63,14 +76,17 @@ def run_job(job: StageJob, address: str, emit: Sender) -> None:
             settings=job.settings,
             instance=job.instance,
             directory=Path(job.directory) if job.directory else None,
+            drain=drain,
         )
-        with _opened(job, context) as function:
+        with ExitStack() as stack:
+            with drain.when_requested(leave):
+                function = stack.enter_context(_opened(job, context))
             if job.loop:
                 function()
             elif job.stage is None:
                 run_source(table, function, emit=emit, stall_s=STALL_S)
             else:
-                run_stage(table, job.stage, function, emit=emit)
+                run_stage(table, job.stage, function, emit=emit, stop=drain.requested)
 
 
 @contextmanager
@@ -86,12 +102,13 @@ def _opened(job: StageJob, context: Context) -> Iterator[Any]:
         yield function
 
 
-def end_with(descriptor: int) -> None:
-    """Exit this process as soon as the other end of the pipe `descriptor` closes."""
+def end_with(descriptor: int, drain: Drain | None = None) -> None:
+    """Exit this process as soon as the other end of the pipe `descriptor` closes; request `drain` when a byte comes."""
+    drain = drain or Drain()
 
     def watch() -> None:
         while os.read(descriptor, 1):
-            pass
+            drain.request()
         os._exit(1)
 
     threading.Thread(target=watch, name="lifeline", daemon=True).start()
@@ -104,16 +121,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--events", required=True, type=int, help="file descriptor for events")
     parser.add_argument("--job", required=True, help="a Job as JSON")
     options = parser.parse_args(arguments)
-    end_with(sys.stdin.fileno())
+    job, drain = msgspec.json.decode(options.job, type=StageJob), Drain()
+    end_with(sys.stdin.fileno(), drain)
+    if job.elastic:
+        drain.request_at_sigterm()
     try:
-        run_job(msgspec.json.decode(options.job, type=StageJob), options.address, Sender(options.events))
+        run_job(job, options.address, Sender(options.events), drain, lambda: os._exit(EXIT_DRAINED))
     except (StageFailedInProcess, DeadlineExceeded) as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_FINAL
     except TransferQueueError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return 1
-    return 0
+    return EXIT_DRAINED if drain.requested.is_set() else 0
 
 
 if __name__ == "__main__":

@@ -1,0 +1,101 @@
+"""A request to end a stage's process without losing work: it takes no new row, ends those that it has, and exits.
+
+The request comes from the supervisor (a byte on the lifeline) or from the host (SIGTERM, if the job is elastic), and is final.
+"""
+
+from __future__ import annotations
+
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Final
+
+import msgspec
+
+EXIT_DRAINED: Final = 66
+"""Exit code of a process that was asked to drain, and has."""
+DRAIN_S: Final = 60.0
+"""Default deadline of a removal."""
+ADDED: Final = "added"
+"""Kind of the event that reports a process that was added."""
+REMOVED: Final = "removed"
+"""Kind of the event that reports a removed process. Its values: those of `Removed`."""
+
+
+class Drain:
+    """Whether a drain was requested, and what is to be done then. Safe from any thread.
+
+    >>> drain = Drain()
+    >>> with drain.when_requested(lambda: None):
+    ...     drain.request()
+    >>> drain.requested.is_set()
+    True
+    """
+
+    def __init__(self) -> None:
+        self.requested = threading.Event()
+        self._lock = threading.Lock()
+        self._actions: list[Callable[[], None]] = []
+
+    def request(self) -> None:
+        """Ask for the drain; returns at once. Each action runs in a thread of its own. A second call does nothing."""
+        with self._lock:
+            first = not self.requested.is_set()
+            self.requested.set()
+            actions = [*self._actions] if first else []
+        for action in actions:
+            _run(action)
+
+    @contextmanager
+    def when_requested(self, action: Callable[[], None]) -> Iterator[None]:
+        """Run `action` when a drain is requested during the block; at once if it was."""
+        with self._lock:
+            self._actions.append(action)
+            late = self.requested.is_set()
+        if late:
+            _run(action)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._actions.remove(action)
+
+    def request_at_sigterm(self) -> None:
+        """Let SIGTERM request the drain. Call it from the main thread."""
+        # A thread of its own: the handler interrupts a thread that may hold the lock.
+        signal.signal(signal.SIGTERM, lambda number, frame: _run(self.request))
+
+
+def _run(action: Callable[[], None]) -> None:
+    threading.Thread(target=action, name="drain", daemon=True).start()
+
+
+class Removed(msgspec.Struct, frozen=True, kw_only=True):
+    """How the process `label` was removed: ``drained``; ``killed``, after the deadline or from outside; ``preempted``: drained for its host. seconds: that took."""
+
+    label: str
+    how: str
+    seconds: float
+
+
+class Removal:
+    """A removal that was asked for at `began` (monotonic seconds)."""
+
+    def __init__(self, label: str, deadline_s: float) -> None:
+        self.label, self.began = label, time.monotonic()
+        self.deadline = self.began + deadline_s
+        self.ended: Future[Removed] = Future()
+
+    def ended_too(self, other: Removal) -> None:
+        """End `other` as this one ends, and no later than either deadline."""
+        self.deadline = min(self.deadline, other.deadline)
+        self.ended.add_done_callback(lambda ended: other.ended.set_result(ended.result()))
+
+    def end(self, how: str) -> Removed:
+        """The process has ended."""
+        removed = Removed(label=self.label, how=how, seconds=round(time.monotonic() - self.began, 3))
+        self.ended.set_result(removed)
+        return removed
