@@ -5,6 +5,7 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 DEMOED := $(VENV)/.installed-demo
+DOCSED := $(VENV)/.installed-docs
 # pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
@@ -31,7 +32,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -69,6 +70,17 @@ test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and 
 TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-web
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
+
+$(DOCSED): $(STAMP)
+	@echo 'docs: installing what builds the site'
+	@$(PIP) --no-build-isolation --editable '.[docs]'
+	@touch $@
+
+# The site needs no network once this is installed: pages fetch nothing, and search is theirs.
+docs: $(DOCSED) ## the documentation as a site in build/docs: strict, every link and anchor checked (half a minute; ARGS goes to mkdocs)
+	$(BIN)/python docs/site/prepare.py build/docs-source
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml $(ARGS)
+	@echo 'docs: open build/docs/index.html, or, for its search, python -m http.server --directory build/docs'
 
 demo: $(DEMOED) ## asynchronous GRPO of a small transformer, every stage a process; ARGS goes to `transferqueue demo`
 	$(BIN)/transferqueue demo $(ARGS)
@@ -179,10 +191,10 @@ bench-quick: $(STAMP) $(PEERED) ## what the table of required figures needs (4 m
 bench-micro: $(STAMP) ## ledger, codec, storage, one operation at a time (pytest-benchmark)
 	$(BIN)/python -m pytest bench/micro -p no:cacheprovider --benchmark-columns=median,iqr,min,rounds $(ARGS)
 
-lock: $(STAMP) ## rewrite constraints.txt from what is installed now
+lock: $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@{ echo '# What `make setup` installs, pinned; written by `make lock`.'; \
 	   $(BIN)/python -m pip freeze --exclude-editable | sed 's/+cpu$$//'; } > constraints.txt
-	@touch $(DEMOED) $(STAMP)
+	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
 	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks

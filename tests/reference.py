@@ -1,0 +1,123 @@
+"""Public names against the API reference: which are missing there, and which have no example. ``python -m tests.reference`` prints the counts."""
+
+import ast
+import importlib
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import transferqueue as tq
+from tests.markdown import ROOT, blocks, scripts
+
+PAGES = sorted((ROOT / "docs/reference").glob("*.md"))
+DOCUMENTED = (
+    "adapters.engines",
+    "adapters.protocols",
+    "adapters.registry",
+    "adapters.scoring",
+    "adapters.snapshots",
+    "adapters.stages",
+    "adapters.trainers",
+    "adapters.vllm",
+    "adapters.weights",
+    "workflows.asyncflow",
+    "workflows.flow",
+    "workflows.streamrl",
+)
+"""Modules below `transferqueue` whose names pages mention. Their engines may be missing here, so an example may be for the eye (```py)."""
+OF_A_TABLE = "Async"
+"""Methods of the asyncio twins are those of the classes for threads, which the generated API holds; one example shows all twins."""
+
+
+def names_of(module: str) -> list[str]:
+    """The public names of a documented module, without importing an engine."""
+    tree = ast.parse(Path(str(_spec(module).origin)).read_text(encoding="utf-8"))
+    for node in tree.body:
+        targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
+        if any(isinstance(target, ast.Name) and target.id == "__all__" for target in targets):
+            return list(ast.literal_eval(node.value))  # type: ignore[attr-defined]
+    kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [node.name for node in tree.body if isinstance(node, kinds) and not node.name.startswith("_")]
+
+
+def _spec(module: str) -> importlib.machinery.ModuleSpec:
+    spec = importlib.util.find_spec(f"transferqueue.{module}")
+    assert spec
+    return spec
+
+
+def methods() -> Iterator[str]:
+    """``Class.method`` of every public class but errors, policies and twins: what the class itself defines for its callers."""
+    for name in tq.__all__:
+        value = getattr(tq, name)
+        handle = inspect.isclass(value) and "client" in value.__module__ and not name.startswith(OF_A_TABLE)
+        if handle or name in ("Column", "Deployment"):
+            yield from (
+                f"{name}.{method}"
+                for method in vars(value)
+                if inspect.isfunction(vars(value)[method]) and method[0] != "_"
+            )
+
+
+def shown() -> set[str]:
+    """Names that the reference has a signature and a contract of: ``::: module.name`` lines and lists of members."""
+    text = "\n".join(page.read_text(encoding="utf-8") for page in PAGES)
+    names = set(re.findall(r"^::: transferqueue\.(\w+)$", text, re.MULTILINE))
+    for module, members in re.findall(
+        r"^::: transferqueue\.(\S+)\n    options:\n      members: \[(.*)\]$", text, re.MULTILINE
+    ):
+        names |= {f"{module}.{member}" for member in members.split(", ")}
+    return names
+
+
+def used(run: bool) -> set[str]:
+    """Every name and attribute in the code of the reference: of what runs, or of all blocks."""
+    code = [script.code for page in PAGES for script in scripts(page)]
+    if not run:
+        code += [block.code for page in PAGES for block in blocks(page) if block.info == "py"]
+    return {word for text in code for word in re.findall(r"\w+", text)}
+
+
+def missing_contracts() -> list[str]:
+    """Public names that no page of the reference shows."""
+    wanted = [*tq.__all__, *(f"{module}.{name}" for module in DOCUMENTED for name in names_of(module))]
+    return sorted(set(wanted) - shown())
+
+
+def without_example() -> list[str]:
+    """Public names and methods that no example of the reference uses."""
+    running, all_code = used(run=True), used(run=False)
+    core = [name for name in [*tq.__all__, *methods()] if name.rpartition(".")[2] not in running]
+    return core + [f"{module}.{name}" for module in DOCUMENTED for name in names_of(module) if name not in all_code]
+
+
+def dead_links(out: Path) -> list[str]:
+    """Links of all pages that lead to no file, as the documentation site is prepared into `out`."""
+    return list(_prepare().prepare(out))
+
+
+def _prepare() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("prepare", ROOT / "docs/site/prepare.py")
+    assert spec
+    assert spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    import tempfile
+
+    with tempfile.TemporaryDirectory() as folder:
+        counts = {
+            "public names without a contract in the reference": missing_contracts(),
+            "public names without an example": without_example(),
+            "dead links": dead_links(Path(folder)),
+        }
+    for subject, entries in counts.items():
+        print(f"{subject}: {len(entries)} {', '.join(entries)}".rstrip())
+    sys.exit(any(counts.values()))
