@@ -67,7 +67,7 @@ class Calculator:
 
 
 class GuessNumber:
-    """A number from 0 to 9, drawn by the seed. Each turn the model says a digit and reads ``higher`` or ``lower``.
+    """A number from 0 to 9, drawn by the seed, which responses to one prompt share. Each turn the model says a digit and reads ``higher`` or ``lower``.
 
     The number is worth 1, less `cost` for each turn before; what is no digit ends the game.
     """

@@ -28,6 +28,20 @@ pytest.importorskip("transformers")
 TEXT = {"calculator": "examples/jobs/environments.py:calculator", "guess": "examples/jobs/environments.py:guess_number"}
 
 
+class SaysItsSeed:
+    """An environment of one turn whose reward is made from its seed."""
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[None, dict[str, Any]]:
+        self.seed = seed
+        return None, {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", float(self.seed % 1009), True, False, {}
+
+    def close(self) -> None:
+        pass
+
+
 class Scripted:
     """A generator that says what it is told, one text a turn; the end token is its last."""
 
@@ -108,6 +122,15 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
     assert part.facts == {"policy_version": 3, "policy_version_max": 3, "tokens": len(response)}
     assert engine.requests[1][0] == engine.requests[0][0] + tokenizer.decode(response[:-3].tolist())
     assert len({seed for _, seed, _ in engine.requests}) == 2
+
+
+def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
+    settings = job("tests.workflows.job.test_play:SaysItsSeed", group_size=2)
+    engine = Scripted(tokenizer, {"game": ["0", "1"]})
+    parts = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["game"] * 4)
+    seeds = [parts[row].columns["turn_rewards"][0][0] for row in range(4)]
+    assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
+    assert len({seed for _, seed, _ in engine.requests}) == 4
 
 
 def test_an_answer_that_was_cut_gets_its_end_token_from_the_environment(tokenizer: Any) -> None:

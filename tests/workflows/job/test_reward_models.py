@@ -44,18 +44,18 @@ def policy(tmp_path_factory):
     return load_tokenizer(ModelSettings(path=str(save_tokenizer(tmp_path_factory.mktemp("policy")))))
 
 
-def scorer(path, policy) -> RewardScorer:
-    values = deepcopy(jobs.KINDS["grpo"]) | {"reward": [{"model": str(path), "weight": 2.0}]}
+def scorer(path, policy, **args) -> RewardScorer:
+    values = deepcopy(jobs.KINDS["grpo"]) | {"reward": [{"model": str(path), "weight": 2.0, "args": args}]}
     values["model"] = {"path": "models/tiny", "dtype": "float32"}
     return RewardScorer(job_from_values(values), policy)
 
 
-def scores(path, policy, prompt="sort 21", texts=("12", "21 or so")):
+def scores(path, policy, prompt="sort 21", texts=("12", "21 or so"), **args):
     prompts = [policy([f"<|im_start|>user\n{prompt}<|im_end|>\n"], add_special_tokens=False)["input_ids"][0]] * len(
         texts
     )
     responses = [policy([f"{text}<|im_end|>"], add_special_tokens=False)["input_ids"][0] for text in texts]
-    return scorer(path, policy).score(
+    return scorer(path, policy, **args).score(
         ids=range(len(texts)),
         data=[{"prompt": prompt}] * len(texts),
         prompt_ids=[np.array(ids, np.int32) for ids in prompts],
@@ -81,6 +81,14 @@ def test_a_model_with_the_policys_tokens_reads_them_as_drawn(tmp_path, policy, w
     assert result.terms[:, 0].tolist() == pytest.approx(expected, abs=1e-5)
     assert result.rewards.tolist() == pytest.approx([2 * score for score in expected], abs=1e-5)
     assert scorer(path, policy).names == ("reward",)
+
+
+def test_a_score_becomes_a_probability_where_the_job_says_so(tmp_path, policy):
+    path = save_classifier(tmp_path / "reward")
+    raw = scores(path, policy).terms[:, 0]
+    result = scores(path, policy, output="probability")
+    assert result.terms[:, 0].tolist() == pytest.approx((1 / (1 + np.exp(-raw))).tolist(), abs=1e-6)
+    assert result.rewards.tolist() == pytest.approx((2 * result.terms[:, 0]).tolist())
 
 
 def test_a_model_with_another_template_reads_the_conversation_as_its_own(tmp_path, policy):

@@ -95,6 +95,12 @@ REFUSED = [
         "reward.0.model=models/x",
         "reward.0 has function and model of function, model and environment; give exactly one",
     ),
+    (GRPO, 'reward=[{model="m",args={ouput="score"}}]', "reward.0.args.ouput: a reward model takes output alone"),
+    (
+        GRPO,
+        'reward=[{model="m",args={output="logit"}}]',
+        'reward.0.args.output=\'logit\': give "score" or "probability"',
+    ),
     (GRPO, "reward=[{weight=1.0}]", "reward.0 has none of function, model and environment"),
     (GRPO, 'reward=[{function="a:b"},{environment="c:d"}]', "reward has 2 terms, one of them an environment"),
     (GRPO, "reward.0.weight=0.0", "reward.0.weight=0.0: every weight is 0, so nothing is rewarded; set one"),

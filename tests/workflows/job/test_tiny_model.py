@@ -16,6 +16,12 @@ transformers = pytest.importorskip("transformers")
 
 from transferqueue.workflows.job.tiny_model import warmup  # noqa: E402
 from transferqueue.workflows.job.tiny_model.__main__ import main  # noqa: E402
+from transferqueue.workflows.job.tiny_model.answers import (  # noqa: E402
+    TOKENS_MAX,
+    DrawnAnswers,
+    MistakenAnswers,
+    right_answers,
+)
 from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
 from transferqueue.workflows.job.tiny_model.tasks import TASKS, exact, problems, split_of  # noqa: E402
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer  # noqa: E402
@@ -117,13 +123,41 @@ def test_the_command_says_what_it_made(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_wrong_answers_have_one_mistake_and_say_where() -> None:
-    drawn = list(islice(problems("sort", "train"), 40))
-    rows = warmup.rows_of(build_tokenizer(), drawn, random.Random(0))
+    drawn, tokenizer = list(islice(problems("sort", "train"), 40)), build_tokenizer()
+    rows = warmup.rows_of(tokenizer, drawn, MistakenAnswers(tokenizer, random.Random(0))(drawn))
     assert rows.right()[0::2].all()
     assert not rows.right()[1::2].any()
     for row in range(0, 40, 2):
         assert torch.equal(rows.right_RT[row] > 0, rows.is_response_RT[row])
     assert (rows.right_RT[1::2].sum(1) < rows.is_response_RT[1::2].sum(1)).all()
+
+
+def test_a_policy_draws_every_second_answer_that_a_judge_sees(tmp_path: Path) -> None:
+    make(tmp_path)
+    drawn, tokenizer = list(islice(problems("sort", "train"), 8)), build_tokenizer()
+    right = right_answers(tokenizer)
+    torch.manual_seed(0)
+    answers = DrawnAnswers(tmp_path, right, alone=False)(drawn)
+    assert answers[1::2] == right(drawn[1::2])
+    assert all(0 < len(answer) <= TOKENS_MAX for answer in answers)
+    assert all(tokenizer.eos_token_id not in answer[:-1] for answer in answers)
+    rows = warmup.rows_of(tokenizer, drawn, answers)
+    assert rows.right()[1::2].all()
+    assert not rows.right()[::2].any()  # the weights are random
+    alone = DrawnAnswers(tmp_path, right, alone=True)(drawn)
+    assert not any(answer == wanted for answer, wanted in zip(alone, right(drawn), strict=True))
+
+
+def test_a_judge_of_a_policy_is_made_by_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    policy, judge = str(tmp_path / "policy"), str(tmp_path / "judge")
+    assert main([policy]) == 0
+    assert main([judge, "--kind", "value", "--warm-up", "1", "--policy", policy]) == 0
+    assert "share of variance explained" in capsys.readouterr().out
+    assert main([str(tmp_path / "none"), "--kind", "value", "--policy", str(tmp_path / "missing")]) == 2
+    assert "there is no model; make one first" in capsys.readouterr().err
+    assert main([str(tmp_path / "none"), "--policy", policy]) == 2
+    assert "only a judge learns from drawn answers" in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.mark.long

@@ -1,5 +1,8 @@
 """A reward model as a term of the reward: the score that a sequence classifier gives to prompt and response.
 
+``args = { output = "probability" }`` makes the probability 1 / (1 + exp(-score)) of it, for a classifier that was trained with two classes. It
+has bounds, so one response cannot outweigh a batch, and a critic's first values and `algorithm.value_clip` are of its size.
+
 A model that has the policy's tokenizer and chat template reads the tokens as they were drawn. Another one reads the conversation as its own
 template writes it, in its own tokens, as TRL does.
 """
@@ -35,6 +38,7 @@ class ModelTerm:
             tokens=TOKENS,
         )
         self._own = _own_tokenizer(settings.model, job, tokenizer)
+        self._is_probability = settings.args.get("output") == "probability"
 
     @property
     def name(self) -> str:
@@ -48,7 +52,8 @@ class ModelTerm:
         else:
             whole = self._retokenized(rows, self._own)
             prompts, responses = [ids[:-1] for ids in whole], [ids[-1:] for ids in whole]
-        return checked_scores(self.name, self._model.rewards(prompts, responses).tolist(), len(rows))
+        scores_B = checked_scores(self.name, self._model.rewards(prompts, responses).tolist(), len(rows))
+        return 0.5 + 0.5 * np.tanh(scores_B / 2) if self._is_probability else scores_B  # no overflow, unlike exp
 
     def _retokenized(self, rows: RewardRows, tokenizer: TextTokenizer) -> list[Ids]:
         texts = [

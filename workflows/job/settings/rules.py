@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from typing import Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, updates
@@ -113,12 +113,22 @@ def _rewards(job: Job) -> None:
             raise UsageError(
                 f"reward.{place}.weight={reward.weight}: give a finite number; 0 measures without rewarding"
             )
+        if reward.model:
+            _model_arguments(f"reward.{place}.args", reward.args)
     if job.reward and not any(reward.weight for reward in job.reward):
         raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
     if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
         raise UsageError(
             f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; give it alone"
         )
+
+
+def _model_arguments(key: str, arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if name != "output":
+            raise UsageError(f"{key}.{name}: a reward model takes output alone; leave it out")
+        if value not in ("score", "probability"):
+            raise UsageError(f'{key}.output={value!r}: give "score" or "probability"')
 
 
 def _groups(job: Job) -> None:

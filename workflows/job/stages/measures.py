@@ -150,7 +150,8 @@ class EpisodeReward(_Drawing):
 
         def played(at: int, given_up: Callable[[], bool]) -> Any:
             prompt = self._prompts[at // samples]
-            return self._play.episode(prompt.ids, prompt.data, prompt.number * samples + at % samples, given_up)
+            ordinal = prompt.number * samples + at % samples
+            return self._play.episode(prompt.ids, prompt.data, prompt.number, ordinal, given_up)
 
         ended = [episode for _, episode in as_they_end(played, len(self._prompts) * samples, self._at_once)]
         episodes = [episode for episode in ended if episode is not None]

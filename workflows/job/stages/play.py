@@ -3,7 +3,8 @@
 An environment is in Gymnasium's form, with texts. ``reward = [{ environment = "module:factory", args = {...} }]`` names a function (or class) that is called
 with `args` for each episode:
 
-- ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is the row's. Returns ``(observation, info)``. The prompt
+- ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is the same for all responses to a prompt, which are
+  compared, so they begin alike. Returns ``(observation, info)``. The prompt
   of the data comes first; a first observation is a further message, None is nothing.
 - ``step(action)``: the text that the model drew in this turn. Returns ``(observation, reward, terminated, truncated, info)``.
 - ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
@@ -121,22 +122,22 @@ class Play:
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:
         """Yield each row as its episode ends; rows that wait for newer weights come last."""
         prompts, data = [np.asarray(ids, np.int32) for ids in batch["prompt_ids"]], batch[names.DATA].list()
-        ordinals = batch.ordinal.tolist()
+        ordinals, size = batch.ordinal.tolist(), self._job.sampling.group_size
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
 
                 def played(at: int, given_up: Callable[[], bool], rows: list[int] = rows) -> Episode | None:
                     row = rows[at]
-                    return self.episode(prompts[row], data[row], ordinals[row], given_up)
+                    return self.episode(prompts[row], data[row], ordinals[row] // size, ordinals[row], given_up)
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
                     yield self._part(rows[at], len(prompts[rows[at]]), episode)
 
     def episode(
-        self, prompt: Any, data: Mapping[str, Any], ordinal: int, given_up: Callable[[], bool]
+        self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
     ) -> Episode | None:
-        """Play one row; None if its environment failed and the job drops such rows."""
-        seed = row_seed(self._job.seed, ordinal)
+        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the environment's seed is made from."""
+        draws = row_seed(self._job.seed, ordinal)
         try:
             with closing(self._environment(ordinal, data)) as environment:
                 turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
@@ -148,7 +149,12 @@ class Play:
                     tokens_max=self._job.sampling.tokens_max,
                 )
                 return player.play(
-                    environment, begin=prompt, seed=seed, options=dict(data), draws=seed, given_up=given_up
+                    environment,
+                    begin=prompt,
+                    seed=row_seed(self._job.seed, number),
+                    options=dict(data),
+                    draws=draws,
+                    given_up=given_up,
                 )
         except (PeerError, FlowSignal, EpisodeEnded):
             raise

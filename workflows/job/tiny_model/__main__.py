@@ -22,9 +22,9 @@ _EXAMPLES: Final = """examples:
     python -m transferqueue.workflows.job.tiny_model models/tiny
   a policy that answers a third of the questions right, and the questions to train it on:
     python -m transferqueue.workflows.job.tiny_model models/tiny --warm-up 200 --task sort --data data/sort
-  a reward model and a critic for the same task:
-    python -m transferqueue.workflows.job.tiny_model models/reward --kind classifier --warm-up 400
-    python -m transferqueue.workflows.job.tiny_model models/critic --kind value --warm-up 400
+  a reward model and a critic for the same task, which know the mistakes of that policy:
+    python -m transferqueue.workflows.job.tiny_model models/reward --kind classifier --warm-up 1500 --until 0.98 --policy models/tiny
+    python -m transferqueue.workflows.job.tiny_model models/critic --kind value --warm-up 400 --policy models/tiny
 
 The reward function of every task: transferqueue.workflows.job.tiny_model.tasks:exact (it reads the column answer).
 """
@@ -51,6 +51,12 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FIGURE",
         help="end the warm-up at this held-out figure (a policy's reward: 0.35)",
     )
+    parser.add_argument(
+        "--policy",
+        type=Path,
+        metavar="DIR",
+        help="a reward model or critic learns from answers that this policy draws",
+    )
     parser.add_argument("--data", type=Path, metavar="DIR", help="write train.jsonl and test.jsonl of the task there")
     parser.add_argument("--seed", type=int, default=0, help="of weights, warm-up and questions (default: 0)")
     return parser
@@ -67,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             steps=given.warm_up,
             until=given.until,
             seed=given.seed,
+            policy=given.policy,
         )
         if given.data:
             write_data(given.data, task=given.task, seed=given.seed)

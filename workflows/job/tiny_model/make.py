@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Mapping
 from itertools import islice
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.workflows.job.tiny_model import warmup
+from transferqueue.workflows.job.tiny_model.answers import Answers, DrawnAnswers, MistakenAnswers, right_answers
 from transferqueue.workflows.job.tiny_model.tasks import TASKS, problems
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
@@ -19,25 +21,33 @@ Kind = Literal["qwen3", "classifier", "value"]
 
 
 class _Recipe(NamedTuple):
-    """How a kind of model is made: its class in transformers, what it is trained on, when it is good enough."""
+    """How a kind of model is made: its class in transformers, its loss, when it is good enough.
+
+    judged: it learns from right and wrong answers. drawn_alone: where a policy draws answers, from those alone.
+    """
 
     architecture: str
     loss: Callable[[Any, warmup.PaddedRows], torch.Tensor]
     measure: Callable[[Any, warmup.PaddedRows], float]
-    judged: bool
     until: float
     figure: str
+    judged: bool = False
+    drawn_alone: bool = False
 
 
 KINDS: Final[Mapping[str, _Recipe]] = {
-    "qwen3": _Recipe(
-        "AutoModelForCausalLM", warmup.answer_loss, warmup.expected_reward, False, 0.35, "expected reward"
-    ),
+    "qwen3": _Recipe("AutoModelForCausalLM", warmup.answer_loss, warmup.expected_reward, 0.35, "expected reward"),
     "classifier": _Recipe(
-        "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, True, 0.93, "accuracy"
+        "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, 0.93, "accuracy", judged=True
     ),
     "value": _Recipe(
-        "AutoModelForTokenClassification", warmup.value_loss, warmup.value_fit, True, 0.4, "share of variance explained"
+        "AutoModelForTokenClassification",
+        warmup.value_loss,
+        warmup.value_fit,
+        0.4,
+        "share of variance explained",
+        judged=True,
+        drawn_alone=True,
     ),
 }
 """qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
@@ -74,13 +84,16 @@ def make(
     steps: int = 0,
     until: float | None = None,
     seed: int = 0,
+    policy: str | Path | None = None,
     **changes: Any,
 ) -> float:
     """Write a model and its tokenizer into `directory`; return its held-out figure (0.0 without a warm-up).
 
     steps: most steps of the warm-up, each of 64 rows. until: held-out figure at which it ends earlier; of a policy, the expected
-    reward at temperature 1. changes: of the configuration. Weights are float32 and a function of the arguments.
-    Raises `NotFound` for an unknown kind or task and `UsageError` for a negative number of steps, before anything is written.
+    reward at temperature 1. policy: a directory whose model draws answers for a reward model (every second one) or a critic (all): they then
+    know its own mistakes. changes: of the configuration. Weights are float32 and a function of the arguments.
+    Raises `NotFound` for an unknown kind, task or policy and `UsageError` for a negative number of steps and for a policy that learns from
+    another, before anything is written.
     """
     import transformers
 
@@ -90,19 +103,38 @@ def make(
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
     if steps < 0:
         raise UsageError(f"steps={steps}: give 0 for random weights, or a positive number")
+    if policy is not None and not KINDS[kind].judged:
+        raise UsageError(
+            f'policy={str(policy)!r} with kind "{kind}": only a judge learns from drawn answers; leave it out'
+        )
     recipe, tokenizer = KINDS[kind], build_tokenizer()
+    answers = _answers(recipe, tokenizer, policy, seed)
     own: dict[str, Any] = {} if kind == "qwen3" else {"num_labels": 1, "tie_word_embeddings": False}
     own |= {"classifier_dropout": 0.0} if kind == "value" else {}
     torch.manual_seed(seed)
     model = getattr(transformers, recipe.architecture).from_config(config(tokenizer, **{**own, **changes}))
-    figure = _trained(model, tokenizer, recipe, task, steps, until, seed) if steps else 0.0
+    figure = _trained(model, tokenizer, recipe, answers, task, steps, until, seed) if steps else 0.0
     model.save_pretrained(directory)
     tokenizer.save_pretrained(directory)
     return figure
 
 
+def _answers(recipe: _Recipe, tokenizer: Any, policy: str | Path | None, seed: int) -> Answers:
+    if not recipe.judged:
+        return right_answers(tokenizer)
+    mistaken = MistakenAnswers(tokenizer, random.Random(seed + 1))
+    return mistaken if policy is None else DrawnAnswers(policy, mistaken, alone=recipe.drawn_alone)
+
+
 def _trained(
-    model: Any, tokenizer: Any, recipe: _Recipe, task: str, steps: int, until: float | None, seed: int
+    model: Any,
+    tokenizer: Any,
+    recipe: _Recipe,
+    answers: Answers,
+    task: str,
+    steps: int,
+    until: float | None,
+    seed: int,
 ) -> float:
     return warmup.warm_up(
         model,
@@ -110,7 +142,7 @@ def _trained(
         task,
         loss=recipe.loss,
         measure=recipe.measure,
-        judged=recipe.judged,
+        answers=answers,
         steps=steps,
         until=recipe.until if until is None else until,
         seed=seed,

@@ -1,12 +1,11 @@
 """Short supervised training of tiny models: answers for a policy, judgements for a reward model and a critic.
 
-Wrong answers, which a judge must see too, are right ones with one mistake: a digit replaced, dropped, added, or two exchanged. A judge
-learns at every token whether the answer is right so far: from its last token alone it learns a third as fast.
+A judge learns at every token whether the answer is right so far: from its last token alone it learns a third as fast. Which answers it sees
+says `answers`.
 """
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Final, NamedTuple
@@ -15,12 +14,15 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's own name for it)
 
+from transferqueue.workflows.job.tiny_model.answers import Answers, ids_of
 from transferqueue.workflows.job.tiny_model.tasks import TaskQuestion, problems
 
 ROWS: Final = 64
 """Rows of a training step."""
 _HELD_OUT_ROWS: Final = 256
 _CHECK_EVERY: Final = 10
+_STEPS_AT_ONCE: Final = 16
+"""Steps whose answers are made together."""
 _LEARNING_RATE: Final = 3e-3
 _RISE_STEPS: Final = 10
 
@@ -41,20 +43,18 @@ class PaddedRows(NamedTuple):
         return self.is_response_RT.long().cumsum(1).argmax(1)
 
 
-def rows_of(tokenizer: Any, drawn: Sequence[TaskQuestion], wrong: random.Random | None = None) -> PaddedRows:
-    """Return problems as chats. wrong: makes the answer of every second row wrong."""
+def rows_of(tokenizer: Any, questions: Sequence[TaskQuestion], answers: Sequence[Sequence[int]]) -> PaddedRows:
+    """Return questions and the tokens of their answers as chats."""
     parts = []
-    for row, problem in enumerate(drawn):
-        said = _wrong(problem.answer, wrong) if wrong and row % 2 else problem.answer
-        prompt = tokenizer.apply_chat_template(problem.chat(), add_generation_prompt=True, return_dict=False)
-        response, truth = ([*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in (said, problem.answer))
-        parts.append((prompt, response, _right_so_far(response, truth)))
+    for question, response in zip(questions, answers, strict=True):
+        prompt = tokenizer.apply_chat_template(question.chat(), add_generation_prompt=True, return_dict=False)
+        parts.append((prompt, response, _right_so_far(response, ids_of(tokenizer, question.answer))))
     width = max(len(prompt) + len(response) for prompt, response, _ in parts)
     ids_RT = torch.full((len(parts), width), tokenizer.pad_token_id)
     is_response_RT, right_RT = torch.zeros_like(ids_RT, dtype=torch.bool), torch.zeros(ids_RT.shape)
     for row, (prompt, response, right) in enumerate(parts):
         here = slice(len(prompt), len(prompt) + len(response))
-        ids_RT[row, : here.stop] = torch.tensor(prompt + response)
+        ids_RT[row, : here.stop] = torch.tensor([*prompt, *response])
         is_response_RT[row, here] = True
         right_RT[row, here] = torch.tensor(right)
     return PaddedRows(ids_RT, is_response_RT, right_RT)
@@ -65,17 +65,6 @@ def _right_so_far(response: Sequence[int], truth: Sequence[int]) -> list[float]:
         (at for at, pair in enumerate(zip(response, truth, strict=False)) if pair[0] != pair[1]), len(response)
     )
     return [float(at < first) for at in range(len(response))]
-
-
-def _wrong(answer: str, draws: random.Random) -> str:
-    """Make one mistake."""
-    said = answer
-    while said == answer:
-        at, digit = draws.randrange(len(answer)), draws.choice("0123456789")
-        before, here, after = answer[:at], answer[at], answer[at + 1 :]
-        changed = (digit + after, after, here + digit + after, after[:1] + here + after[1:])
-        said = before + draws.choice(changed)
-    return said
 
 
 def answer_logprobs(model: Any, rows: PaddedRows) -> Tensor:
@@ -139,18 +128,18 @@ def warm_up(
     *,
     loss: Callable[[Any, PaddedRows], Tensor],
     measure: Callable[[Any, PaddedRows], float],
-    judged: bool,
+    answers: Answers,
     steps: int,
     until: float,
     seed: int = 0,
 ) -> float:
     """Train `model` in place for at most `steps` steps, until `measure` of held-out rows reaches `until`; return that figure.
 
-    judged: every second answer is wrong. The result depends on the arguments alone.
+    answers: what is learned or judged. The result depends on the arguments alone, and on torch's global generator where `answers` draw from it.
     """
-    wrong = random.Random(seed + 1) if judged else None
-    held_out = rows_of(tokenizer, list(islice(problems(task, "test", seed=seed), _HELD_OUT_ROWS)), wrong)
-    train = _batches(problems(task, "train", seed=seed))
+    questions = list(islice(problems(task, "test", seed=seed), _HELD_OUT_ROWS))
+    held_out = rows_of(tokenizer, questions, answers(questions))
+    train = _batches(tokenizer, problems(task, "train", seed=seed), answers)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
     )
@@ -160,12 +149,16 @@ def warm_up(
         for group in optimizer.param_groups:
             group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / _RISE_STEPS)
         optimizer.zero_grad()
-        loss(model, rows_of(tokenizer, next(train), wrong)).backward()
+        loss(model, next(train)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     return measure(model, held_out)
 
 
-def _batches(drawn: Iterator[TaskQuestion]) -> Iterator[list[TaskQuestion]]:
+def _batches(tokenizer: Any, drawn: Iterator[TaskQuestion], answers: Answers) -> Iterator[PaddedRows]:
+    """Yield rows for each step. Answers come for many steps at once: a policy draws them much faster that way."""
     while True:
-        yield list(islice(drawn, ROWS))
+        questions = list(islice(drawn, _STEPS_AT_ONCE * ROWS))
+        responses = answers(questions)
+        for at in range(0, len(questions), ROWS):
+            yield rows_of(tokenizer, questions[at : at + ROWS], responses[at : at + ROWS])
