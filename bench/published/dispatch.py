@@ -5,12 +5,8 @@ Rules:
 1. The production `Ledger` chooses each row: the selector is `LongestFirst` (or `Fifo`), a class is a predicate on
    `tokens`, which holds the predicted length. No policy is copied here; only time is simulated.
 2. An instance decodes up to `slots` samples at once. One token of n samples takes PTL(n) seconds (StreamRL section 5).
-3. The longest fifth of the rows is the *tail*. A split gives the tail `k` instances. All k are tried; the best has the smallest
-   maximum of the two predicted times: PTL x P90 for the tail, PTL x P50 for the rest, times the rounds that memory forces.
-   (The published objective is the sum of the two; it can lose.)
+3. The plan is that of the live dispatcher (`workflows.dispatch.plan`): which class of rows an instance prefers, its slots, and the order.
 4. A split is a preference: an instance whose class is empty takes rows of the other class, so none is idle while rows wait.
-5. Split, longest-first without a split, and the original order are each simulated on the *predicted* lengths. The fastest is
-   used if it is at least `GAIN_MIN` faster than the original order; predictions err too much for smaller gains.
 """
 
 from __future__ import annotations
@@ -19,33 +15,25 @@ import heapq
 from pathlib import Path
 from typing import Final
 
-import msgspec
 import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.policies import Compare, Fifo, LongestFirst, Predicate, Task
 from transferqueue.wire import messages as m
+from transferqueue.workflows.dispatch.decode import DecodeCurve
+from transferqueue.workflows.dispatch.plan import EngineLane, EngineReport, Plan, plan_batch
 from transferqueue.workflows.sim.simulated_job import Lengths, Site
 
 PTL_BATCH: Final = tuple(2**power for power in range(10))
 PTL_MS: Final = (8.3, 8.8, 8.9, 9.0, 9.4, 10.2, 11.7, 15.2, 21.8, 36.9)
 """Published time per token of a 7B model, by batch size; interpolated between these sizes."""
-TAIL_SHARE: Final = 0.2
-GAIN_MIN: Final = 0.02
-"""Without this bound, a first sweep (seeds 0 to 2) lost up to 0.3 % in the mean where no gain was possible."""
 SESSION: Final = 1
 TABLE: Final = "generation"
 
 
-class Dispatch(msgspec.Struct, frozen=True):
-    """Order of rows (longest first, or as they came), and how many instances prefer the tail (0: no split)."""
-
-    longest_first: bool
-    tail_instances: int = 0
-
-
-RANDOM_FIFO: Final = Dispatch(longest_first=False)
+RANDOM_FIFO: Final = Plan()
+"""Rows in the order in which they came."""
 
 
 def ptl_s(batch: int) -> float:
@@ -71,58 +59,41 @@ def ranked(lengths: Lengths, noise: float, rng: np.random.Generator) -> Lengths:
     return predicted
 
 
-def split(predicted: Lengths, site: Site) -> int:
-    """Return the number of instances for the tail by rule 3; 0 if there is only one instance."""
-    tail = max(1, int(predicted.size * TAIL_SHARE))
-    p90, p50 = np.quantile(predicted, [0.9, 0.5])
-    return min(
-        range(1, site.instances),
-        key=lambda k: max(
-            _class_s(tail, k, float(p90), site), _class_s(predicted.size - tail, site.instances - k, float(p50), site)
-        ),
-        default=0,
-    )
+def engines_of(site: Site) -> list[EngineReport]:
+    """Return the instances of a site as engines whose curve is the published one."""
+    curve = DecodeCurve(tuple(map(float, PTL_BATCH)), PTL_MS)
+    return [EngineReport(name=str(at), slots=site.slots, curve=curve) for at in range(site.instances)]
 
 
-def _class_s(rows: int, instances: int, length: float, site: Site) -> float:
-    each = -(-rows // instances)
-    return -(-each // site.slots) * ptl_s(min(each, site.slots)) * length
+def choose(predicted: Lengths, site: Site) -> Plan:
+    """Return the plan for rows of the predicted lengths: that of the live dispatcher, which takes the predictions at their word here."""
+    return plan_batch(predicted, engines_of(site), np.empty(0))
 
 
-def choose(predicted: Lengths, site: Site) -> Dispatch:
-    """Return the dispatch that generates rows of the predicted lengths soonest (rule 5)."""
-    seconds = {
-        dispatch: generation_s(predicted, predicted, site, dispatch) for dispatch in _candidates(predicted, site)
-    }
-    best = min(seconds, key=lambda dispatch: seconds[dispatch])
-    return best if seconds[best] <= (1 - GAIN_MIN) * seconds[RANDOM_FIFO] else RANDOM_FIFO
-
-
-def _candidates(predicted: Lengths, site: Site) -> list[Dispatch]:
-    return [Dispatch(True, split(predicted, site)), Dispatch(True), RANDOM_FIFO]
-
-
-def generation_s(lengths: Lengths, predicted: Lengths, site: Site, dispatch: Dispatch) -> float:
+def generation_s(lengths: Lengths, predicted: Lengths, site: Site, plan: Plan) -> float:
     """Return the simulated seconds until all rows are generated. lengths, predicted: ``[rows]`` positive tokens."""
     if lengths.shape != predicted.shape or lengths.ndim != 1 or not lengths.size or lengths.min() < 1:
         raise UsageError(
             f"lengths {lengths.shape} and predicted {predicted.shape} are not positive tokens of the same rows"
         )
-    return _Run(lengths, predicted, site, dispatch).run()
+    return _Run(lengths, predicted, site, plan).run()
 
 
 class _Run:
-    def __init__(self, lengths: Lengths, predicted: Lengths, site: Site, dispatch: Dispatch) -> None:
+    def __init__(self, lengths: Lengths, predicted: Lengths, site: Site, plan: Plan) -> None:
         self._ledger, self._calls, self.now = Ledger(), 0, 0.0
         self._lengths, self._site, self._left = lengths, site, lengths.size
-        cut = int(np.sort(predicted)[-max(1, int(predicted.size * TAIL_SHARE))])
-        tail: list[Predicate] = [Compare("tokens", ">=", cut)]
-        rest: list[Predicate] = [Compare("tokens", "<", cut)]
-        k = dispatch.tail_instances
-        self._where = [(tail if at < k else rest) if k else [] for at in range(site.instances)]
+        lanes = [plan.lanes.get(str(at), EngineLane("any", site.slots)) for at in range(site.instances)]
+        preferred: dict[str, list[Predicate]] = {
+            "any": [],
+            "tail": [Compare("tokens", ">=", plan.cut)],
+            "regular": [Compare("tokens", "<", plan.cut)],
+        }
+        self._where = [preferred[lane.lane] for lane in lanes]
+        self._slots = [lane.slots for lane in lanes]
         self._progress, self._since = [0.0] * site.instances, [0.0] * site.instances
         self._running: list[list[tuple[float, int, m.Leased]]] = [[] for _ in range(site.instances)]
-        selector = LongestFirst() if dispatch.longest_first else Fifo()
+        selector = LongestFirst() if plan.order == "longest" else Fifo()
         self._ledger.open_session(SESSION, b"generation-simul", 0.0)
         self._apply(m.CreateTable(TABLE, tasks=[Task("generate", selector=selector, lease_s=1e8)]))
         facts = m.RowFacts(tokens=predicted.astype("<i8").tobytes())
@@ -137,7 +108,8 @@ class _Run:
         return reply
 
     def run(self) -> float:
-        filling = [at for _ in range(self._site.slots) for at in range(self._site.instances)]
+        turns = range(max(self._slots))
+        filling = [at for slot in turns for at in range(self._site.instances) if slot < self._slots[at]]
         for at in filling:
             if not self._left:
                 break

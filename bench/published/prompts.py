@@ -19,8 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.published.dispatch import published_lengths
+from transferqueue.workflows.dispatch.ranker import LengthRanker
+from transferqueue.workflows.dispatch.skill import as_lengths
 from transferqueue.workflows.sim.simulated_job import Lengths
-from transferqueue.workflows.streamrl.ranker import HistoryRanker, PromptRanker, as_lengths
 
 LUCK: Final = 0.25
 SEEN: Final = 4096
@@ -54,23 +55,25 @@ def draw_prompts(count: int, rng: np.random.Generator) -> SyntheticPrompts:
     return SyntheticPrompts(ids, (weights[ids] - weights.mean()).sum(axis=1) / (weights.std() * np.sqrt(TOKENS)))
 
 
-def trained_ranker(seed: int) -> PromptRanker:
-    """Train a ranker on `SEEN` prompts and an answer to each. Blocks (seconds)."""
+def trained_ranker(seed: int) -> LengthRanker:
+    """Train the live ranker on `SEEN` prompts and an answer to each."""
     rng = np.random.default_rng((seed, 1))
     seen = draw_prompts(SEEN, rng)
-    ranker = PromptRanker(seed=seed)
-    ranker.fit(seen.ids.tolist(), seen.answers(rng).tolist())
+    ranker = LengthRanker()
+    ranker.observe(list(seen.ids), seen.answers(rng))
+    ranker.refit()
     return ranker
 
 
-def by_ranker(ranker: PromptRanker, prompts: SyntheticPrompts, lengths: Lengths) -> Lengths:
-    """Predict lengths by the model, which has not seen these prompts: ``[prompts]``, tokens."""
-    return as_lengths(ranker.score(prompts.ids.tolist()), lengths)
+def by_ranker(ranker: LengthRanker, prompts: SyntheticPrompts, lengths: Lengths) -> Lengths:
+    """Predict lengths by the ranks of the model, which has not seen these prompts: ``[prompts]``, tokens."""
+    return as_lengths(ranker.predict(list(prompts.ids)).astype(np.float64), lengths)
 
 
 def by_history(prompts: SyntheticPrompts, lengths: Lengths, rng: np.random.Generator) -> Lengths:
-    """Predict lengths by the mean of `TIMES` earlier answers to each prompt: ``[prompts]``, tokens."""
-    history, keys = HistoryRanker(), [str(number) for number in range(len(prompts.ids))]
+    """Predict lengths by a ranker that has seen `TIMES` answers to each of these prompts and nothing else: ``[prompts]``, tokens."""
+    ranker = LengthRanker()
     for _ in range(TIMES):
-        history.fit(keys, prompts.answers(rng).tolist())
-    return as_lengths(history.score(keys), lengths)
+        ranker.observe(list(prompts.ids), prompts.answers(rng))
+    ranker.refit()
+    return by_ranker(ranker, prompts, lengths)

@@ -18,8 +18,8 @@ import numpy as np
 from bench.published import prompts
 from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
+from transferqueue.workflows.dispatch.skill import recall
 from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, Lengths, SimStage, SimulatedJob, Site, simulate
-from transferqueue.workflows.streamrl.ranker import recall
 
 NOISE: Final = 0.25
 ROWS: Final = 512
@@ -61,7 +61,7 @@ class FigureRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def table() -> list[FigureRow]:
-    """Simulate every figure. Takes about two minutes; needs torch for the ranker."""
+    """Simulate every figure. Takes about two minutes."""
     return [*dispatch(), *pipelining(), *elasticity()]
 
 
@@ -93,7 +93,7 @@ def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLO
 
 
 def predicted_batch(rows: int, seed: int) -> dict[str, Lengths]:
-    """Draw a batch; return its lengths as predicted by the ranker, the history, and the oracle (the true lengths). Needs torch."""
+    """Draw a batch; return its lengths as predicted by the ranker, the history, and the oracle (the true lengths)."""
     rng = np.random.default_rng(seed)
     batch = prompts.draw_prompts(rows, rng)
     lengths = batch.answers(rng)

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
 from tests.scale import examples
 from transferqueue.errors import UsageError
+from transferqueue.workflows.dispatch.skill import recall
 from transferqueue.workflows.sim.simulated_job import Site
-from transferqueue.workflows.streamrl.ranker import recall
 
 
 def test_bad_settings_are_refused() -> None:

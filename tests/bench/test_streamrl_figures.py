@@ -7,7 +7,7 @@ import pytest
 
 from bench.published.prompts import by_history, draw_prompts
 from bench.published.streamrl import adds, dispatch, pipelining
-from transferqueue.workflows.streamrl.ranker import as_lengths, recall
+from transferqueue.workflows.dispatch.skill import as_lengths, recall
 
 
 def test_synthetic_prompts_have_answers_as_long_as_published_and_a_seed_gives_the_same() -> None:

@@ -27,6 +27,8 @@ STEP: Final = "step"
 """Kind of the metrics of a trainer step."""
 EVALUATION: Final = "evaluation"
 """Kind of the metrics of an evaluation; logged at the step before it."""
+DISPATCH: Final = "dispatch"
+"""Kind of the metrics of a dispatcher, which works ahead of the trainer; logged at the trainer's latest step, as ``dispatch/NAME``."""
 
 
 class Logger(Protocol):
@@ -52,6 +54,8 @@ def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe
         if isinstance(event, Figures) and event.kind in (STEP, EVALUATION):
             last = int(event.values.get("step", last))
             log(last, figures_of(event))
+        elif isinstance(event, Figures) and event.kind == DISPATCH:
+            log(last, {f"{DISPATCH}/{name}": value for name, value in figures_of(event).items()})
         observe(label, event)
 
     return hear

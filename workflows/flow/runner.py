@@ -11,6 +11,7 @@ Rules:
 4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each lease.
+7. A stage with `where`, or whose function chooses (`ChoosingWork`), leases the rows that it prefers first (`preference`).
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from collections.abc import Callable
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Sealed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
+from transferqueue.workflows.flow.preference import lease_preferred
 from transferqueue.workflows.flow.serving import StageFailedInProcess, check_broken, serve
 from transferqueue.workflows.flow.slots import LEASE_WAIT_S, Feeder
-from transferqueue.workflows.flow.stage import STALL_S, Produce, Stage, Work
+from transferqueue.workflows.flow.stage import STALL_S, ChoosingWork, LeaseChoice, Produce, Stage, Work
 
 __all__ = ["StageFailedInProcess", "run_source", "run_stage"]
 
@@ -45,10 +47,11 @@ def run_stage(
     """
     if stage.slots:
         return Feeder(table, stage, work, emit=emit, stop=stop).run()
+    choice = work.choice if isinstance(work, ChoosingWork) else LeaseChoice
     rows_done = failures = 0
     while not (stop and stop.is_set()):
         waited = time.monotonic()
-        batch = _next_batch(table, stage, stop)
+        batch = _next_batch(table, stage, choice, stop)
         if batch is None:
             break
         started = time.monotonic()
@@ -63,13 +66,15 @@ def run_stage(
     return rows_done
 
 
-def _next_batch(table: tq.Table, stage: Stage, stop: threading.Event | None) -> tq.Batch | None:
+def _next_batch(
+    table: tq.Table, stage: Stage, choice: Callable[[], LeaseChoice], stop: threading.Event | None
+) -> tq.Batch | None:
     """Wait for rows. Returns None at the end of the table, and within `LEASE_WAIT_S` when asked to stop."""
     deadline = time.monotonic() + stage.stall_s
     while not (stop and stop.is_set()):
         left_s = max(0.0, deadline - time.monotonic())
         try:
-            return stage.lease(table, timeout_s=min(left_s, LEASE_WAIT_S) if stop else left_s)
+            return lease_preferred(table, stage, choice, timeout_s=min(left_s, LEASE_WAIT_S) if stop else left_s)
         except EndOfTable:
             return None
         except DeadlineExceeded:

@@ -25,8 +25,9 @@ from typing import Final
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
+from transferqueue.workflows.flow.preference import lease_preferred
 from transferqueue.workflows.flow.serving import check_broken, serve
-from transferqueue.workflows.flow.stage import Stage, Work
+from transferqueue.workflows.flow.stage import ChoosingWork, LeaseChoice, Stage, Work
 
 LEASE_WAIT_S: Final = 2.0
 """Longest wait of one request for rows: the failure of a running lease ends the stage no later than this."""
@@ -49,6 +50,10 @@ class Slots:
         self._idle_since = now
         self.in_work = 0
         self.failures = 0
+
+    def limit(self, slots: int) -> None:
+        """Run at most `slots` rows from now on, or as many as one lease must have. Rows in work stay."""
+        self._slots = max(slots, 1 if self._groups else self._least)
 
     def room(self) -> int:
         """Rows (or groups) that may be leased now; 0: none."""
@@ -90,6 +95,7 @@ class Feeder:
         stop: threading.Event | None = None,
     ) -> None:
         self._table, self._stage, self._work, self._emit = table, stage, work, emit
+        self._choice = work.choice if isinstance(work, ChoosingWork) else LeaseChoice
         self._stop = stop or threading.Event()
         self._changed = threading.Condition()
         self._since = time.monotonic()
@@ -116,7 +122,8 @@ class Feeder:
         """Wait for room, then for rows. Returns None when the stage is over."""
         while (room := self._wait_for_room()) is not None:
             try:
-                batch = self._stage.lease(self._table, room, min(LEASE_WAIT_S, self._stage.stall_s))
+                wait_s = min(LEASE_WAIT_S, self._stage.stall_s)
+                batch = lease_preferred(self._table, self._stage, self._choice, most=room, timeout_s=wait_s)
             except EndOfTable:
                 return None
             except DeadlineExceeded:
@@ -129,9 +136,14 @@ class Feeder:
 
     def _wait_for_room(self) -> int | None:
         with self._changed:
-            while not (self._error or self._stop.is_set() or self._slots.room()):
+            while not (self._error or self._stop.is_set() or self._room()):
                 self._changed.wait(LEASE_WAIT_S)
             return None if self._error or self._stop.is_set() else self._slots.room()
+
+    def _room(self) -> int:
+        if slots := self._choice().slots:
+            self._slots.limit(min(slots, self._stage.slots))
+        return self._slots.room()
 
     def _begin(self, batch: tq.Batch) -> None:
         with self._changed:

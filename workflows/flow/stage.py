@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import importlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import msgspec
 
@@ -34,6 +34,9 @@ from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 
 T = TypeVar("T")
 
+Where = Sequence[tq.TagIs | tq.VersionBetween | tq.Compare]
+"""Predicates of a lease: a row must satisfy all."""
+
 STALL_S: Final = 300.0
 """Longest wait of a stage for a row. It then fails its flow and says what is missing; set it above the longest step."""
 
@@ -44,7 +47,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
     are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
     soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The function must then be callable from several threads
-    at once. stall_s: longest wait for rows.
+    at once. stall_s: longest wait for rows. where: rows that the stage leases first; others only while none of these is ready, so that rows which no
+    process prefers are generated too.
     """
 
     task: tq.Task
@@ -54,6 +58,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     at_least: int = 0
     slots: int = 0
     stall_s: float = STALL_S
+    where: tuple[tq.TagIs | tq.VersionBetween | tq.Compare, ...] = ()
 
     def __post_init__(self) -> None:
         if sum(amount > 0 for amount in (self.rows, self.tokens, self.groups)) != 1:
@@ -69,14 +74,17 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
                 "of one call; leave tokens out, or slots"
             )
 
-    def lease(self, table: tq.Table, most: int | None = None, timeout_s: float | None = None) -> tq.Batch:
-        """Lease the rows of one call: at most `most` rows or groups, if given. Waits and raises as `Table.lease` does."""
+    def lease(
+        self, table: tq.Table, most: int | None = None, timeout_s: float | None = None, where: Where = ()
+    ) -> tq.Batch:
+        """Lease the rows of one call: at most `most` rows or groups, if given, and only rows that satisfy `where`. Waits and raises as `Table.lease` does."""
         return table.lease(
             self.task.name,
             rows=(self.rows if most is None else min(self.rows, most)) or None,
             tokens=self.tokens or None,
             groups=(self.groups if most is None else min(self.groups, most)) or None,
             at_least=self.at_least or None,
+            where=where,
             timeout_s=self.stall_s if timeout_s is None else timeout_s,
             lease_s=self.task.lease_s,
         )
@@ -84,6 +92,24 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
 
 Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
 """The function of a stage: returns columns for all rows of the batch, or yields parts of it as they are finished."""
+
+
+class LeaseChoice(NamedTuple):
+    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once (0: as the stage says)."""
+
+    where: Where = ()
+    slots: int = 0
+
+
+@runtime_checkable
+class ChoosingWork(Protocol):
+    """The function of a stage that also chooses what its process leases: asked before each lease."""
+
+    def __call__(self, batch: tq.Batch) -> Mapping[str, Any] | Iterable[PartialResult]:
+        """As `Work`."""
+
+    def choice(self) -> LeaseChoice:
+        """Return what to lease now. Called from one thread; must not block."""
 
 
 Produce = Producer

@@ -3,6 +3,8 @@
 ::
 
     prompts --put--> [ rollouts ] --rollout---> response_ids, rollout_logprobs, token_versions, finish_reason
+                                  --rank------> expected_tokens              before rollout, where rows are dispatched by length
+                                  --lengths---> nothing: teaches the ranker  after it
                                   --reward----> rewards                      (play gives responses and rewards of episodes)
                                   --reference-> ref_logprobs                 with a KL term
                                   --proximal--> prox_logprobs                old="trainer" and several updates a step
@@ -35,6 +37,7 @@ from transferqueue.workflows.job.settings.sizes import batch_rows, depth, rows_a
 _HERE: Final = "transferqueue.workflows.job"
 FACTORIES: Final[Mapping[str, str]] = {
     names.PROMPTS: f"{_HERE}.data.source:prompts",
+    names.RANK: f"{_HERE}.stages.rank:rank",
     names.ROLLOUT: f"{_HERE}.stages.rollout:rollout",
     names.PLAY: f"{_HERE}.stages.play:play",
     names.REWARD: f"{_HERE}.stages.reward:reward",
@@ -49,7 +52,7 @@ FACTORIES: Final[Mapping[str, str]] = {
 }
 """Factory of each process. A process imports that module only, so that only processes with a model load torch."""
 
-LOOPS: Final = frozenset({names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
+LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
 """Processes whose factory gives a whole loop: they lease rows themselves, or none."""
 
 STALL_S: Final = 3600.0
@@ -57,6 +60,8 @@ STALL_S: Final = 3600.0
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
+_DEALT: Final = 16
+"""Parts in which rows that are dispatched are leased, so that the first engine to ask does not get all the longest ones."""
 _LEASES: Final = 4
 """Leases that fill the slots of an idle engine; each is committed in parts of its own."""
 _REWARD_ROWS: Final = 64
@@ -69,6 +74,8 @@ _FIELDS: Final[dict[str, tq.Field]] = {
     for field in (
         tq.Field("prompt_ids", "int32", RAGGED),
         tq.Field(names.DATA, "value"),
+        tq.Field(names.EXPECTED_TOKENS, "int32"),
+        tq.Field(names.RANKER_VERSION, "int32"),
         tq.Field("response_ids", "int32", RAGGED),
         tq.Field("token_versions", "int32", RAGGED),
         tq.Field("rollout_logprobs", "float32", RAGGED),
@@ -98,6 +105,11 @@ def has_episodes(job: Job) -> bool:
     return any(reward.environment for reward in job.reward)
 
 
+def by_length(job: Job) -> bool:
+    """Whether rows go to engines by their expected length."""
+    return job.dispatch.kind == "length"
+
+
 def in_parts(job: Job) -> bool:
     """Whether a response may be generated in several leases, under several versions."""
     return bool(job.sampling.budget) or job.pacing.over_sample > 1
@@ -106,9 +118,9 @@ def in_parts(job: Job) -> bool:
 def task_names(job: Job) -> tuple[str, ...]:
     """Return the names of the table's tasks, in the order of a row's life."""
     tasks = tasks_of(job.algorithm)
-    if not has_episodes(job):
-        return tasks
-    return tuple(names.PLAY if task == names.ROLLOUT else task for task in tasks if task != names.REWARD)
+    if has_episodes(job):
+        tasks = tuple(names.PLAY if task == names.ROLLOUT else task for task in tasks if task != names.REWARD)
+    return (names.RANK, tasks[0], names.LENGTHS, *tasks[1:]) if by_length(job) else tasks
 
 
 def fields(job: Job) -> list[tq.Field]:
@@ -143,7 +155,7 @@ def _stage(task: str, job: Job) -> Stage:
         needs=needs,
         gives=gives,
         groups=tq.Complete() if whole else None,
-        selector=tq.OldestVersionFirst() if task == names.TRAIN else tq.Fifo(),
+        selector=_selector(task, job),
         time_limit_s=HELD_S_MAX if task in _LONG else None,
     )
     prompts = job.trainer.prompts_per_step
@@ -155,19 +167,25 @@ def _stage(task: str, job: Job) -> Stage:
     return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows), stall_s=STALL_S)
 
 
+def _selector(task: str, job: Job) -> tq.Selector:
+    if task in (names.ROLLOUT, names.PLAY) and by_length(job):
+        return tq.Priority()
+    return tq.OldestVersionFirst() if task == names.TRAIN else tq.Fifo()
+
+
 def _generating(task: tq.Task, job: Job) -> Stage:
     """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the source puts them so."""
     slots = max(engine.slots for engine in job.engine)
     if job.trainer.order == "ordinal":
         size = job.sampling.group_size
         return Stage(task=task, rows=size, slots=max(slots, size), stall_s=STALL_S)
-    rows = max(1, min(slots // _LEASES, rows_ahead(job)))
+    rows = max(1, min(slots // (_DEALT if by_length(job) else _LEASES), rows_ahead(job)))
     return Stage(task=task, rows=rows, at_least=1, slots=slots, stall_s=STALL_S)
 
 
 def _rows(task: str, job: Job) -> int:
     """The most rows of one call of a stage."""
-    if task in (names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
+    if task in (names.RANK, names.ADVANTAGE, names.TRAIN, names.TRAIN_CRITIC):
         return batch_rows(job)
     return _REWARD_ROWS if task == names.REWARD else _SCORED_ROWS
 
@@ -185,9 +203,12 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the columns that a task needs and gives."""
     begun = BEGUN if in_parts(job) else ()
     mask = ("loss_mask",) if has_episodes(job) else ()
+    ranked = (names.EXPECTED_TOKENS,) if by_length(job) else ()
     generates = {
-        names.ROLLOUT: (("prompt_ids", *begun), _GENERATED),
-        names.PLAY: (("prompt_ids", names.DATA), (*_GENERATED, *mask, "rewards", "turn_rewards")),
+        names.RANK: (("prompt_ids",), (names.EXPECTED_TOKENS, names.RANKER_VERSION)),
+        names.LENGTHS: (("prompt_ids", "response_ids", *ranked), ()),
+        names.ROLLOUT: (("prompt_ids", *begun, *ranked), _GENERATED),
+        names.PLAY: (("prompt_ids", names.DATA, *ranked), (*_GENERATED, *mask, "rewards", "turn_rewards")),
         names.REWARD: ((*_TEXT, names.DATA, "finish_reason"), ("rewards", names.REWARD_TERMS)),
         names.REFERENCE: (_TEXT, ("ref_logprobs",)),
         names.PROXIMAL: (_TEXT, ("prox_logprobs",)),
@@ -244,6 +265,8 @@ def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
     processes = [described]
     for stage in stages(job):
         name = stage.task.name
+        if name == names.LENGTHS:
+            continue  # `rank` serves it
         processes += [_process(described, name, stage, number) for number in range(_count(name, job))]
     if job.evaluation.path:
         processes.append(_process(described, names.EVALUATE))

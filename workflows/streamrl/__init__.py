@@ -1,4 +1,4 @@
-"""The service of StreamRL (arXiv 2504.15930): `update(weights)`, `generate(prompts)` as a stream of samples; length rankers."""
+"""The service of StreamRL (arXiv 2504.15930): `update(weights)`, `generate(prompts)` as a stream of samples."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
     from transferqueue.workflows.streamrl.generator_process import serve
-    from transferqueue.workflows.streamrl.ranker import HistoryRanker, PromptRanker, as_lengths
     from transferqueue.workflows.streamrl.service import CompletionStream, SamplesLost, StreamService, pacing
     from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
 
@@ -16,11 +15,8 @@ __all__ = [
     "AsyncStream",
     "AsyncStreamService",
     "CompletionStream",
-    "HistoryRanker",
-    "PromptRanker",
     "SamplesLost",
     "StreamService",
-    "as_lengths",
     "pacing",
     "serve",
 ]
@@ -31,7 +27,6 @@ _lazy = lazy_names(
         "service": "StreamService CompletionStream SamplesLost pacing",
         "service_aio": "AsyncStreamService AsyncStream",
         "generator_process": "serve",
-        "ranker": "HistoryRanker PromptRanker as_lengths",
     },
 )
 __getattr__ = renamed_names(__name__, {"Stream": "CompletionStream"}, otherwise=_lazy)

@@ -156,6 +156,13 @@ REFUSED = [
     (GRPO, "trainer.at_least=33", "at_least=33 is more than the prompts_per_step=32"),
     (GRPO, "engine=[]", "engine=[] with kind='grpo': nothing would generate"),
     (GRPO, "engine.0.serves=tail", "every engine serves 'tail'"),
+    (
+        GRPO,
+        "engine=[{kind='transformers', serves='tail'}, {kind='transformers'}]",
+        "engine.0.serves='tail' with dispatch.kind='given': rows have no classes",
+    ),
+    (GRPO, "dispatch.kind=length ; trainer.order=ordinal", 'dispatch.kind="length" with order="ordinal"'),
+    (SFT, "dispatch.kind=length", 'dispatch.kind="length" with kind="sft": nothing is generated'),
     (GRPO, "trainer.micro_tokens=1535", "1024 + tokens_max=512 = 1536 tokens; give at least 1536"),
     (PPO, "critic.tokens=1000", "critic.tokens=1000 is under one row"),
     (

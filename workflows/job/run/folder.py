@@ -6,7 +6,7 @@
       job.toml           the job, with everything filled in
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  evaluations.jsonl  samples.jsonl      written while the run goes on
+      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  written while the run goes on
       checkpoints/       of the trainer
       state/ snapshots/  of the queue, until the run is finished
       summary.json  summary.txt  timeline.json  learning.png      written at the end

@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TextIO
 
 from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
-from transferqueue.workflows.flow.loggers import EVALUATION, STEP
+from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, STEP
 from transferqueue.workflows.job import names
 
 SAMPLES: Final = "samples"
@@ -19,7 +19,12 @@ SAMPLES: Final = "samples"
 CHECKPOINT: Final = "checkpoint"
 SPANS_MAX: Final = 200_000
 """Spans that are kept for the timeline; of a longer run the last ones."""
-_FILES: Final = {STEP: "steps.jsonl", EVALUATION: "evaluations.jsonl", SAMPLES: "samples.jsonl"}
+_FILES: Final = {
+    STEP: "steps.jsonl",
+    EVALUATION: "evaluations.jsonl",
+    SAMPLES: "samples.jsonl",
+    DISPATCH: "dispatch.jsonl",
+}
 _COUNTERS: Final = ("reward", "loss")
 
 
@@ -36,6 +41,7 @@ class RunRecord:
         self._work_s: dict[str, float] = {}
         self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in self._earlier(STEP)}
         self.evaluations: list[dict[str, Any]] = list(self._earlier(EVALUATION))
+        self.plans: list[dict[str, Any]] = list(self._earlier(DISPATCH))
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
         self.publish_s: list[float] = []
@@ -64,6 +70,9 @@ class RunRecord:
                 self._write(SAMPLES, sample)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
+        elif event.kind == DISPATCH:
+            self.plans.append(event.values)
+            self._write(DISPATCH, event.values | {"at": event.at})
         elif event.kind in (STEP, EVALUATION):
             self._figures(event)
 

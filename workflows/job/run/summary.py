@@ -26,7 +26,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
     processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for weights. publish_s: median time of a
     publication. logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
-    versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised.
+    versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
+    (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
     """
 
     name: str
@@ -54,6 +55,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     rows_done: int
     rows_dropped: dict[str, int]
     failures: dict[str, int]
+    dispatch: dict[str, Any] = {}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -76,6 +78,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("stood still for weights", _milliseconds(self.stood_still_s, "a step")),
             ("weights published in", _milliseconds(self.publish_s, "median")),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
         ]
 
     def text(self) -> str:
@@ -117,6 +120,7 @@ def summarize(record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds
         rows_done=audit.done,
         rows_dropped=dict(audit.dropped),
         failures=dict(record.failures),
+        dispatch=record.plans[-1] if record.plans else {},
     )
 
 
@@ -152,6 +156,16 @@ def _ends(steps: Mapping[int, Mapping[str, Any]]) -> tuple[float | None, float |
     rewards = [float(steps[step]["reward"]) for step in sorted(steps) if steps[step].get("reward") is not None]
     tenth = max(1, len(rewards) // 10)
     return (round(fmean(rewards[:tenth]), 4), round(fmean(rewards[-tenth:]), 4)) if rewards else (None, None)
+
+
+def _dispatched(figures: Mapping[str, Any]) -> str:
+    """What a ranker recalled and how often its order was used, in words."""
+    recalled = [figures[name] for name in ("recall_20", "recall_10", "recall_5") if name in figures]
+    recall = " / ".join(f"{share:.2f}" for share in recalled) or "not told"
+    return (
+        f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of {figures['plans']} batches in order of length; "
+        f"last: {figures['why']}"
+    )
 
 
 def _mean(values: list[float]) -> float | None:

@@ -305,6 +305,24 @@ def _order(job: Job) -> None:
             )
 
 
+# ---------------------------------------------------------------- dispatch
+
+
+def _dispatch(job: Job) -> None:
+    by_length = job.dispatch.kind == "length"
+    for place, engine in enumerate(job.engine):
+        if engine.serves != "any" and not by_length:
+            raise UsageError(
+                f'engine.{place}.serves={engine.serves!r} with dispatch.kind={job.dispatch.kind!r}: rows have no classes; set dispatch.kind="length", or leave it out'
+            )
+    if by_length and job.algorithm.kind == "sft":
+        raise UsageError('dispatch.kind="length" with kind="sft": nothing is generated; leave it out')
+    if by_length and job.trainer.order == "ordinal":
+        raise UsageError(
+            'dispatch.kind="length" with order="ordinal": rows would be generated in an order that depends on the time; set trainer.order="ready"'
+        )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -380,6 +398,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _ranks,
     _engines,
     _order,
+    _dispatch,
     _pacing,
     _tokens,
     _memory,

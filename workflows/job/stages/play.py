@@ -47,8 +47,8 @@ def play(context: Context) -> Iterator[Work]:
     """Factory of ``play``: like `rollout`, for episodes. Each row is given as soon as its episode is over."""
     job = context.settings(Job)
     environments = environment_of(job)
-    with generating(context, job) as (engine, weights, sampling):
-        yield Play(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+    with generating(context, job) as (engine, weights, sampling, chosen):
+        yield chosen(Play(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots))
 
 
 def environment_of(job: Job) -> RewardSettings:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from functools import partial
 from typing import Any, Final
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.generation import PART_ROWS, Generate
 from transferqueue.errors import UsageError
+from transferqueue.workflows.dispatch.channels import dispatched
+from transferqueue.workflows.flow.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
-from transferqueue.workflows.job.graph import engine_of
+from transferqueue.workflows.job.graph import by_length, engine_of
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
 
@@ -29,19 +32,34 @@ def rollout(context: Context) -> Iterator[Work]:
     that is a hash of the job's seed and its ordinal.
     """
     job = context.settings(Job)
-    with generating(context, job) as (engine, weights, sampling):
-        yield EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+    with generating(context, job) as (engine, weights, sampling, chosen):
+        yield chosen(EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots))
 
 
 @contextmanager
-def generating(context: Context, job: Job) -> Iterator[tuple[Generator, PolicyWeights, Sampling]]:
-    """Open the engine of this process with the first weights; yield it, its weights, and the job's sampling."""
+def generating(
+    context: Context, job: Job
+) -> Iterator[tuple[Generator, PolicyWeights, Sampling, Callable[[Work], Work]]]:
+    """Open the engine of this process with the first weights; yield it, its weights, the job's sampling, and what makes the stage's function lease rows by length, if
+    the job dispatches so.
+    """
     settings = engine_of(job, context.instance)
     sampling = sampling_of(job, settings)
     with ExitStack() as stack:
         with context.span("engine start"):
             engine = stack.enter_context(closing(open_engine(settings, job, place=list(job.engine).index(settings))))
-        yield engine, stack.enter_context(policy_weights(context, engine, job)), sampling
+        chosen: Callable[[Work], Work] = _unchanged
+        if by_length(job):
+            name, slots = f"{context.instance}", settings.slots
+            engine, follower = stack.enter_context(
+                dispatched(context.queue, context.table.name, engine, name=name, slots=slots, serves=settings.serves)
+            )
+            chosen = partial(PreferringWork, choice=follower.choice)
+        yield engine, stack.enter_context(policy_weights(context, engine, job)), sampling, chosen
+
+
+def _unchanged(work: Work) -> Work:
+    return work
 
 
 class EngineRollout:

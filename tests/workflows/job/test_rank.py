@@ -1,0 +1,200 @@
+"""The ranker's process in a job: whole batches become ready at once and ranked, lengths teach it, plans are published, a later life goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import transferqueue as tq
+from tests.workflows.job.jobs import job as job_of_kind
+from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.workflows.dispatch.channels import (
+    PlanFollower,
+    dispatched,
+    live_engines,
+    newest,
+    plan_channel,
+    publish,
+)
+from transferqueue.workflows.dispatch.decode import DecodeCurve
+from transferqueue.workflows.dispatch.plan import EngineLane, EngineReport, Plan
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.stage import Context, LeaseChoice
+from transferqueue.workflows.job import graph, names
+from transferqueue.workflows.job.stages.rank import rank
+
+WAIT_S = 30.0
+PROMPTS, SIZE, STEPS = 24, 2, 6
+
+
+@pytest.fixture
+def queue() -> Iterator[tq.Queue]:
+    with tq.connect() as opened:
+        yield opened
+
+
+def ranked_job(*changes: str) -> Any:
+    return job_of_kind(
+        "grpo", "dispatch.kind=length", f"trainer.prompts_per_step={PROMPTS}", f"steps={STEPS}", *changes
+    )
+
+
+def test_the_graph_has_the_tasks_and_one_process_for_both() -> None:
+    job = ranked_job()
+    assert [stage.task.name for stage in graph.stages(job)][:3] == [names.RANK, names.ROLLOUT, names.LENGTHS]
+    processes = [process.name for process in graph.stage_jobs(job)]
+    assert processes.count(names.RANK) == 1
+    assert names.LENGTHS not in processes
+    assert names.RANK not in [stage.task.name for stage in graph.stages(job_of_kind("grpo"))]
+
+
+class Place:
+    """A job's table with its ranker; the test is everything else. A prompt's one token says how long its responses are."""
+
+    def __init__(self, queue: tq.Queue, folder: Path) -> None:
+        import msgspec
+
+        self.job, self.events = ranked_job(), list[Event]()
+        self.table = graph.create_table(queue, self.job)
+        self.context = Context(
+            queue=queue,
+            table=self.table,
+            emit=self.events.append,
+            settings=msgspec.to_builtins(self.job),
+            directory=folder,
+        )
+        self.thread = threading.Thread(target=self._serve)
+        self.thread.start()
+
+    def _serve(self) -> None:
+        with rank(self.context) as loop:
+            loop()
+
+    def put(self, step: int) -> None:
+        kinds = np.random.default_rng(step).integers(1, 9, PROMPTS)
+        number = np.repeat(step * PROMPTS + np.arange(PROMPTS), SIZE)
+        with self.table.reserve(PROMPTS * SIZE, timeout_s=WAIT_S) as reservation:
+            self.table.put(
+                reservation=reservation,
+                prompt_ids=[np.full(4, kind, np.int32) for kind in np.repeat(kinds, SIZE)],
+                data=[{"prompt": "?"}] * (PROMPTS * SIZE),
+                group_id=number,
+                group_size=SIZE,
+                ordinal=number * SIZE + np.tile(np.arange(SIZE), PROMPTS),
+            )
+
+    def generate(self) -> tuple[list[int], list[int]]:
+        """Take a batch as an engine does; return the kinds and expectations in the order of the leases. Then do the rest of the job with it."""
+        rows = PROMPTS * SIZE
+        with self.table.lease(names.ROLLOUT, rows=rows, timeout_s=WAIT_S) as batch:
+            kinds = [int(ids[0]) for ids in batch["prompt_ids"]]
+            expected = batch[names.EXPECTED_TOKENS].list()
+            lengths = [2 * kind for kind in kinds]
+            batch.ack(
+                response_ids=[np.zeros(length, np.int32) for length in lengths],
+                rollout_logprobs=[np.zeros(length, np.float32) for length in lengths],
+                token_versions=[np.zeros(length, np.int32) for length in lengths],
+                finish_reason=["stop"] * rows,
+                tokens=lengths,
+                policy_version=0,
+            )
+        with self.table.lease(names.REWARD, rows=rows, timeout_s=WAIT_S) as batch:
+            batch.ack(rewards=np.zeros(rows, np.float32), reward_terms=[np.zeros(1, np.float32)] * rows)
+        with self.table.lease(names.ADVANTAGE, groups=PROMPTS, timeout_s=WAIT_S) as batch:
+            batch.ack(advantages=np.zeros(rows, np.float32))
+        with self.table.lease(names.TRAIN, groups=PROMPTS, timeout_s=WAIT_S) as batch:
+            batch.ack()
+        return kinds, expected
+
+    def end(self) -> list[Figures]:
+        self.table.seal()
+        self.thread.join(WAIT_S)
+        assert not self.thread.is_alive()
+        return [event for event in self.events if isinstance(event, Figures)]
+
+
+def test_it_learns_from_finished_rows_and_puts_the_longest_first(queue: tq.Queue, tmp_path: Path) -> None:
+    curve = DecodeCurve((1.0, 16.0), (10.0, 12.0))
+    for name in ("0", "1"):
+        version = publish(queue, f"{names.TABLE}/decode/{name}", EngineReport(name=name, slots=4, curve=curve))
+        queue.weights(f"{names.TABLE}/decode/{name}").applied(version)
+    place = Place(queue, tmp_path)
+    seen = []
+    for step in range(STEPS):
+        place.put(step)
+        seen.append(place.generate())
+        if step < STEPS - 1:
+            _wait_until_learned(tmp_path / "ranker.npz", rows=(step + 1) * PROMPTS * SIZE)
+    figures = [each.values for each in place.end()]
+    assert [each["order"] for each in figures][:2] == ["given", "given"]
+    assert figures[-1]["order"] == "longest", figures
+    assert figures[0]["why"] == "given order: 0 of 20 prompts seen"
+    assert seen[0][1] == [0] * (PROMPTS * SIZE)  # nothing was expected before the first lesson
+    assert seen[-1][1] == sorted(seen[-1][1], reverse=True)
+    assert figures[-1]["recall_20"] > 0.5
+    assert newest(queue, plan_channel(names.TABLE), Plan)[1].order == "longest"
+
+
+def _wait_until_learned(file: Path, rows: int) -> None:
+    """Wait for the ranker's file, which its thread writes after the last rows: there is nothing else to wait on."""
+    import time
+
+    deadline = time.monotonic() + WAIT_S
+    while time.monotonic() < deadline:
+        if file.exists():
+            with np.load(file) as arrays:
+                if arrays["counts"][0] >= rows:
+                    return
+        time.sleep(0.01)
+    raise AssertionError(f"the ranker learned no {rows} rows")
+
+
+# ---------------------------------------------------------------- channels
+
+
+def test_an_engine_is_live_while_its_session_is(queue: tq.Queue) -> None:
+    class Engine:
+        version = 0
+
+    other = tq.connect(queue.address)
+    with dispatched(other, "t", Engine(), name="a", slots=3) as (_, follower):
+        assert live_engines(queue, "t") == [EngineReport(name="a", slots=3)]
+        assert follower.choice() == LeaseChoice(slots=3)
+        plan = Plan(order="longest", cut=7, lanes={"a": EngineLane("tail", 2), "b": EngineLane("regular", 9)})
+        publish(queue, plan_channel("t"), plan)
+        assert _eventually(lambda: follower.plan == plan)
+        assert follower.choice() == LeaseChoice((tq.Compare("tokens", ">=", 7),), 2)
+        publish(queue, plan_channel("t"), Plan(lanes={"b": EngineLane("regular", 9)}))
+        assert _eventually(lambda: follower.choice() == LeaseChoice(slots=3))
+    other.close()
+    assert live_engines(queue, "t") == []
+
+
+def test_a_follower_of_the_regular_class_takes_the_others(queue: tq.Queue) -> None:
+    follower = PlanFollower(queue, "t", "b", 9)
+    publish(queue, plan_channel("t"), Plan(cut=7, lanes={"b": EngineLane("regular", 5)}))
+    assert _eventually(lambda: follower.choice() == LeaseChoice((tq.Compare("tokens", "<", 7),), 5))
+    follower.close()
+
+
+def test_a_channel_of_another_program_is_named(queue: tq.Queue) -> None:
+    queue.weights("x").publish(0, {"value": np.frombuffer(b"[1]", np.uint8)})
+    with pytest.raises(UsageError, match='channel "x" has no Plan'):
+        newest(queue, "x", Plan)
+    with pytest.raises(DeadlineExceeded):
+        newest(queue, "y", Plan)
+
+
+def _eventually(condition: Any) -> bool:
+    """Whether a thread makes the condition true in time; it waits at the server, and tells nobody."""
+    import time
+
+    deadline = time.monotonic() + WAIT_S
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.005)
+    return bool(condition())

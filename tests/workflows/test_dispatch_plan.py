@@ -1,0 +1,283 @@
+"""Dispatch without I/O: decode curves, the schedule against the production ledger, plans that never lose in prediction, the dispatcher's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from bench.published.dispatch import engines_of
+from bench.published.dispatch import generation_s as by_the_ledger
+from tests.scale import examples
+from transferqueue.adapters.protocols import Completion, Pause, Prompt, Sampling
+from transferqueue.errors import UsageError
+from transferqueue.workflows.dispatch.decode import DecodeCurve, DecodeMeter, MeteredGenerator
+from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher, priorities
+from transferqueue.workflows.dispatch.plan import GAIN_MIN, EngineLane, EngineReport, Plan, plan_batch
+from transferqueue.workflows.dispatch.schedule import LaneEngine, generation_s
+from transferqueue.workflows.sim.simulated_job import Site
+
+DRAWN = Sampling(tokens_max=16)
+FLAT = DecodeCurve((1.0, 64.0), (10.0, 10.0))
+STEEP = DecodeCurve((1.0, 8.0), (10.0, 40.0))
+NONE = np.empty(0)
+
+
+def engine(name: str, slots: int = 4, curve: DecodeCurve = STEEP, **said: str) -> EngineReport:
+    return EngineReport(name=name, slots=slots, curve=curve, **said)
+
+
+# ---------------------------------------------------------------- curves
+
+
+def test_a_curve_refuses_what_is_none() -> None:
+    for rows, ms in (((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0,), (0.0,)), ((1.0,), (float("nan"),))):
+        with pytest.raises(UsageError, match="as many positive numbers of each, ascending"):
+            DecodeCurve(rows, ms)
+    with pytest.raises(UsageError, match="has no measurement"):
+        DecodeCurve().token_ms(1)
+
+
+def _replay(ptl_ms: DecodeCurve, lengths: Sequence[int], slots: int) -> DecodeMeter:
+    """What a meter learns of an engine that follows a curve exactly."""
+    meter, waiting, running, now = DecodeMeter(), list(enumerate(lengths)), {}, 0.0
+    while waiting or running:
+        while waiting and len(running) < slots:
+            row, length = waiting.pop(0)
+            meter.began(row, now)
+            running[row] = (length, float(length))
+        step = min(left for _, left in running.values())
+        now += step * ptl_ms.token_ms(len(running)) / 1000
+        for row, (length, left) in list(running.items()):
+            running[row] = (length, left - step)
+            if left - step < 1e-9:
+                meter.ended(row, length, now)
+                del running[row]
+    return meter
+
+
+def test_a_meter_learns_the_curve_of_an_engine() -> None:
+    curve = DecodeCurve((1.0, 32.0), (8.0, 39.0))
+    lengths = np.random.default_rng(0).integers(5, 200, 300).tolist()
+    meter = DecodeMeter()
+    for slots in (1, 4, 32):
+        learned = _replay(curve, lengths, slots).curve()
+        assert learned.token_ms(slots) == pytest.approx(curve.token_ms(slots), rel=0.03)
+    assert meter.curve() == DecodeCurve()
+
+
+def test_pauses_and_aborted_completions_say_nothing() -> None:
+    meter = DecodeMeter()
+    meter.began("a", 0.0)
+    meter.began("b", 0.0)
+    meter.gave_up("b", 0.0)
+    meter.gave_up("b", 0.0)
+    meter.stopped(1.0)
+    meter.went_on(9.0)
+    meter.ended("a", 100, 10.0)
+    assert meter.curve() == DecodeCurve((1.0,), (20.0,))
+
+
+def test_a_bin_follows_an_engine_that_became_slower() -> None:
+    meter, now = DecodeMeter(), 0.0
+    for token_s in (0.001, 0.005):
+        for row in range(100):
+            meter.began(row, now)
+            now += 400 * token_s
+            meter.ended(row, 400, now)
+    assert meter.curve().ms[0] > 4.0
+
+
+class _Clocked:
+    """An engine whose completions take a second each, one after another."""
+
+    version = 3
+
+    def __init__(self) -> None:
+        self.now, self.calls = 0.0, []
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = 0.0
+    ) -> Iterator[Completion]:
+        def completions() -> Iterator[Completion]:
+            for at in range(len(prompts)):
+                self.now += 1.0
+                ids = np.zeros(10, np.int32)
+                yield Completion(prompt=at, sample=0, ids=ids, logprobs=ids, finish_reason="stop", spans=((3, 10),))
+
+        return completions()
+
+    def pause(self, mode: Pause, *, timeout_s: float = 0.0) -> None:
+        self.calls.append(mode)
+        self.now += 5.0
+
+    def resume(self) -> None:
+        self.calls.append("resume")
+
+    def update_weights(self, source: object, version: int, *, timeout_s: float = 0.0) -> None:
+        self.now += 7.0
+
+    def close(self) -> None:
+        self.calls.append("close")
+
+
+def test_a_metered_engine_is_the_engine_and_measures_it() -> None:
+    told: list[DecodeCurve] = []
+    inner = _Clocked()
+    metered = MeteredGenerator(inner, told.append, now=lambda: inner.now)
+    for _ in range(32):
+        (done,) = metered.generate([Prompt.of([1])], DRAWN)
+        assert len(done.ids) == 10
+    assert told == [DecodeCurve((1.0,), (100.0,))]
+    metered.pause(Pause.WAIT)
+    metered.resume()
+    metered.update_weights([], 4)
+    metered.close()
+    assert (metered.version, inner.calls) == (3, [Pause.WAIT, "resume", "close"])
+    left = metered.generate([Prompt.of([1]), Prompt.of([2])], DRAWN)
+    next(left)
+    left.close()
+    assert metered.curve().rows[0] < 1.1
+
+
+# ---------------------------------------------------------------- the schedule
+
+
+def test_bad_schedules_are_refused() -> None:
+    rows = np.array([3, 4])
+    with pytest.raises(UsageError, match="not positive tokens of the same rows"):
+        generation_s(rows, rows[:1], [LaneEngine(1, FLAT)], longest_first=True)
+    for engines in ([], [LaneEngine(0, FLAT)], [LaneEngine(1, DecodeCurve())]):
+        with pytest.raises(UsageError, match="each with a slot and a measured curve"):
+            generation_s(rows, rows, engines, longest_first=True)
+
+
+@settings(deadline=None, max_examples=examples(60))
+@given(
+    lengths=st.lists(st.integers(1, 20_000), min_size=1, max_size=40),
+    instances=st.integers(1, 5),
+    slots=st.integers(1, 10),
+    tail=st.integers(0, 4),
+    tail_slots=st.integers(1, 10),
+    order=st.sampled_from(["given", "longest"]),
+)
+def test_the_schedule_is_what_the_ledger_does(
+    lengths: list[int], instances: int, slots: int, tail: int, tail_slots: int, order: str
+) -> None:
+    site, known = Site(instances, slots), np.array(lengths)
+    lanes = {
+        str(at): EngineLane("tail", min(slots, tail_slots)) if at < tail else EngineLane("regular", slots)
+        for at in range(instances)
+    }
+    plan = Plan(order=order, cut=int(np.quantile(known, 0.7)), lanes=lanes if 0 < tail < instances else {})
+    engines = [
+        LaneEngine(lane.slots, engines_of(site)[0].curve, lane.lane)
+        for at in range(instances)
+        for lane in [plan.lanes.get(str(at), EngineLane("any", slots))]
+    ]
+    ours = generation_s(known, known, engines, longest_first=order == "longest", cut=plan.cut)
+    assert ours == pytest.approx(by_the_ledger(known, known, site, plan))
+
+
+# ---------------------------------------------------------------- plans
+
+
+def test_bad_batches_are_refused_and_what_is_not_measured_keeps_its_order() -> None:
+    with pytest.raises(UsageError, match="one positive number of tokens a row"):
+        plan_batch(np.array([0, 3]), [engine("a")], NONE)
+    with pytest.raises(UsageError, match='engine "a" with 0 slots'):
+        engine("a", slots=0)
+    assert plan_batch(np.array([3]), [], NONE) == Plan(why="not measured yet: there is no engine")
+    plan = plan_batch(np.array([3]), [engine("a"), engine("b", curve=DecodeCurve())], NONE)
+    assert (plan.order, plan.why) == ("given", "not measured yet: b")
+
+
+@settings(deadline=None, max_examples=examples(40))
+@given(
+    expected=st.lists(st.integers(1, 20_000), min_size=1, max_size=60),
+    slots=st.lists(st.integers(1, 8), min_size=1, max_size=4),
+    errors=st.lists(st.floats(0.1, 10.0), max_size=20),
+)
+def test_no_plan_is_predicted_to_be_slower_than_the_given_order(
+    expected: list[int], slots: list[int], errors: list[float]
+) -> None:
+    engines = [engine(str(at), each) for at, each in enumerate(slots)]
+    plan = plan_batch(np.array(expected), engines, np.array(errors))
+    assert plan.predicted_s <= plan.given_s
+    assert plan.order == "given" or plan.predicted_s <= (1 - GAIN_MIN) * plan.given_s + 1e-3
+    assert all(lane.slots <= slots[int(name)] for name, lane in plan.lanes.items())
+
+
+def test_a_long_tail_goes_to_engines_with_small_batches() -> None:
+    expected = np.concatenate([np.full(230, 100), np.full(26, 4000)])
+    plan = plan_batch(np.random.default_rng(0).permutation(expected), [engine("a", 32), engine("b", 32)], NONE)
+    assert plan.order == "longest"
+    assert plan.predicted_s < 0.9 * plan.given_s
+
+
+def test_an_engine_that_is_bound_to_a_class_gets_it() -> None:
+    expected = np.random.default_rng(0).permutation(np.concatenate([np.full(230, 100), np.full(26, 4000)]))
+    engines = [
+        engine(name, 16, FLAT, serves=serves) for name, serves in zip("abc", ("regular", "tail", "any"), strict=True)
+    ]
+    plan = plan_batch(expected, engines, NONE)
+    assert (plan.lanes["a"].lane, plan.lanes["b"].lane) == ("regular", "tail")
+
+
+def test_a_large_batch_is_thinned_and_takes_about_as_long() -> None:
+    lengths = np.random.default_rng(0).integers(1, 1000, 8192)
+    plan = plan_batch(lengths, [engine("a", 64, FLAT), engine("b", 64, FLAT)], NONE)
+    whole = generation_s(lengths, lengths, [LaneEngine(64, FLAT)] * 2, longest_first=False)
+    assert plan.given_s == pytest.approx(whole, rel=0.1)
+
+
+# ---------------------------------------------------------------- the dispatcher
+
+
+def _taught(noise: float, batch_rows: int = 64) -> LengthDispatcher:
+    """A dispatcher after eight batches of prompts whose one token says how long their answers are, up to noise."""
+    rng = np.random.default_rng(0)
+    dispatcher = LengthDispatcher(batch_rows=batch_rows)
+    for batch in range(8):
+        kinds = rng.integers(1, 9, batch_rows)
+        prompts = [[int(kind)] * 4 for kind in kinds]
+        lengths = (50 * kinds if noise < 1 else rng.permutation(50 * kinds)).astype(np.int64)
+        expected = dispatcher.expect(prompts)
+        dispatcher.learn(prompts, (batch * batch_rows + np.arange(batch_rows)).tolist(), expected.tokens, lengths)
+        if dispatcher.refit_due:
+            dispatcher.refit()
+    return dispatcher
+
+
+def test_it_plans_the_given_order_until_it_has_skill_and_says_so() -> None:
+    engines = [engine("a"), engine("b")]
+    dispatcher = LengthDispatcher(batch_rows=64)
+    assert dispatcher.plan(np.zeros(3, np.int64), engines).why == "given order: 0 of 20 prompts seen"
+    skilled = _taught(0.0)
+    expected = skilled.expect([[kind] * 4 for kind in range(1, 9)] * 8)
+    assert skilled.plan(expected.tokens, engines).order == "longest"
+    figures = skilled.figures()
+    assert figures["skilled"] is True
+    assert figures["recall_20"] > 0.8
+    assert (figures["order"], figures["ranker_version"]) == ("longest", 8)
+    blind = _taught(1.0)
+    plan = blind.plan(blind.expect([[1] * 4] * 8).tokens, engines)
+    assert plan.order == "given"
+    assert "no better than chance" in plan.why
+    with pytest.raises(UsageError, match="give one a row"):
+        blind.learn([[1]], [0], np.array([1, 2]), np.array([1]))
+
+
+def test_rows_without_tokens_teach_nothing_and_rows_without_expectation_are_not_judged() -> None:
+    dispatcher = LengthDispatcher(batch_rows=4)
+    dispatcher.learn([[1], [2]], [0, 1], np.array([0, 5]), np.array([3, 0]))
+    assert (dispatcher.ranker.rows, dispatcher.skill().rows) == (1, 0)
+
+
+def test_priority_is_the_step_first_and_then_the_length() -> None:
+    steps, expected = np.array([1, 0, 0]), np.array([99, 5, 9])
+    assert np.argsort(-priorities(steps, expected, Plan(order="longest"))).tolist() == [2, 1, 0]
+    assert np.argsort(-priorities(steps, expected, Plan()), kind="stable").tolist() == [1, 2, 0]

@@ -1,0 +1,1 @@
+"""Dispatch by expected length (StreamRL, arXiv 2504.15930, section 5): rank prompts, measure engines, plan classes; decision 36."""

@@ -1,0 +1,146 @@
+"""The state of dispatch by length: a ranker, what it got right, and the plan of the next batch. Without I/O.
+
+The law:
+
+1. `expect` gives rows their expected tokens, before they are generated; `learn` gets the same rows when they are finished. Recall, skill and the ratios of actual to expected
+   lengths are over the last `window` finished rows that had a prediction.
+2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3).
+3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions go on, so that skill can show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.errors import UsageError
+from transferqueue.workflows.dispatch.plan import EngineReport, Plan, plan_batch
+from transferqueue.workflows.dispatch.ranker import LengthRanker, Lengths
+from transferqueue.workflows.dispatch.skill import SHARES, Skill, skill_of
+
+WINDOW_MIN: Final = 256
+"""Rows of the window at least; it has two batches if those are more."""
+REFITS: Final = 4
+"""Refits of the ranker a batch."""
+
+
+class Expected(msgspec.Struct, frozen=True):
+    """Expected tokens of rows, int64 ``[rows]`` (0: none), and the version of the ranker that expects them (0: it has seen no rows)."""
+
+    tokens: Lengths
+    version: int
+
+
+class LengthDispatcher:
+    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch.
+
+    >>> dispatcher = LengthDispatcher(batch_rows=64)
+    >>> dispatcher.expect([[1, 2, 3]])
+    Expected(tokens=array([0]), version=0)
+    >>> dispatcher.plan(np.zeros(1, np.int64), []).why
+    'given order: 0 of 20 prompts seen'
+    """
+
+    def __init__(self, *, batch_rows: int, ranker: LengthRanker | None = None) -> None:
+        if batch_rows < 1:
+            raise UsageError(f"batch_rows={batch_rows} is not a positive number of rows")
+        self.ranker = ranker or LengthRanker()
+        self._window = max(WINDOW_MIN, 2 * batch_rows)
+        self._refit_rows = max(1, batch_rows // REFITS)
+        self._since_refit = 0
+        self._finished = np.empty((0, 3), np.int64)
+        self.plans = 0
+        self.batches_in_order = 0
+        self.last = Plan(why="no batch yet")
+
+    def expect(self, prompts: Sequence[Any]) -> Expected:
+        """Return what the ranker expects of prompts (token ids)."""
+        version = self.ranker.version
+        if not version:
+            return Expected(np.zeros(len(prompts), np.int64), 0)
+        return Expected(self.ranker.predict(prompts), version)
+
+    def learn(self, prompts: Sequence[Any], groups: Sequence[int], expected: Lengths, lengths: Lengths) -> None:
+        """Take finished rows: prompts, the number of each prompt, what was expected (0: nothing), and the tokens of their answers.
+
+        Rows without tokens teach nothing. Raises `UsageError` for columns of different lengths.
+        """
+        columns = [np.asarray(column, np.int64) for column in (groups, expected, lengths)]
+        if {len(prompts)} != {column.size for column in columns}:
+            raise UsageError(
+                f"{len(prompts)} prompts with {[column.size for column in columns]} values: give one a row"
+            )
+        kept = np.flatnonzero(columns[2] > 0)
+        if not kept.size:
+            return
+        self.ranker.observe([prompts[at] for at in kept.tolist()], columns[2][kept])
+        self._since_refit += kept.size
+        rows = np.stack(columns, axis=1)[kept]
+        self._finished = np.concatenate([self._finished, rows[rows[:, 1] > 0]])[-self._window :]
+
+    @property
+    def refit_due(self) -> bool:
+        """Whether enough rows were learned since the last refit."""
+        return self._since_refit >= self._refit_rows
+
+    def refit(self) -> None:
+        """Make what was learned count. Blocks for tens of milliseconds."""
+        self._since_refit = 0
+        self.ranker.refit()
+
+    def skill(self) -> Skill:
+        """Return how well the ranker ranked the last finished rows."""
+        groups, expected, actual = self._finished.T
+        return skill_of(groups, expected, actual)
+
+    def plan(self, expected: Lengths, engines: Sequence[EngineReport]) -> Plan:
+        """Return the plan for a batch of `expected` tokens ``[rows]``, and keep it as `last`. Rows of 0 have no expectation: then the order stays as given."""
+        self.plans += 1
+        skill = self.skill()
+        if not skill.skilled or not expected.size or expected.min() < 1:
+            plan = Plan(why=f"given order: {skill.why()}")
+        else:
+            plan = plan_batch(expected, engines, self._ratios(), seed=self.plans)
+        self.batches_in_order += plan.order == "longest"
+        self.last = plan
+        return plan
+
+    def figures(self) -> dict[str, Any]:
+        """Return figures of now: rows seen, version, recall at 20, 10 and 5 %, the test, and the last plan."""
+        skill, plan = self.skill(), self.last
+        return {
+            "rows": self.ranker.rows,
+            "ranker_version": self.ranker.version,
+            "judged_rows": skill.rows,
+            **{f"recall_{share:.0%}".rstrip("%"): value for share, value in zip(SHARES, skill.recall, strict=False)},
+            "skill_z": skill.z,
+            "skilled": skill.skilled,
+            "plans": self.plans,
+            "plans_in_order": self.batches_in_order,
+            "order": plan.order,
+            "predicted_s": plan.predicted_s,
+            "given_s": plan.given_s,
+            "why": plan.why,
+        }
+
+    def _ratios(self) -> NDArray[np.float64]:
+        _, expected, actual = self._finished.T
+        return actual / np.maximum(1, expected)
+
+
+def priorities(steps: NDArray[np.int64], expected: Lengths, plan: Plan) -> NDArray[np.float64]:
+    """Return the fact `priority` of rows: earlier steps first; within a step the longest first, or the order given.
+
+    >>> priorities(np.array([0, 0, 1]), np.array([5, 9, 99]), Plan(order="longest")).tolist()
+    [5.0, 9.0, -1048477.0]
+    """
+    within = np.minimum(expected, _STEP - 1) if plan.order == "longest" else np.zeros(expected.size)
+    return within - steps.astype(np.float64) * _STEP
+
+
+_STEP: Final = 1 << 20
+"""More than any expected length. A float64 counts 2**33 such steps exactly."""

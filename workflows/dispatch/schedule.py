@@ -1,0 +1,105 @@
+"""Seconds until engines have generated a batch, event by event: rows by expected length, time by their lengths.
+
+The law:
+
+1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row leaves when its tokens are drawn, and the engine takes the next one.
+2. An engine takes the first row of its class, and the first row of the other class if there is none: it is never idle while rows wait. The first rows are dealt in turn.
+3. Within a class the row with the most expected tokens is first, or the order given, as the plan says.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.errors import UsageError
+from transferqueue.workflows.dispatch.decode import DecodeCurve
+
+Lengths = NDArray[np.int64]
+Lane = Literal["any", "tail", "regular"]
+"""The class of rows that an engine prefers: any, those with at least `cut` expected tokens, or the others."""
+
+
+class LaneEngine(msgspec.Struct, frozen=True):
+    """An engine as a plan uses it: its slots, its curve, and the class that it prefers."""
+
+    slots: int
+    curve: DecodeCurve
+    lane: Lane = "any"
+
+
+def generation_s(
+    lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], *, longest_first: bool, cut: int = 0
+) -> float:
+    """Return the seconds until all rows are generated. lengths, expected: ``[rows]`` positive tokens.
+
+    Raises `UsageError` for other shapes, for no engine, and for one without slots or curve.
+    """
+    if lengths.shape != expected.shape or lengths.ndim != 1 or not lengths.size or lengths.min() < 1:
+        raise UsageError(
+            f"lengths {lengths.shape} and expected {expected.shape} are not positive tokens of the same rows"
+        )
+    if not engines or any(engine.slots < 1 or not engine.curve.rows for engine in engines):
+        raise UsageError(f"{len(engines)} engines: give at least one, each with a slot and a measured curve")
+    return _Schedule(lengths, expected, engines, longest_first, cut).run()
+
+
+class _Engine:
+    """Rows in one engine: progress is in tokens that every row has drawn since the start."""
+
+    def __init__(self, engine: LaneEngine) -> None:
+        self.slots, self.lane = engine.slots, engine.lane
+        self.token_s = [0.0, *(engine.curve.token_ms(rows) / 1000 for rows in range(1, engine.slots + 1))]
+        self.progress = self.since = 0.0
+        self.ends: list[float] = []
+
+    def next_s(self) -> float:
+        return self.since + max(0.0, self.ends[0] - self.progress) * self.token_s[len(self.ends)]
+
+    def advance(self, now: float) -> None:
+        if self.ends:
+            self.progress += (now - self.since) / self.token_s[len(self.ends)]
+        self.since = now
+
+    def take(self, length: int, now: float) -> None:
+        self.advance(now)
+        heapq.heappush(self.ends, self.progress + length)
+
+
+class _Schedule:
+    def __init__(
+        self, lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], longest_first: bool, cut: int
+    ) -> None:
+        self._engines = [_Engine(engine) for engine in engines]
+        order = np.argsort(-expected, kind="stable") if longest_first else np.arange(expected.size)
+        rows = [(int(expected[row]) >= cut, int(lengths[row])) for row in order]
+        split = any(engine.lane != "any" for engine in engines)
+        self._tail = deque(length for is_tail, length in rows if split and is_tail)
+        self._rest = deque(length for is_tail, length in rows if not (split and is_tail))
+
+    def run(self) -> float:
+        now = 0.0
+        for slot in range(max(engine.slots for engine in self._engines)):
+            for engine in self._engines:
+                if slot < engine.slots:
+                    self._fill(engine, now)
+        while running := [engine for engine in self._engines if engine.ends]:
+            engine = min(running, key=_Engine.next_s)
+            now = engine.next_s()
+            engine.advance(now)
+            heapq.heappop(engine.ends)
+            self._fill(engine, now)
+        return now
+
+    def _fill(self, engine: _Engine, now: float) -> None:
+        queues = (self._rest, self._tail) if engine.lane == "regular" else (self._tail, self._rest)
+        for queue in queues:
+            if queue:
+                engine.take(queue.popleft(), now)
+                return
