@@ -32,11 +32,19 @@ class TensorWeights:
 
 
 class ChannelWeights(TensorWeights):
-    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version there itself."""
+    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version there itself.
+
+    Of tensors that were published in slices, one at a time is put together.
+    """
 
     def __init__(self, address: str, weights: tq.Weights) -> None:
-        super().__init__(weights.torch())
+        super().__init__(weights)
+        self._fields = weights.fields()
         self.address, self.channel, self.version = address, weights.channel, weights.version
+
+    def metadata(self) -> Mapping[str, TensorSpec]:
+        """Names, shapes and dtypes."""
+        return {name: TensorSpec(field.fixed, field.dtype) for name, field in self._fields.items()}
 
 
 class ModuleWeights(TensorWeights):

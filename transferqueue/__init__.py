@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from transferqueue.client.aio.reservation import AsyncReservation
     from transferqueue.client.aio.table import AsyncTable
     from transferqueue.client.aio.weight_channel import AsyncWeightChannel
+    from transferqueue.client.operations.publish import WeightSlice
     from transferqueue.client.operations.rows import Rows
     from transferqueue.client.operations.weights import Weights
     from transferqueue.client.sync.batch import Batch
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
         TransferQueueError,
         Unreachable,
         UsageError,
+        VersionGivenUp,
     )
     from transferqueue.limits import Limits
     from transferqueue.policies import (
@@ -101,12 +103,13 @@ _MODULES: Final = {
     "client.operations.rows": "Rows",
     "client.sync.table": "Table",
     "client.sync.weight_channel": "WeightChannel",
+    "client.operations.publish": "WeightSlice",
     "client.operations.weights": "Weights",
     "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
-    "TransferQueueError Unreachable UsageError",
+    "TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
     "policies": "Acked Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
     "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
@@ -183,7 +186,9 @@ __all__ = [
     "Unreachable",
     "UsageError",
     "VersionBetween",
+    "VersionGivenUp",
     "WeightChannel",
+    "WeightSlice",
     "Weights",
     "aconnect",
     "connect",

@@ -17,6 +17,7 @@
     │   ├── EndOfTable                sealed and drained: no row will come any more
     │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
     │   ├── LeaseExpired              the lease is not (or no longer) yours; the call changed nothing
+    │   ├── VersionGivenUp            a version of weights that several publish; a part did not come
     │   └── Full                      refused now, because the caller asked not to wait
     ├── PeerError                 the network, another process, or the machine
     │   ├── Unreachable               nothing answered at the address before the deadline
@@ -98,6 +99,11 @@ class DeadlineExceeded(FlowSignal, TimeoutError):
 
 class LeaseExpired(FlowSignal):
     """The lease expired, was released, or belongs to another session. The call changed nothing."""
+
+
+class VersionGivenUp(FlowSignal):
+    """A version of weights that several processes publish together was given up before all parts had come. No reader saw any of it; the
+    message says why."""
 
 
 class Full(FlowSignal):

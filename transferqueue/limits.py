@@ -63,6 +63,8 @@ MESSAGE_BYTES_MAX: Final = 64 * MIB
 ITEMS_MAX: Final = 1 << 16
 """Items of a list of fields or tensors in a message: far more than a table or a model has. A list of rows has at most
 `ROWS_PER_REQUEST_MAX` items. So a frame of many one-byte items decodes to a bounded multiple of its size."""
+VERSION_PARTS_MAX: Final = 1024
+"""Parts of one version of weights, each published by a process of its own: more than the ranks of one copy of a model."""
 TEXT_CHARS_MAX: Final = 4096
 """A text in a message that is not a name: a path, a label, a reason."""
 VALUE_DEPTH_MAX: Final = 32

@@ -118,6 +118,8 @@ class World:
             m.Publish: [m.Publish("c", 1, [Field("v", "float32", (4,))],
                                   [m.WrittenBlock(self.granted.extent, self.granted.offset + 64, 64, 1, ["v"], [0])],
                                   base=0, kept=[self.block])],
+            m.BeginVersion: [m.BeginVersion("c", 1, 2, 60.0)],
+            m.GiveUpVersion: [m.GiveUpVersion("c", 1)],
             m.GetLatestVersion: [m.GetLatestVersion("c")],
             m.Pull: [m.Pull("c"), m.Pull("c", version=0)],
             m.ReportApplied: [m.ReportApplied("c", 0)],

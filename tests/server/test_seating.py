@@ -23,6 +23,8 @@ def requests(name):
     """Each that makes, or waits for, a table or channel."""
     yield create(name)
     yield m.OpenTable(name=name)
+    yield m.BeginVersion(channel=name, version=1, parts=2, length_s=1.0)
+    yield m.GiveUpVersion(channel=name, pending=1)
     yield m.GetLatestVersion(channel=name)
     yield m.Pull(channel=name)
     yield m.ReportApplied(channel=name, version=0)
@@ -44,7 +46,16 @@ def test_its_own_is_not(request_):
 def test_every_request_of_a_channel_is_looked_at():
     """A new one has to be named in `seating`, or a coordinator would make a channel that belongs to another."""
     kinds = [kind for kind in m.Request.__args__ if "channel" in kind.__struct_fields__]
-    assert {m.tag_of(kind) for kind in kinds} == {"Publish", "Basis", "Pull", "Applied", "Turn", "EndTurn"}
+    assert {m.tag_of(kind) for kind in kinds} == {
+        "Publish",
+        "Begin",
+        "GiveUp",
+        "Basis",
+        "Pull",
+        "Applied",
+        "Turn",
+        "EndTurn",
+    }
 
 
 def test_a_clock_of_another_is_refused():

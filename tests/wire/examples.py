@@ -22,6 +22,7 @@ FACTS: Final = m.RowFacts(
     TWO, bytes(8), TWO, TWO, TWO, TWO, TWO, ["k", "l"], [{"a": "b", "c": 1}, {"d": 0.5, "e": True}]
 )
 COLUMNS: Final = m.Columns(FIELDS, [PLACED], [m.Inline("y", bytes(8))], FACTS)
+SLICE: Final = m.TensorSlice("x", "y", 4, 8)
 BLOCK: Final = m.BlockLocation(
     9, 0, 3, 4096, 128, 2, ["x", "z"], [5, 0], 2**64 - 1, bytes(16), [m.CopyLocation(1, 4, 8192)]
 )
@@ -73,7 +74,9 @@ REQUESTS: Final[list[m.Request]] = [
     m.Delete("t", TWO),
     m.Find("t", ["k", "l"]),
     m.ReadRequest("t", TWO, ["x"], WHERE, 9),
-    m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9]),
+    m.Publish("weights", 7, FIELDS, [PLACED], 3, 1.5, 6, [9], [SLICE], 2, 1),
+    m.BeginVersion("weights", 7, 2, 60.0),
+    m.GiveUpVersion("weights", 2),
     m.GetLatestVersion("weights"),
     m.Pull("weights", 6, 7, 1.5),
     m.ReportApplied("weights", 7),
@@ -100,7 +103,8 @@ REPLIES: Final[list[m.Reply]] = [
     m.Reserved(5, 4, 7, [(1, 2)]),
     m.Found(TWO),
     m.ReadRows(CONTENT),
-    m.WeightsReply(7, FIELDS, [BLOCK]),
+    m.WeightsReply(7, FIELDS, [BLOCK], [SLICE]),
+    m.VersionBegun(2),
     m.LatestVersion(7, FIELDS, [BLOCK], {3: 4096}, "a shard"),
     m.Observed(codec.encode_plain({"a": [1, 2.5, None, {"b": "c"}]})),
     m.CursorValue(8),

@@ -67,7 +67,7 @@ def test_what_a_repeated_request_does():
 
 
 def test_what_a_late_reply_leaves_behind():
-    assert tags(lambda one: one.undo is not None) == {"Lease", "Reserve", "Grant", "Read", "Pull"}
+    assert tags(lambda one: one.undo is not None) == {"Lease", "Reserve", "Grant", "Read", "Pull", "Begin"}
     assert tags(lambda one: one.reads and one.repeat != "again") == {"Basis"}
     for kind, declared in DECLARED.items():
         assert not (declared.reads and declared.undo), kind

@@ -149,6 +149,14 @@ def _lease(state: LedgerState, request: m.LeaseRequest, session: SessionState, c
 def _publish(state: LedgerState, request: m.Publish, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     weight_channels.check_publish(channel, state.core.blocks, session.id, request)
+    if request.part:
+        weight_channels.keep_part(channel, state.core.blocks, request)
+        state.core.effects.wake("parts", request.channel)
+        return m.DoneReply(len(request.fields))
+    if missing := weight_channels.missing_parts(channel, request):
+        if request.wait_s > 0:
+            return MustWait((("parts", request.channel),))
+        raise DeadlineExceeded(missing)
     followers = state.followers(request.channel)
     held = [table for table in followers if flow_control.why_clock_is_held(table, request.version)]
     if held and request.wait_s > 0:
@@ -161,6 +169,26 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
         flow_control.set_clock(table, request.version, state.now)
     state.core.effects.wake("channel", request.channel)
     return m.DoneReply(len(request.fields))
+
+
+@carries_out(m.BeginVersion)
+def _begin(state: LedgerState, request: m.BeginVersion, session: SessionState, call: int) -> Answer:
+    channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
+    begun = weight_channels.begin(channel, state.core.blocks, request, session.id, state.core.deadlines, state.now)
+    state.channels[request.channel] = channel
+    state.core.effects.wake("parts", request.channel)
+    return begun
+
+
+@carries_out(m.GiveUpVersion)
+def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState, call: int) -> Answer:
+    channel = state.channels.get(request.channel)
+    pending = channel.pending if channel is not None else None
+    if channel is None or pending is None or (pending.number, pending.session) != (request.pending, session.id):
+        return m.DoneReply()
+    weight_channels.give_up(channel, state.core.blocks, "the session that began it gave it up")
+    state.core.effects.wake("parts", request.channel)
+    return m.DoneReply(1)
 
 
 @carries_out(m.Pull)

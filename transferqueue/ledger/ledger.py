@@ -25,6 +25,7 @@ from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snaps
 from transferqueue.ledger.reports.answers import explained, observed
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
+from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
@@ -177,6 +178,8 @@ class Ledger:
                 apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
             elif isinstance(subject, weight_channels.UpdateSlot):
                 weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
+            elif isinstance(subject, PendingVersion):
+                self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
     def _expire(self, lease: LeaseState) -> None:
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from transferqueue.errors import Disconnected, NotFound, listing
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
+from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import SharedState, TableState
@@ -69,6 +70,15 @@ class LedgerState:
         for channel in self.channels.values():
             channel.applied.pop(number, None)
             weight_channels.end_turn(channel, number, self.core.effects)
+            if channel.pending is not None and channel.pending.session == number:
+                self.give_up_version(
+                    channel.pending, f"{self.core.labels.get(number, 'the session')}, which began it, is gone"
+                )
+
+    def give_up_version(self, pending: PendingVersion, why: str) -> None:
+        """Give up a version in parts, and let the session that waits for them know."""
+        weight_channels.give_up(self.channels[pending.channel], self.core.blocks, why)
+        self.core.effects.wake("parts", pending.channel)
 
     def _end_leases(self, session: int) -> None:
         for lease in self.core.leases.of(session):

@@ -7,9 +7,11 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from transferqueue.client.handles.weights import AsyncWeightChannelBase
-from transferqueue.client.operations.publish import publish_weights
+from transferqueue.client.operations.publish import begin_version, publish_weights
 from transferqueue.client.operations.weights import (
+    BEGUN_S,
     TURN_S,
+    Only,
     Weights,
     acquire_update_slot,
     mirror_weights,
@@ -30,17 +32,35 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         tensors: Mapping[str, Any],
         *,
         adapter: str | None = None,
+        pending: int = 0,
+        part: int = 0,
         timeout_s: float = TIMEOUT_S_DEFAULT,
-    ) -> None:
-        """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend.
+    ) -> int:
+        """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend. Returns the bytes written.
 
         Written once, into shared memory, from whatever device they are on; tensors that are as in the newest version are
         not written: their bytes are part of both. adapter: `tensors` are those of this adapter (such as a LoRA's), and the
         version is the newest with that adapter replaced or added; `NotFound` without a base.
         Tables whose pacing names this channel advance their clock. The oldest versions beyond `keep` end; who still views
-        one keeps it. Waits up to `timeout_s` for memory.
+        one keeps it. Waits up to `timeout_s` for memory. A tensor may be a `WeightSlice`, if all its rows are in the version.
+
+        pending, part: publish one part of a version that `begin` began. Parts 1 and above return when they are written. Part 0, of the
+        session that began the version, waits up to `timeout_s` for the others, and all become visible in one commit. If it raises, the
+        version is given up. `VersionGivenUp` if it was before.
         """
-        await self._run(publish_weights(self._client, self._name, self._keep, version, tensors, adapter, timeout_s))
+        operation = publish_weights(
+            self._client, self._name, self._keep, version, tensors, adapter, timeout_s, pending, part
+        )
+        return await self._run(operation)
+
+    async def begin(self, version: int, *, parts: int, length_s: float = BEGUN_S) -> int:
+        """Begin `version`, which `parts` sessions publish together, such as the ranks of a sharded trainer. Returns its number, which each of
+        them passes to `publish` as ``pending``.
+
+        No reader sees any part before all have come. The version is given up, its parts are freed, and later ones are refused with
+        `VersionGivenUp`: after `length_s` seconds, when this session ends, or when another version of the channel is begun.
+        """
+        return await self._run(begin_version(self._name, version, parts, length_s))
 
     async def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
         """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
@@ -55,14 +75,17 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         *,
         version: int | None = None,
         since: Weights | None = None,
+        only: Only | None = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> Weights:
         """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it.
 
         since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
         says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
+        only: names of tensors, or a mapping from names to ranges of rows (None: all rows); the weights have these alone. Only tensors and
+        published slices with wanted rows are read or fetched. `NotFound` for others.
         """
-        return await self._run(pull_weights(self._client, self._name, above, version, since, timeout_s))
+        return await self._run(pull_weights(self._client, self._name, above, version, since, timeout_s, only))
 
     async def applied(self, version: int) -> None:
         """This process generates with `version` from now on; that is a fact of its own, recorded beside publication."""

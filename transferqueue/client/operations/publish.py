@@ -12,12 +12,16 @@ Rules:
 - Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin with a
   digit, names of fields may not). A publication of the base is whole: what it does not name is not in the version, adapters
   included. One of an adapter replaces that adapter and keeps everything else.
+- A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``.
+- Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If that fails,
+  the version is given up.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -25,11 +29,11 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.commit import finish_commit, placed, retry_on_other_shard, write
+from transferqueue.client.operations.commit import CERTAIN, finish_commit, placed, retry_on_other_shard, write
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
-from transferqueue.limits import check_name
+from transferqueue.limits import VERSION_PARTS_MAX, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.prepare import prepare
@@ -40,13 +44,60 @@ BASE: Final = "_"
 """Names of fields of the base begin with it; those of adapters never do."""
 
 
+@dataclass(frozen=True)
+class WeightSlice:
+    """Some rows of a tensor along dimension 0, for `WeightChannel.publish`: a rank's shard.
+
+    values: torch or numpy, ``[n, ...]``, not copied here. first: the tensor's row that ``values[0]`` is. rows: rows of the whole tensor.
+    `SchemaError` for values without rows; `UsageError` if they do not end within the tensor.
+
+    >>> import numpy as np
+    >>> WeightSlice(np.zeros((4, 8)), first=4, rows=8).last
+    8
+    """
+
+    values: Any
+    first: int
+    rows: int
+
+    def __post_init__(self) -> None:
+        shape = getattr(self.values, "shape", ())
+        if not shape or not shape[0]:
+            raise SchemaError(
+                f"a slice of {type(self.values).__name__} has no rows; give a torch tensor or a numpy array [n, ...]"
+            )
+        checks.whole("first", self.first)
+        checks.whole("rows", self.rows)
+        if self.last > self.rows:
+            raise UsageError(
+                f"rows {self.first} to {self.last} of a tensor of {self.rows}: slices end within their tensor"
+            )
+
+    @property
+    def last(self) -> int:
+        """The row behind the last one."""
+        return self.first + int(self.values.shape[0])
+
+
+@dataclass(frozen=True)
+class PartTerms:
+    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts."""
+
+    pending: int = 0
+    part: int = 0
+
+
+WHOLE: Final = PartTerms()
+
+
 class NewTensor(BlockWriter):
-    """A tensor that is written into a block of its own."""
+    """A tensor, or a slice of one, that is written into a block of its own. of: what the slice is."""
 
-    __slots__ = ()
+    __slots__ = ("of",)
 
-    def __init__(self, name: str, tensor: Any) -> None:
+    def __init__(self, name: str, tensor: Any, of: m.TensorSlice | None = None) -> None:
         super().__init__([prepare(name, tensor[None])])
+        self.of = of
 
     @property
     def field(self) -> Field:
@@ -65,7 +116,10 @@ class ReusedTensor(NewTensor):
 
     __slots__ = ("memory",)
 
-    def __init__(self, fields: list[Field], block: m.BlockLocation, memory: NDArray[np.uint8]) -> None:
+    def __init__(
+        self, fields: list[Field], block: m.BlockLocation, memory: NDArray[np.uint8], of: m.TensorSlice | None
+    ) -> None:
+        self.of = of
         self.columns, self.spans, self.slots = [], [], None
         self.rows = self.stored_rows = block.rows
         self.fields, self.counts, self.nbytes = fields, list(block.counts), block.nbytes
@@ -90,11 +144,42 @@ def publish_weights(
     tensors: Mapping[str, Any],
     adapter: str | None,
     timeout_s: float,
-) -> Operation[None]:
-    """Publish one version, in one commit."""
+    pending: int = 0,
+    part: int = 0,
+) -> Operation[int]:
+    """Publish one version in one commit, or a part of one. Returns the bytes written."""
     deadline = yield from checks.within(timeout_s)
     number = checks.whole("version", version)
-    yield from _publish(client, channel, keep, number, tensor_drafts(tensors, _prefix(adapter)), adapter, deadline)
+    terms = PartTerms(checks.whole("pending", pending), checks.whole("part", part, most=VERSION_PARTS_MAX - 1))
+    if adapter is not None and terms != WHOLE:
+        raise UsageError(
+            f'adapter "{adapter}" is published in parts; publish it in one, over a base that may be in parts'
+        )
+    writers = tensor_writers(tensors, _prefix(adapter), terms)
+    publication = _publish(client, channel, keep, number, writers, adapter, deadline, terms)
+    if not terms.pending or terms.part:
+        return (yield from publication)
+    give_up = m.GiveUpVersion(channel=channel, pending=terms.pending)
+    try:
+        return (yield from publication)
+    except CERTAIN:
+        yield from request_reply(give_up, m.DoneReply)
+        raise
+    except BaseException:
+        client.connection.post(give_up)
+        raise
+
+
+def begin_version(channel: str, version: int, parts: int, length_s: float) -> Operation[int]:
+    """Begin a version in parts. Returns its number."""
+    request = m.BeginVersion(
+        channel=channel,
+        version=checks.whole("version", version),
+        parts=checks.whole("parts", parts, least=1, most=VERSION_PARTS_MAX),
+        length_s=checks.seconds("length_s", length_s),
+    )
+    reply = yield from request_reply(request, m.VersionBegun)
+    return reply.pending
 
 
 def mirror_version(
@@ -102,7 +187,7 @@ def mirror_version(
 ) -> Operation[None]:
     """Publish base and adapters of another channel as the same version here."""
     deadline = yield from checks.within(timeout_s)
-    yield from _publish(client, channel, keep, version, copies, None, deadline)
+    yield from _publish(client, channel, keep, version, copies, None, deadline, WHOLE)
 
 
 def _publish(
@@ -113,10 +198,15 @@ def _publish(
     block_writers: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
-) -> Operation[None]:
-    yield from retry_on_other_shard(
-        client, lambda: _commit(client, channel, keep, number, block_writers, adapter, deadline)
-    )
+    terms: PartTerms,
+) -> Operation[int]:
+    written: list[int] = [0]
+
+    def attempt() -> Operation[m.DoneReply]:
+        return _commit(client, channel, keep, number, block_writers, adapter, deadline, terms, written)
+
+    yield from retry_on_other_shard(client, attempt)
+    return written[0]
 
 
 def _commit(
@@ -127,38 +217,49 @@ def _commit(
     block_writers: Sequence[NewTensor],
     adapter: str | None,
     deadline: Deadline,
+    terms: PartTerms,
+    nbytes: list[int],
 ) -> Operation[m.DoneReply]:
     basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(block_writers, basis)
     kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
-    written = [draft for draft in block_writers if draft.field.name not in kept]
+    written = [writer for writer in block_writers if writer.field.name not in kept]
+    nbytes[0] = sum(writer.nbytes for writer in written)
     blocks = [*beside, *kept.values()]
     region = (yield from write(client, written, deadline, "weights")) if written else None
     request = m.Publish(
         channel=channel,
         version=number,
-        fields=[field for draft in written for field in draft.fields],
+        fields=[field for writer in written for field in writer.fields],
         blocks=placed(region, written) if region else [],
         keep=keep,
         wait_s=deadline.left(),
         base=basis.version if blocks else -1,
         kept=blocks,
+        slices=[writer.of for writer in written if writer.of is not None],
+        pending=terms.pending,
+        part=terms.part,
     )
     return (yield from finish_commit(region, request_reply(request, m.DoneReply)))
 
 
-def tensor_drafts(tensors: Mapping[str, Any], prefix: str) -> list[NewTensor]:
-    """Check the tensors. Each becomes a block, with a field named with `prefix`."""
-    if not isinstance(tensors, Mapping) or not tensors:
+def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = WHOLE) -> list[NewTensor]:
+    """Check the tensors. Each becomes a block, with a field named with `prefix`. A part of a version may have none."""
+    if not isinstance(tensors, Mapping) or not (tensors or terms.pending):
         raise UsageError(f"weights are {type(tensors).__name__} of no tensors; give a mapping of names to tensors")
-    block_writers: list[NewTensor] = []
-    for name, tensor in tensors.items():
-        check_name("tensor", f"{BASE}{name}")
-        if not hasattr(tensor, "shape"):
-            raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
-        block_writers.append(NewTensor(check_name("tensor", f"{prefix}{name}"), tensor))
-    return block_writers
+    return [_writer(name, tensor, prefix) for name, tensor in tensors.items()]
+
+
+def _writer(name: str, tensor: Any, prefix: str) -> NewTensor:
+    check_name("tensor", f"{BASE}{name}")
+    whole = check_name("tensor", f"{prefix}{name}")
+    if isinstance(tensor, WeightSlice):
+        field = check_name("slice of tensor", f"{whole}/rows-{tensor.first}-of-{tensor.rows}")
+        return NewTensor(field, tensor.values, m.TensorSlice(field, whole, tensor.first, tensor.rows))
+    if not hasattr(tensor, "shape"):
+        raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
+    return NewTensor(whole, tensor)
 
 
 def _prefix(adapter: str | None) -> str:
@@ -187,25 +288,25 @@ def _unchanged(block_writers: Iterable[NewTensor], basis: m.LatestVersion) -> Op
     """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and size match."""
     fields = {field.name: field for field in basis.fields}
     newest = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
-    likely = [draft for draft in block_writers if _alike(draft, newest.get(draft.field.name), fields)]
-    unseen = [draft for draft in likely if draft.sum == UNCHECKED]
-    yield BlockingWork(sum(draft.nbytes for draft in unseen), lambda: _sum(unseen))
+    likely = [writer for writer in block_writers if _alike(writer, newest.get(writer.field.name), fields)]
+    unseen = [writer for writer in likely if writer.sum == UNCHECKED]
+    yield BlockingWork(sum(writer.nbytes for writer in unseen), lambda: _sum(unseen))
     return {
-        draft.field.name: newest[draft.field.name]
-        for draft in likely
-        if is_unchanged(fields[draft.field.name], newest[draft.field.name], draft.field, draft.nbytes, draft.sum)
+        writer.field.name: newest[writer.field.name]
+        for writer in likely
+        if is_unchanged(fields[writer.field.name], newest[writer.field.name], writer.field, writer.nbytes, writer.sum)
     }
 
 
-def _alike(draft: NewTensor, block: m.BlockLocation | None, fields: Mapping[str, Field]) -> bool:
-    return block is not None and block.nbytes == draft.nbytes and fields[draft.field.name] == draft.field
+def _alike(writer: NewTensor, block: m.BlockLocation | None, fields: Mapping[str, Field]) -> bool:
+    return block is not None and block.nbytes == writer.nbytes and fields[writer.field.name] == writer.field
 
 
 def _sum(block_writers: Sequence[NewTensor]) -> None:
     """Compute checksums, in one buffer of the size of the largest."""
-    room = np.empty(max((draft.nbytes for draft in block_writers), default=0), np.uint8)
-    for draft in block_writers:
-        draft.write(room[: draft.nbytes])
+    room = np.empty(max((writer.nbytes for writer in block_writers), default=0), np.uint8)
+    for writer in block_writers:
+        writer.write(room[: writer.nbytes])
 
 
 def _worth_keeping(unchanged: Mapping[str, m.BlockLocation], extents: Mapping[int, int]) -> dict[str, m.BlockLocation]:

@@ -7,10 +7,11 @@ reads bytes only to compare checksums; tensors that the caller has already are n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
 
+import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
@@ -18,7 +19,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
-from transferqueue.limits import check_name
+from transferqueue.limits import ITEMS_MAX, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
@@ -32,6 +33,12 @@ if TYPE_CHECKING:
 TRIES: Final = 2
 """How often a pull is tried if bytes do not match their checksums."""
 
+
+Only = Iterable[str] | Mapping[str, range | None]
+"""What a pull takes: names of tensors of the base, or a mapping from names to ranges of rows along dimension 0 (None: all rows)."""
+
+BEGUN_S: Final = 60.0
+"""Default time for all parts of a version to come: longer than writing a shard takes."""
 
 TURN_S: Final = 30.0
 """Default length of a turn: longer than loading weights takes, short enough for the others to wait for a dead process."""
@@ -68,19 +75,30 @@ class Weights(ProcessBound, Mapping[str, Any]):
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
     them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in place
     without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from weights before
-    (``since``) are the same memory as there. The version's memory is pinned until `release`, the end of a ``with`` block, or
-    collection.
+    (``since``) are the same memory as there. A tensor that was published in several slices is put together in new memory each time it is
+    asked for: one copy. The version's memory is pinned until `release`, the end of a ``with`` block, or collection.
     """
 
     _remedy: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
 
-    def __init__(self, channel: str, version: int, tensors: dict[str, SharedTensor], changed: frozenset[str]) -> None:
+    def __init__(
+        self,
+        channel: str,
+        version: int,
+        tensors: dict[str, SharedTensor],
+        changed: frozenset[str],
+        slices: Iterable[m.TensorSlice] = (),
+        only: Mapping[str, range | None] | None = None,
+    ) -> None:
         self._channel, self._version = channel, version
         self._tensors, self._changed = tensors, changed
+        self._slices = {one.field: one for one in slices if one.field in tensors}
+        self._only = only
         self._released = False
 
     def __repr__(self) -> str:
-        return f"<Weights of channel {self.channel!r}: version {self.version}, {len(self._tensors)} tensors>"
+        count = len(self._places())
+        return f"<Weights of channel {self.channel!r}: version {self.version}, {count} tensors>"
 
     @property
     def channel(self) -> str:
@@ -100,21 +118,86 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def changed(self, adapter: str | None = None) -> frozenset[str]:
         """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was given."""
         prefix = self._prefix(adapter)
-        return frozenset(name[len(prefix) :] for name in self._changed if name.startswith(prefix))
+        changed = {self._tensor_of(field) for field in self._changed}
+        return frozenset(name[len(prefix) :] for name in changed if name.startswith(prefix))
+
+    def fields(self, adapter: str | None = None) -> dict[str, Field]:
+        """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
+        prefix = self._prefix(adapter)
+        return {
+            name[len(prefix) :]: self._field(name, at) for name, at in self._places().items() if name.startswith(prefix)
+        }
 
     def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
-        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; no bytes are copied."""
-        return {name: column.torch()[0] for name, column in self._columns(adapter)}
+        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied."""
+        prefix = self._prefix(adapter)
+        return {
+            name[len(prefix) :]: self._torch(name, at) for name, at in self._places().items() if name.startswith(prefix)
+        }
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
-        """All tensors of the base (or of an adapter) as numpy arrays; bf16 and fp8 need ml_dtypes. No bytes are copied."""
-        return {name: column.numpy()[0] for name, column in self._columns(adapter)}
-
-    def _columns(self, adapter: str | None) -> Iterator[tuple[str, Column]]:
+        """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
         prefix = self._prefix(adapter)
-        return (
-            (name[len(prefix) :], tensor.column) for name, tensor in self._tensors.items() if name.startswith(prefix)
-        )
+        return {
+            name[len(prefix) :]: self._numpy(name, at) for name, at in self._places().items() if name.startswith(prefix)
+        }
+
+    # ------------------------------------------------------------ slices
+
+    def _tensor_of(self, field: str) -> str:
+        """The tensor that a field is, or is a slice of."""
+        return self._slices[field].tensor if field in self._slices else field
+
+    def _places(self) -> dict[str, list[str]]:
+        """Fields of each tensor, in the order of their rows."""
+        found: dict[str, list[str]] = {}
+        for field in self._tensors:
+            found.setdefault(self._tensor_of(field), []).append(field)
+        for fields in found.values():
+            fields.sort(key=self._first)
+        return found
+
+    def _first(self, field: str) -> int:
+        return self._slices[field].first if field in self._slices else 0
+
+    def _range(self, name: str, fields: list[str]) -> range | None:
+        """Rows of the tensor that are in this mapping; None: it has no rows, or all of one field."""
+        wanted = (self._only or {}).get(name)
+        if wanted is not None or fields[0] not in self._slices:
+            return wanted
+        return range(self._slices[fields[0]].rows)
+
+    def _field(self, name: str, fields: list[str]) -> Field:
+        first, rows = self._tensors[fields[0]].column.field, self._range(name, fields)
+        return Field(name, first.dtype, first.shape if rows is None else (len(rows), *first.shape[1:]))
+
+    def _torch(self, name: str, fields: list[str]) -> Any:
+        values = [self._tensors[field].column.torch()[0] for field in fields]
+        rows = self._range(name, fields)
+        if rows is None:
+            return values[0]
+        parts = self._cut(rows, fields, values)
+        if len(parts) == 1:
+            return parts[0]
+        return _join(values[0].new_empty((len(rows), *values[0].shape[1:])), parts)
+
+    def _numpy(self, name: str, fields: list[str]) -> Any:
+        values = [self._tensors[field].column.numpy()[0] for field in fields]
+        rows = self._range(name, fields)
+        if rows is None:
+            return values[0]
+        parts = self._cut(rows, fields, values)
+        if len(parts) == 1:
+            return parts[0]
+        return _join(np.empty((len(rows), *values[0].shape[1:]), values[0].dtype), parts)
+
+    def _cut(self, rows: range, fields: list[str], values: list[Any]) -> list[Any]:
+        """Views of the wanted rows of each field that has some."""
+        cut = []
+        for field, value in zip(fields, values, strict=True):
+            first = self._first(field)
+            cut.append(value[max(rows.start - first, 0) : max(rows.stop - first, 0)])
+        return [part for part in cut if len(part)] or cut[:1]
 
     def _prefix(self, adapter: str | None) -> str:
         if adapter is None:
@@ -127,13 +210,18 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return f"{adapter}/"
 
     def _copies(self) -> list[publish.ReusedTensor]:
-        """All tensors of base and adapters, as blocks for `mirror` to publish."""
+        """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were pulled."""
+        if self._only is not None:
+            raise UsageError(
+                f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to mirror it'
+            )
         tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
         return [
             publish.ReusedTensor(
                 [self._tensors[name].column.field for name in tensor.block.fields],
                 tensor.block,
                 tensor.blocks.live_memory()[0],
+                self._slices.get(tensor.block.fields[0]),
             )
             for tensor in tensors
         ]
@@ -147,15 +235,16 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return mine if same and not self._released and mine.share() else None
 
     def __getitem__(self, name: str) -> Any:
-        tensor = self._tensors.get(f"{publish.BASE}{name}")
-        if tensor is None:
+        full = f"{publish.BASE}{name}"
+        fields = [full] if full in self._tensors and full not in self._slices else self._places().get(full)
+        if fields is None:
             raise NotFound(
                 f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
             )
-        return tensor.column.torch()[0] if _has_torch() else tensor.column.numpy()[0]
+        return self._torch(full, fields) if _has_torch() else self._numpy(full, fields)
 
     def __iter__(self) -> Iterator[str]:
-        return (name[1:] for name in self._tensors if name.startswith(publish.BASE))
+        return (name[1:] for name in self._places() if name.startswith(publish.BASE))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -193,10 +282,43 @@ def mirror_weights(
     return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
 
 
+def _join(whole: Any, parts: list[Any]) -> Any:
+    """Copy the parts, one after the other, into a tensor or array."""
+    at = 0
+    for part in parts:
+        whole[at : at + len(part)] = part
+        at += len(part)
+    return whole
+
+
+def wanted_tensors(only: Only | None) -> dict[str, range | None] | None:
+    """Check what a pull takes. Returns the ranges of rows by name of the field; None: everything."""
+    if only is None:
+        return None
+    named = dict(only) if isinstance(only, Mapping) else dict.fromkeys([only] if isinstance(only, str) else only)
+    checks.few("tensors", named, ITEMS_MAX)
+    for name, rows in named.items():
+        check_name("tensor", f"{publish.BASE}{name}")
+        if rows is not None and not (isinstance(rows, range) and rows.step == 1 and 0 <= rows.start < rows.stop):
+            raise UsageError(
+                f'rows {rows!r} of tensor "{name}": give a range with step 1 that is not empty, or None for all rows'
+            )
+    if not named:
+        raise UsageError("a pull of no tensors; name at least one in only=, or leave it out for all")
+    return {f"{publish.BASE}{name}": rows for name, rows in named.items()}
+
+
 def pull_weights(
-    client: ClientSession, channel: str, above: int, version: int | None, since: Weights | None, timeout_s: float
+    client: ClientSession,
+    channel: str,
+    above: int,
+    version: int | None,
+    since: Weights | None,
+    timeout_s: float,
+    only: Only | None = None,
 ) -> Operation[Weights]:
-    """Wait for a version and pull it. Pull it again if bytes do not match their checksums."""
+    """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their checksums."""
+    wanted = wanted_tensors(only)
     deadline = yield from checks.within(timeout_s)
     request = m.Pull(
         channel=channel,
@@ -206,14 +328,18 @@ def pull_weights(
     )
     for _ in range(TRIES - 1):
         try:
-            return (yield from _pull(client, request, since))
+            return (yield from _pull(client, request, since, wanted))
         except Corruption:
             continue  # bytes changed on the way, and may arrive whole next time
-    return (yield from _pull(client, request, since))
+    return (yield from _pull(client, request, since, wanted))
 
 
-def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Operation[Weights]:
+def _pull(
+    client: ClientSession, request: m.Pull, since: Weights | None, wanted: Mapping[str, range | None] | None
+) -> Operation[Weights]:
     reply = yield from request_reply(request, m.WeightsReply)
+    if wanted is not None:
+        reply = _restricted(client, reply, wanted, request.channel)
     fields = {field.name: field for field in reply.fields}
     shared = _shared(reply, fields, since)
     try:
@@ -226,7 +352,40 @@ def _pull(client: ClientSession, request: m.Pull, since: Weights | None) -> Oper
         raise
     tensors = shared | fetched
     ordered = {field.name: tensors[field.name] for field in reply.fields}
-    return Weights(request.channel, reply.version, ordered, frozenset(fetched))
+    return Weights(request.channel, reply.version, ordered, frozenset(fetched), reply.slices, wanted)
+
+
+def _restricted(
+    client: ClientSession, reply: m.WeightsReply, wanted: Mapping[str, range | None], channel: str
+) -> m.WeightsReply:
+    """The part of the reply that has the wanted rows; returns the pins of all else. `NotFound` for a tensor that the version does not have."""
+    slices = {one.field: one for one in reply.slices}
+    shapes = {field.name: field.shape for field in reply.fields}
+    chosen = {name for name, shape in shapes.items() if _is_wanted(name, shape, slices.get(name), wanted)}
+    client.connection.unpin([block.block for block in reply.blocks if block.fields[0] not in chosen])
+    missing = wanted.keys() - {slices[name].tensor if name in slices else name for name in chosen}
+    if missing:
+        client.connection.unpin([block.block for block in reply.blocks if block.fields[0] in chosen])
+        raise NotFound(
+            f'version {reply.version} of channel "{channel}" has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has '
+            f"{listing({slices[name].tensor if name in slices else name for name in shapes})}"
+        )
+    blocks = [block for block in reply.blocks if block.fields[0] in chosen]
+    return m.WeightsReply(
+        reply.version, [field for field in reply.fields if field.name in chosen], blocks, reply.slices
+    )
+
+
+def _is_wanted(
+    name: str, shape: tuple[int | None, ...], one: m.TensorSlice | None, wanted: Mapping[str, range | None]
+) -> bool:
+    """Whether the field has wanted rows."""
+    tensor, count = one.tensor if one is not None else name, (shape[0] or 0) if shape else 0
+    rows = wanted.get(tensor)
+    if tensor not in wanted or rows is None:
+        return tensor in wanted
+    first, end = (one.first, one.rows) if one is not None else (0, count)
+    return rows.stop <= end and first < rows.stop and rows.start < first + count
 
 
 def _shared(reply: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:

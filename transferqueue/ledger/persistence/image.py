@@ -26,6 +26,7 @@ from transferqueue.ledger import effects
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.persistence import object_graph
 from transferqueue.ledger.persistence.object_graph import ClassLayout, ClassRegistry
+from transferqueue.ledger.requests.pending_versions import PendingVersion, VersionPart
 from transferqueue.ledger.requests.weight_channels import (
     AppliedVersion,
     PublishedVersion,
@@ -56,7 +57,7 @@ from transferqueue.wire import messages
 _WHOLE: Final = (
     LedgerState, TableState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, CommittedBlock, ExtentState, OwnerBytes, RowStore,
     FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, SortedRun, FlowControl, ReservationState,
-    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, StagedCommit, CheckedFacts,
+    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, CheckedFacts,
 )  # fmt: skip
 
 _FORMS: Final = [

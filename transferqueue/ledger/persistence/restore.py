@@ -193,7 +193,9 @@ class _SnapshotRestore:
         )
         for version in snapshot.versions:
             numbers = [self._commit(number, channel.usage, 1) for number in version.blocks]
-            channel.versions[version.version] = PublishedVersion(version.fields, numbers, self._now - version.age_s)
+            channel.versions[version.version] = PublishedVersion(
+                version.fields, numbers, self._now - version.age_s, version.slices
+            )
         self._state.core.effects.wake("channel", snapshot.name)
 
 

@@ -5,7 +5,7 @@ ledger from it. The rules:
 
 - Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
   the clock; the cursor; counters; versions of weights; and where bytes lie.
-- Not kept: sessions, leases, reservations, shared batches, events. In the restored ledger every lease has ended as no
+- Not kept: sessions, leases, reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
   attempt: its rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
   promised are asked for again.
 - Times are stored as ages, since another server has another clock.
@@ -27,7 +27,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, TaskState
 from transferqueue.policies import Tags
 from transferqueue.schema import Field
-from transferqueue.wire.messages import BlockLocation, TableTerms
+from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
 
 Columns = dict[str, AnyArray]
 """Named columns of equal length."""
@@ -85,12 +85,13 @@ class TableSnapshot:
 
 @dataclass(slots=True)
 class VersionSnapshot:
-    """One version of weights. blocks: the numbers of its blocks."""
+    """One version of weights. blocks: the numbers of its blocks. slices: fields that are slices of a tensor."""
 
     version: int
     fields: list[Field]
     blocks: list[int]
     age_s: float
+    slices: list[TensorSlice] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -211,7 +212,7 @@ def _forming(task: GroupTaskState, now: float) -> Columns:
 
 def _channel(channel: WeightChannelState, now: float) -> ChannelSnapshot:
     versions = [
-        VersionSnapshot(number, list(version.fields), list(version.blocks), now - version.at)
+        VersionSnapshot(number, list(version.fields), list(version.blocks), now - version.at, list(version.slices))
         for number, version in channel.versions.items()
     ]
     return ChannelSnapshot(channel.name, channel.keep, channel.latest, versions)

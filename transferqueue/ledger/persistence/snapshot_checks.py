@@ -14,8 +14,9 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import Corruption, UsageError
-from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot
+from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot, VersionSnapshot
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
+from transferqueue.ledger.requests.pending_versions import check_fields, check_whole
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, some
 from transferqueue.ledger.rows.facts import DTYPES, check_ranges, check_tags_of_rows
 from transferqueue.ledger.rows.indexes import SPANS_MAX
@@ -92,10 +93,19 @@ def _check_channel(channel: ChannelSnapshot) -> None:
             raise Corruption(
                 f"{subject}: version {version.version} has the fields {names}; it must have at least one, each once"
             )
+        _check_slices(f"{subject}: version {version.version}", version)
         if not abs(version.age_s) <= AGE_S_MAX:
             raise Corruption(
                 f"{subject}: version {version.version} is {version.age_s} s old; ages are at most {AGE_S_MAX:g} s"
             )
+
+
+def _check_slices(subject: str, version: VersionSnapshot) -> None:
+    try:
+        check_fields(subject, version.fields, version.slices)
+        check_whole(subject, {field.name: field for field in version.fields}, version.slices)
+    except UsageError as error:
+        raise Corruption(str(error)) from error
 
 
 class _Checks:

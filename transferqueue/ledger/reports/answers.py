@@ -106,8 +106,10 @@ def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:
 
 
 def _of_publish(state: LedgerState, request: m.Publish) -> str:
+    channel = state.channels.get(request.channel)
+    missing = weight_channels.missing_parts(channel, request) if channel is not None else ""
     held = [flow_control.why_clock_is_held(table, request.version) for table in state.followers(request.channel)]
-    return "; ".join(why for why in held if why) or "nothing holds the clock now"
+    return missing or "; ".join(why for why in held if why) or "nothing holds the clock now"
 
 
 def _of_pull(state: LedgerState, request: m.Pull) -> str:

@@ -10,15 +10,17 @@ Invariants:
 - A version with a lost block is lost as a whole. A pull gets the newest whole version. A pull of the lost one is
   refused with the cause, and no version can use it as base: the next version is published with all its tensors.
 - Publishing and applying are different facts: `applied` records which session generates with which version, since when.
+- A version may be published by several sessions together, and a tensor in slices (see `pending_versions`).
 - An *update slot* permits a session to change its weights. At most `at_once` sessions have one (each request states its
   own bound). A slot ends by its holder, with its session, or after its length: a dead replica never blocks the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Final
 
 from transferqueue.errors import (
     AlreadyExists,
@@ -32,27 +34,41 @@ from transferqueue.errors import (
 from transferqueue.ledger.deadlines import Deadlines
 from transferqueue.ledger.effects import Effects, MustWait
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
+from transferqueue.ledger.requests.pending_versions import (
+    PendingVersion,
+    VersionPart,
+    check_fields,
+    check_part,
+    check_whole,
+)
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,
+    BeginVersion,
     DoneReply,
     LatestVersion,
     Publish,
     Pull,
     ReportApplied,
+    TensorSlice,
+    VersionBegun,
     WeightsReply,
 )
+
+GIVEN_UP_KEPT: Final = 8
+"""A late part names one of these, and gets the reason."""
 
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """A published version: its fields, the numbers of its blocks, and when it was published."""
+    """A published version: its fields, the numbers of its blocks, when it was published, and which fields are slices."""
 
     fields: list[Field]
     blocks: list[int]
     at: float
+    slices: list[TensorSlice] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -90,45 +106,64 @@ class WeightChannelState:
     update_slots: dict[int, UpdateSlot] = field(default_factory=dict)
     """Session -> its update slot."""
     usage: OwnerBytes = field(default_factory=OwnerBytes)
+    begun: int = 0
+    """Number of versions begun in parts."""
+    pending: PendingVersion | None = None
+    given_up: dict[int, str] = field(default_factory=dict)
+    """Numbers of versions that were given up, and why: the newest `GIVEN_UP_KEPT`."""
 
 
 def check_publish(channel: WeightChannelState, blocks: BlockRegistry, session: int, request: Publish) -> None:
-    """Raise unless this version may be published."""
-    if request.version > VERSION_MAX:
-        raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
-    if request.version == channel.latest:
-        raise AlreadyExists(
-            f'version {request.version} of channel "{channel.name}" is published; versions are published once'
-        )
-    if request.version < channel.latest:
-        raise UsageError(
-            f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {request.version}'
-        )
-    kept_fields = _check_kept(channel, blocks, request)
+    """Raise unless this version, or this part of one, may be published."""
+    subject = f'version {request.version} of channel "{channel.name}"'
+    pending = channel.pending if request.pending else None
+    if request.pending:
+        check_part(channel.pending, channel.given_up, session, request)
+    elif request.part:
+        raise UsageError(f"part {request.part} of {subject} names no pending version; begin one, and name its number")
+    _check_next(channel, request.version)
+    _check_kept(channel, blocks, request)
+    part = _part(channel, blocks, request, [])
+    _check_layouts(request, subject)
+    fields = [*part.fields, *(pending.fields().values() if pending else ())]
+    slices = [*part.slices, *(pending.slices() if pending else ())]
+    if not (fields or pending):
+        raise SchemaError(f"{subject} needs fields, each named once")
+    check_fields(subject, fields, slices)
+    if not request.part and not (pending and pending.missing):
+        check_whole(subject, {new.name: new for new in fields}, slices)
+    blocks.check(session, request.blocks)
+
+
+def _check_next(channel: WeightChannelState, version: int) -> None:
+    """Raise unless `version` follows the latest."""
+    if version > VERSION_MAX:
+        raise UsageError(f"version {version} is above {VERSION_MAX}; versions count trainer steps")
+    if version == channel.latest:
+        raise AlreadyExists(f'version {version} of channel "{channel.name}" is published; versions are published once')
+    if version < channel.latest:
+        raise UsageError(f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {version}')
+
+
+def _check_layouts(request: Publish, subject: str) -> None:
+    """Raise unless each new field lies in exactly one block."""
     fields = {new.name: new for new in request.fields}
-    if (
-        len(fields) + len(kept_fields) != len({*fields, *kept_fields})
-        or len(fields) != len(request.fields)
-        or not (fields or kept_fields)
-    ):
-        raise SchemaError(f'version {request.version} of channel "{channel.name}" needs fields, each named once')
     placed = [name for block in request.blocks for name in block.fields]
     if sorted(placed) != sorted(fields):
         raise SchemaError(
-            f'version {request.version} of channel "{channel.name}" declares {listing(fields)}, but its blocks hold '
+            f"{subject} declares {listing(fields)}, but its blocks hold "
             f"{listing(placed)}; each field lies in exactly one block"
         )
     for block in request.blocks:
         if block.rows != 1 or block.slots is not None:
             raise SchemaError("a block of weights has one row and no slots: one value per tensor")
         check_layout(block, [fields[name] for name in block.fields])
-    blocks.check(session, request.blocks)
 
 
-def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> list[str]:
-    """Names of the fields that the version takes over from its base."""
+def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> None:
+    """Raise unless the base has the blocks that the version takes over from it."""
     if request.base < 0 and not request.kept:
-        return []
+        return
     base = channel.versions.get(request.base)
     if request.base in channel.lost:
         raise ShardLost(
@@ -145,18 +180,37 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
             f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of version '
             f"{request.base}, which has {listing(base.blocks)}; name blocks of it, each once"
         )
-    return [name for number in request.kept for name in blocks.blocks[number].at.fields]
+
+
+def _part(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, numbers: Sequence[int]) -> VersionPart:
+    """What the request brings: new fields, whose blocks are `numbers`, and those that it keeps of its base."""
+    fields, slices = list(request.fields), list(request.slices)
+    if request.kept:
+        base = channel.versions[request.base]
+        names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
+        fields += [old for old in base.fields if old.name in names]
+        slices += [old for old in base.slices if old.field in names]
+    return VersionPart(fields, [*numbers, *request.kept], slices)
+
+
+def _commit(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> VersionPart:
+    numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
+    blocks.refer(request.kept)
+    return _part(channel, blocks, request, numbers)
 
 
 def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, now: float) -> None:
-    """Make a version that `check_publish` accepted the latest, and remove versions beyond `keep`."""
-    numbers = blocks.commit(request.blocks, channel.usage, [1] * len(request.blocks))
-    blocks.refer(request.kept)
-    fields = list(request.fields)
-    if request.kept:
-        names = {name for number in request.kept for name in blocks.blocks[number].at.fields}
-        fields += [old for old in channel.versions[request.base].fields if old.name in names]
-    channel.versions[request.version] = PublishedVersion(fields, [*numbers, *request.kept], now)
+    """Make a version that `check_publish` accepted the latest, with its kept parts, and remove versions beyond `keep`."""
+    parts = [_commit(channel, blocks, request)]
+    if request.pending and channel.pending is not None:
+        parts += [part for _, part in sorted(channel.pending.kept.items())]
+        _end_pending(channel)
+    channel.versions[request.version] = PublishedVersion(
+        fields=[new for part in parts for new in part.fields],
+        blocks=[number for part in parts for number in part.blocks],
+        at=now,
+        slices=[one for part in parts for one in part.slices],
+    )
     channel.latest, channel.keep = request.version, request.keep
     for version in list(channel.versions)[: -channel.keep]:
         _forget(channel, blocks, version)
@@ -167,8 +221,75 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
         blocks.retire(number, 1)
 
 
+# ---------------------------------------------------------------- versions in parts
+
+
+def begin(
+    channel: WeightChannelState,
+    blocks: BlockRegistry,
+    request: BeginVersion,
+    session: int,
+    deadlines: Deadlines,
+    now: float,
+) -> VersionBegun:
+    """Begin a version in parts. One that was begun before is given up."""
+    _check_next(channel, request.version)
+    give_up(channel, blocks, f"version {request.version} was begun instead")
+    channel.begun += 1
+    channel.pending = PendingVersion(
+        channel.name, channel.begun, request.version, request.parts, session, request.length_s
+    )
+    deadlines.add(channel.pending, now + request.length_s)
+    return VersionBegun(channel.begun)
+
+
+def keep_part(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> None:
+    """Keep part 1 or above, which `check_publish` accepted, until part 0 comes."""
+    if channel.pending is not None:
+        channel.pending.kept[request.part] = _commit(channel, blocks, request)
+
+
+def missing_parts(channel: WeightChannelState, request: Publish) -> str:
+    """Which parts the version that the request would publish lacks; "" if none."""
+    pending = channel.pending if request.pending else None
+    return pending.explain() if pending is not None and pending.missing else ""
+
+
+def give_up(channel: WeightChannelState, blocks: BlockRegistry, why: str) -> bool:
+    """Give up the pending version of the channel, and free its parts. Returns whether there was one."""
+    pending = channel.pending
+    if pending is None:
+        return False
+    lacking = (
+        f"without parts {listing(pending.missing)} of {pending.parts}" if pending.missing else "before part 0 had come"
+    )
+    channel.given_up[pending.number] = f"{pending.subject} was given up {lacking}: {why}; begin it again"
+    channel.given_up = dict(sorted(channel.given_up.items())[-GIVEN_UP_KEPT:])
+    _end_pending(channel)
+    for part in pending.kept.values():
+        for number in part.blocks:
+            blocks.retire(number, 1)
+    return True
+
+
+def _end_pending(channel: WeightChannelState) -> None:
+    if channel.pending is not None:
+        channel.pending.deadline = None
+        channel.pending = None
+
+
+def _lose_pending(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
+    pending = channel.pending
+    if pending is not None and any(not gone.isdisjoint(part.blocks) for part in pending.kept.values()):
+        give_up(channel, blocks, why)
+
+
+# ---------------------------------------------------------------- losses and pulls
+
+
 def lose_blocks(channel: WeightChannelState, blocks: BlockRegistry, gone: frozenset[int], why: str) -> None:
     """Remove each version that has one of the lost blocks. why: as `WeightChannelState.lost`."""
+    _lose_pending(channel, blocks, gone, why)
     for version in [number for number, published in channel.versions.items() if not gone.isdisjoint(published.blocks)]:
         _forget(channel, blocks, version)
         channel.lost[version] = why
@@ -202,7 +323,8 @@ def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, sess
             return MustWait((("channel", channel.name),))
         raise DeadlineExceeded(explain_pull(channel, request))
     blocks.pin(session, published.blocks)
-    return WeightsReply(version, list(published.fields), [blocks.blocks[number].at for number in published.blocks])
+    places = [blocks.blocks[number].at for number in published.blocks]
+    return WeightsReply(version, list(published.fields), places, list(published.slices))
 
 
 def explain_pull(channel: WeightChannelState, request: Pull) -> str:

@@ -3,14 +3,14 @@
 Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow``
 have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once even if several rows share it. The column
 ``at/<field>`` of the rows file says which value a row has. ``weights/N/V.arrow`` is a version of weights: one row, with a column for
-each tensor.
+each tensor, or each slice of one.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
@@ -36,7 +36,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.wire.messages import BlockLocation, TableTerms
+from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
 
 CHUNK_ROWS: Final = 1 << 16
 CHUNK_BYTES: Final = 64 * MIB
@@ -59,13 +59,23 @@ class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     gatherers: list[str]
 
 
-class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class SliceManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A field that holds some rows of a tensor, from row `first` on; `rows`: of the tensor."""
+
+    field: str
+    tensor: str
+    first: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+    rows: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
+
+
+class VersionManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A version of weights in the manifest."""
 
     version: int
     age_s: float
     file: str
     fields: list[Field]
+    slices: list[SliceManifest] = []
 
 
 class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -231,9 +241,9 @@ def _write_channel(
             placement = _placement(fields, numbers, np.zeros(1, np.int64), contents, memory)
             arrays |= {name: Column(fields[name], placement).arrow() for name in contents.blocks[number].fields}
         batch = pa.RecordBatch.from_pydict(arrays)
-        versions.append(
-            VersionManifest(version.version, version.age_s, f"{directory}/{version.version}.arrow", version.fields)
-        )
+        slices = [SliceManifest(one.field, one.tensor, one.first, one.rows) for one in version.slices]
+        file = f"{directory}/{version.version}.arrow"
+        versions.append(VersionManifest(version.version, version.age_s, file, version.fields, slices))
         writer.write(versions[-1].file, batch.schema, [batch])
     return ChannelManifest(channel.name, channel.keep, channel.latest, versions)
 
@@ -338,7 +348,13 @@ def read_contents(
             table.places[name] = _locate(table.places[name][0], file_blocks)
     for channel in manifest.channels:
         versions = [
-            VersionSnapshot(version.version, version.fields, [next(numbers) for _ in version.fields], version.age_s)
+            VersionSnapshot(
+                version.version,
+                version.fields,
+                [next(numbers) for _ in version.fields],
+                version.age_s,
+                _slices(version),
+            )
             for version in channel.versions
         ]
         contents.channels.append(ChannelSnapshot(channel.name, channel.keep, channel.latest, versions))
@@ -349,11 +365,18 @@ def check_contents(manifest: LedgerManifest, tables: list[TableSnapshot]) -> Non
     """`Corruption` unless tables and channels are such as a ledger can have. Needs no values."""
     channels = [
         ChannelSnapshot(
-            one.name, one.keep, one.latest, [VersionSnapshot(v.version, v.fields, [], v.age_s) for v in one.versions]
+            one.name,
+            one.keep,
+            one.latest,
+            [VersionSnapshot(v.version, v.fields, [], v.age_s, _slices(v)) for v in one.versions],
         )
         for one in manifest.channels
     ]
     check(LedgerSnapshot(tables, channels, dropped_tables=manifest.dropped_tables))
+
+
+def _slices(version: VersionManifest) -> list[TensorSlice]:
+    return [TensorSlice(one.field, one.tensor, one.first, one.rows) for one in version.slices]
 
 
 def _row_types(manifest: TableManifest) -> dict[str, Any]:

@@ -6,11 +6,23 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ITEMS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import ITEMS_MAX, ROWS_PER_REQUEST_MAX, VERSION_PARTS_MAX
 from transferqueue.wire.messages.base import Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
 from transferqueue.wire.messages.declarations import CHANNEL, request
 from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
 from transferqueue.wire.roles import CONSUMERS, WORKERS
+
+
+class TensorSlice(Message, tag="Slice"):
+    """Field `field` holds rows [first, first + n) along dimension 0 of tensor `tensor`, which has `rows`. n: the first size of the field's shape."""
+
+    field: Name
+    tensor: Name
+    first: Count
+    rows: Count
+
+
+TensorSlices = Annotated[list[TensorSlice], Meta(max_length=ITEMS_MAX)]
 
 
 @request(
@@ -24,7 +36,10 @@ class Publish(Message):
     """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
 
     keep: versions kept. base, kept: the version is these new blocks and `kept`, blocks of version `base` (-1: of none), whose
-    fields are known. Tables whose pacing names the channel advance their clock to `version`.
+    fields are known. Tables whose pacing names the channel advance their clock to `version`. slices: new fields that are not tensors but parts of one.
+
+    pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts 1 and above are only kept.
+    Part 0, from the session that began the version, waits for them, and publishes all parts in one commit.
     """
 
     channel: Name
@@ -35,6 +50,37 @@ class Publish(Message):
     wait_s: Seconds = 0.0
     base: Annotated[int, Meta(ge=-1)] = -1
     kept: Counts = []
+    slices: TensorSlices = []
+    pending: Count = 0
+    part: Annotated[int, Meta(ge=0, lt=VERSION_PARTS_MAX)] = 0
+
+
+class VersionBegun(Message, tag="Begun"):
+    """A version in several parts was begun. pending: its number, which each part names."""
+
+    pending: int
+
+
+def _give_up(request: BeginVersion, reply: VersionBegun, reason: str) -> list[GiveUpVersion]:
+    return [GiveUpVersion(channel=request.channel, pending=reply.pending)]
+
+
+@request(reply=VersionBegun, roles=CONSUMERS, home=CHANNEL, undo=_give_up, verb="WeightChannel.begin")
+class BeginVersion(Message, tag="Begin"):
+    """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this session, or when another is begun."""
+
+    channel: Name
+    version: Count
+    parts: Annotated[int, Meta(ge=1, le=VERSION_PARTS_MAX)]
+    length_s: Annotated[float, Meta(gt=0, le=1e9)]
+
+
+@request(reply=DoneReply, roles=CONSUMERS, home=CHANNEL, verb="WeightChannel.publish")
+class GiveUpVersion(Message, tag="GiveUp"):
+    """Give up a version that this session began: its parts are forgotten. One that is published or given up: no error."""
+
+    channel: Name
+    pending: Count
 
 
 class LatestVersion(Message, tag="BasisAt"):
@@ -64,6 +110,7 @@ class WeightsReply(Message, tag="Weights"):
     version: int
     fields: Fields
     blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    slices: TensorSlices = []
 
 
 def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpin]:
@@ -111,5 +158,14 @@ class ReleaseUpdateSlot(Message, tag="EndTurn"):
     channel: Name
 
 
-WeightRequests = Publish | GetLatestVersion | Pull | ReportApplied | AcquireUpdateSlot | ReleaseUpdateSlot
-WeightReplies = LatestVersion | WeightsReply
+WeightRequests = (
+    Publish
+    | BeginVersion
+    | GiveUpVersion
+    | GetLatestVersion
+    | Pull
+    | ReportApplied
+    | AcquireUpdateSlot
+    | ReleaseUpdateSlot
+)
+WeightReplies = VersionBegun | LatestVersion | WeightsReply

@@ -1,0 +1,160 @@
+"""Versions of weights that several sessions publish together, and tensors that come in slices.
+
+Invariants:
+
+- A *pending version* is begun by one session, which publishes part 0. Parts 1 and above are kept until then. No reader sees
+  any part before the version is published, and then all of them.
+- Each part comes once. Its blocks have one reference from the pending version, and keep it when the version is published.
+- A channel has at most one pending version. It is given up after its length, when the session that began it is closed,
+  when another version is begun, or when bytes of a part are lost. Its parts are then freed. The reason is kept for
+  sessions that still name it.
+- A *slice* is a field that holds some rows of a tensor, along dimension 0. The slices of a tensor have its dtype and its
+  other sizes, and none overlaps another. In a published version they are all of its rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
+from transferqueue.limits import ITEMS_MAX
+from transferqueue.schema import Field
+from transferqueue.wire.messages import Publish, TensorSlice
+
+
+@dataclass(slots=True)
+class VersionPart:
+    """Fields, numbers of blocks, and slices that one session brings."""
+
+    fields: list[Field]
+    blocks: list[int]
+    slices: list[TensorSlice]
+
+
+@dataclass(slots=True, eq=False)
+class PendingVersion:
+    """Version `version`, begun by `session` as number `number`, of `parts` parts. kept: parts that came, but part 0."""
+
+    channel: str
+    number: int
+    version: int
+    parts: int
+    session: int
+    length_s: float
+    deadline: float | None = None
+    kept: dict[int, VersionPart] = field(default_factory=dict)
+
+    @property
+    def missing(self) -> list[int]:
+        """Parts that did not come, but part 0."""
+        return [part for part in range(1, self.parts) if part not in self.kept]
+
+    @property
+    def subject(self) -> str:
+        """Its name in messages."""
+        return f'version {self.version} of channel "{self.channel}"'
+
+    def explain(self) -> str:
+        """What it waits for."""
+        return f"{self.subject} lacks parts {listing(self.missing)} of {self.parts}; each is published by a session of its own"
+
+    def fields(self) -> dict[str, Field]:
+        """Fields of the parts that came, by name."""
+        return {new.name: new for part in self.kept.values() for new in part.fields}
+
+    def slices(self) -> list[TensorSlice]:
+        """Slices of the parts that came."""
+        return [one for part in self.kept.values() for one in part.slices]
+
+
+def check_part(pending: PendingVersion | None, given_up: Mapping[int, str], session: int, request: Publish) -> None:
+    """Raise unless the request may bring a part of the pending version."""
+    if pending is None or pending.number != request.pending:
+        if request.pending in given_up:
+            raise VersionGivenUp(given_up[request.pending])
+        raise NotFound(
+            f'number {request.pending} is of no version of channel "{request.channel}" that was begun and is not published; begin one'
+        )
+    if request.version != pending.version:
+        raise UsageError(f"{pending.subject} was begun as number {pending.number}; version {request.version} is not it")
+    if request.part >= pending.parts:
+        raise UsageError(
+            f"part {request.part} of {pending.subject}, which has parts 0 to {pending.parts - 1}; begin it with more"
+        )
+    if request.part in pending.kept:
+        raise AlreadyExists(f"part {request.part} of {pending.subject} has come; each part is published once")
+    if not request.part and session != pending.session:
+        raise UsageError(
+            f"{pending.subject} was begun by another session, which publishes part 0; publish another part"
+        )
+
+
+def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorSlice]) -> None:
+    """Raise unless fields are named once, and each slice fits its tensor and overlaps no other."""
+    by_name = {new.name: new for new in fields}
+    if len(by_name) != len(fields):
+        names = [new.name for new in fields]
+        raise SchemaError(
+            f"{subject} needs fields, each named once; {listing({n for n in names if names.count(n) > 1})} came twice"
+        )
+    if len(fields) > ITEMS_MAX:
+        raise UsageError(
+            f"{subject} has {len(fields):,} tensors and slices; at most {ITEMS_MAX:,} are allowed: give larger slices"
+        )
+    named = {one.field for one in slices}
+    if len(named) != len(slices) or not named <= by_name.keys():
+        raise SchemaError(
+            f"{subject} has slices in the fields {listing(one.field for one in slices)}, of {listing(by_name)}; each slice is one field"
+        )
+    for tensor, parts in _by_tensor(slices).items():
+        if tensor in by_name:
+            raise SchemaError(f'{subject} has tensor "{tensor}" whole and in slices; give it one way')
+        _check_tensor(subject, tensor, parts, by_name)
+
+
+def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], fields: Mapping[str, Field]) -> None:
+    """Raise unless the slices, in the order of their rows, fit one tensor."""
+    first, end = fields[parts[0].field], 0
+    for part in parts:
+        new, rows = fields[part.field], _rows(fields[part.field])
+        if not new.dense or rows < 1 or part.first + rows > part.rows:
+            raise SchemaError(
+                f'{subject}: a slice of tensor "{tensor}" is {new.describe()} from row {part.first} of {part.rows}; slices have 1 row or more, and '
+                "end within their tensor"
+            )
+        if (new.dtype, new.shape[1:], part.rows) != (first.dtype, first.shape[1:], parts[0].rows):
+            raise SchemaError(
+                f'{subject}: slices of tensor "{tensor}" are {new.describe()} of {part.rows} rows, and {first.describe()} of {parts[0].rows}; '
+                "they have one dtype, one number of rows, and the same other sizes"
+            )
+        if part.first < end:
+            raise SchemaError(f'{subject}: row {part.first} of tensor "{tensor}" is in two slices; each row comes once')
+        end = part.first + rows
+
+
+def check_whole(subject: str, fields: Mapping[str, Field], slices: Iterable[TensorSlice]) -> None:
+    """Raise unless the slices have all rows of their tensors. They were checked by `check_fields`."""
+    for tensor, parts in _by_tensor(slices).items():
+        end = 0
+        for part in parts:
+            if part.first > end:
+                break
+            end += _rows(fields[part.field])
+        if end < parts[0].rows:
+            raise SchemaError(
+                f'{subject} lacks row {end} of tensor "{tensor}", which has {parts[0].rows}; its slices begin at '
+                f"{', '.join(str(part.first) for part in parts[:12])}"
+            )
+
+
+def _by_tensor(slices: Iterable[TensorSlice]) -> dict[str, list[TensorSlice]]:
+    """Slices of each tensor, in the order of their rows."""
+    found: dict[str, list[TensorSlice]] = {}
+    for one in sorted(slices, key=lambda one: one.first):
+        found.setdefault(one.tensor, []).append(one)
+    return found
+
+
+def _rows(slice_field: Field) -> int:
+    return (slice_field.shape[0] or 0) if slice_field.shape else 0
