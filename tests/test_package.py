@@ -71,8 +71,18 @@ def _files(wheel: Path) -> list[str]:
         return archive.namelist()
 
 
-def test_wheel_holds_the_package_once_and_nothing_else(built: Built) -> None:
+def _documentation() -> set[str]:
+    """The pages and examples that `transferqueue docs` shows, as a wheel holds them."""
+    shown = [*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/**/*.*"), *ROOT.glob("deploy/**/*.*")]
+    shown += [path for path in ROOT.glob("docs/**/*.*") if {"site", "conformance"}.isdisjoint(path.parts)]
+    files = [path.relative_to(ROOT) for path in shown if path.is_file() and "__pycache__" not in path.parts]
+    return {f"transferqueue/documentation/{file}" for file in files}
+
+
+def test_wheel_holds_the_package_and_its_documentation_once_and_nothing_else(built: Built) -> None:
     files = _files(built.wheel)
+    assert {name for name in files if "/documentation/" in name} == _documentation()
+    files = [name for name in files if "/documentation/" not in name]
     assert [name for name, times in Counter(files).items() if times > 1] == []
     assert set(files) - _sources() == {
         f"{INFO}/{name}" for name in ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE")
@@ -108,20 +118,34 @@ def test_wheel_names_exactly_the_core_dependencies(built: Built) -> None:
     assert "transferqueue = transferqueue.cli:main" in entry_points
 
 
+def test_an_editable_installation_reads_the_pages_of_the_checkout(tmp_path: Path) -> None:
+    """A copy of the pages beside the link to the checkout would grow old there."""
+    build = "from hatchling.build import build_editable; print(build_editable(__import__('sys').argv[1]))"
+    name = _run(sys.executable, "-c", build, tmp_path, cwd=ROOT).split()[-1]
+    assert [file for file in _files(tmp_path / name) if "documentation" in file] == []
+
+
 def test_sdist_holds_the_package_once_and_builds_the_same_wheel(built: Built) -> None:
     with tarfile.open(built.sdist) as archive:
         members = [member for member in archive.getmembers() if not member.isdir()]
     files = [member.name.partition("/")[2] for member in members]
     assert all(member.isreg() for member in members), "a link in an sdist would lead out of it"
     assert [name for name, times in Counter(files).items() if times > 1] == []
-    assert set(files) - _sources() == {
+    others = {file for file in set(files) - _sources() if "/" not in file}
+    assert others == {
         ".gitignore",
         "CHANGELOG.md",
+        "CONTRIBUTING.md",
         "LICENSE",
+        "Makefile",
         "PKG-INFO",
         "README.md",
+        "SECURITY.md",
+        "constraints.txt",
         "pyproject.toml",
     }
+    folders = {file.partition("/")[0] for file in set(files) - _sources() - others}
+    assert folders == {"bench", "deploy", "docs", "examples", "tests"}, "what tests and documentation need"
     assert _sources() - set(files) == set()
     assert sorted(_files(built.wheel_of_sdist)) == sorted(_files(built.wheel))
 
@@ -142,6 +166,9 @@ import transferqueue, transferqueue.adapters, transferqueue.workflows
 assert transferqueue.__file__.startswith(sys.prefix), transferqueue.__file__
 for name in ("adapters", "workflows", "tests", "bench", "torch", "ray", "typer"):
     assert importlib.util.find_spec(name) is None, name
+from transferqueue.cli.pages import folder, page
+assert str(folder()).startswith(sys.prefix), folder()
+assert page("observing").read_text().startswith("# Observing")
 """
     _run(python, "-I", "-W", "error", "-c", probe, cwd=tmp_path)
     example = tmp_path / "example.py"

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
 import typer
 import typer.core
@@ -17,6 +17,7 @@ import typer.core
 from transferqueue.cli.commands import (
     chaos,
     check,
+    docs,
     doctor,
     inspect,
     keys,
@@ -42,6 +43,7 @@ EXAMPLES: Final[tuple[Example, ...]] = (
     ("transferqueue doctor", "is this machine fit for a queue?"),
     ("transferqueue serve", "start a server for this user"),
     ("transferqueue top", "watch what it does"),
+    ("transferqueue docs", "read about it"),
 )
 DEMO_EXAMPLES: Final[tuple[Example, ...]] = (("transferqueue demo", "the default run, at most three minutes"),)
 
@@ -88,6 +90,7 @@ def _group() -> typer.Typer:
         pretty_exceptions_enable=False,
         context_settings=_HELP_NAMES,
     )
+    group.callback()(_before)
     if find_spec(DEMO_MODULE) is not None:
         group.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(group, "train", train.train, train.EXAMPLES)
@@ -105,12 +108,27 @@ def _group() -> typer.Typer:
     group.add_typer(keys.commands, name="keys", epilog=examples(keys.EXAMPLES), context_settings=_HELP_NAMES)
     _add(group, "new-adapter", new_adapter.new_adapter, new_adapter.EXAMPLES)
     _add(group, "shim", shim.shim, shim.EXAMPLES)
+    _add(group, "docs", docs.docs, docs.EXAMPLES)
     _add(group, "version", version.version, version.EXAMPLES)
     return group
 
 
 def _add(group: typer.Typer, name: str, command: Callable[..., None], lines: tuple[Example, ...]) -> None:
     group.command(name, epilog=examples(lines), context_settings=_HELP_NAMES)(command)
+
+
+def _before(
+    show_version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", is_eager=True, callback=_print_version)
+    ] = False,
+) -> None:
+    """The queue between the stages of LLM post-training."""
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        version.version()
+        raise typer.Exit
 
 
 def _never_run() -> None:

@@ -40,10 +40,10 @@ def connect(
     address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that `deploy_ray` started in
     the Ray cluster of this process (``ray``: the one with the default names); or ``embedded`` for a server inside this process. None:
     the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, as for every command; an embedded server if
-    neither is set, or if arena_bytes or runtime is given (docs/ENVIRONMENT.md).
+    neither is set, or if arena_bytes or runtime is given (`transferqueue docs environment`).
 
     To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by commas
-    (docs/CLUSTER.md); `UsageError` unless each coordinator of one deployment is named exactly once. A queue with the address of one
+    (`transferqueue docs cluster`); `UsageError` unless each coordinator of one deployment is named exactly once. A queue with the address of one
     coordinator has the tables of that coordinator only.
 
     To join a server with keys, give a token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a

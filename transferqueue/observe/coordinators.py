@@ -1,4 +1,4 @@
-"""The answers of the coordinators of a deployment. Most deployments have one coordinator (docs/CLUSTER.md)."""
+"""The answers of the coordinators of a deployment. Most deployments have one coordinator (`transferqueue docs cluster`)."""
 
 from __future__ import annotations
 

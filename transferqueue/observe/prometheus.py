@@ -3,7 +3,7 @@
 Rules:
 
 - Nothing is kept between two scrapes. A scrape shows the server's statistics, and a restart of the server resets its counters.
-- Names follow docs/OBSERVING.md, with ``transferqueue_`` and the place before them, and Prometheus' rules: base units (bytes,
+- Names follow `transferqueue docs observing`, with ``transferqueue_`` and the place before them, and Prometheus' rules: base units (bytes,
   seconds) at the end, ``_total`` after counters, one label for each word of the place (table, task, channel).
 - An unknown value has no sample: the age of nothing is not 0.
 - The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line a

@@ -1,4 +1,4 @@
-"""What a coordinator reports about itself: the ledger's report, and what only the server knows. docs/OBSERVING.md lists the fields."""
+"""What a coordinator reports about itself: the ledger's report, and what only the server knows. `transferqueue docs observing` lists the fields."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Histogram:
             self.late[subject] = self.late.get(subject, 0) + 1
 
     def plain(self) -> dict[str, Any]:
-        """As `stats` reports it: see docs/OBSERVING.md."""
+        """As `stats` reports it: see `transferqueue docs observing`."""
         return {
             "bounds_s": list(BOUNDS_S),
             "counts": list(self.counts),

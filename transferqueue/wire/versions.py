@@ -1,6 +1,6 @@
 """The number of the protocol that a frame speaks, and what the two ends say when their numbers differ. Pure.
 
-Invariants (docs/COMPATIBILITY.md):
+Invariants (`transferqueue docs compatibility`):
 
 1. A frame is a MessagePack array, and its first item is the number of the protocol. So a call begins with the bytes
    ``0x95 n`` and an answer with ``0x94 n``, for as long as n is below 128.
@@ -32,7 +32,7 @@ _PACKAGE_ITEM: Final = 5
 """Where `Hello` names the version of the client's package, counted from its tag."""
 _BY_OLD_PACKAGES: Final = 0
 _TEXT_CHARS_MAX: Final = 500
-_PAGE: Final = "docs/COMPATIBILITY.md says which versions talk to each other"
+_PAGE: Final = "`transferqueue docs compatibility` says which versions talk to each other"
 
 _any_call: Final = msgspec.msgpack.Decoder(tuple[int, int, int, int, msgspec.Raw])
 _old_call: Final = msgspec.msgpack.Decoder(tuple[int, int, int, msgspec.Raw])

@@ -308,7 +308,7 @@ class AsyncFlowService(ServiceBase):
         return ExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
 
     def status(self) -> dict[str, Any]:
-        """Statistics of the table: docs/OBSERVING.md lists the keys."""
+        """Statistics of the table: `transferqueue docs observing` lists the keys."""
         return self._table.stats()
 
     def seal(self) -> None:

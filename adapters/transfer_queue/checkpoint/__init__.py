@@ -1,4 +1,4 @@
-"""Checkpoints: all partitions and their consumption in one directory, as Arrow files and JSON. docs/DROP_IN.md has the layout.
+"""Checkpoints: all partitions and their consumption in one directory, as Arrow files and JSON. `transferqueue docs drop-in` has the layout.
 
 A save writes to a temporary directory and renames it, so a checkpoint is complete or absent. A load first compares every file with its size and
 checksum; a damaged or foreign file changes nothing. Nothing is pickled, so loading a foreign checkpoint runs no code.

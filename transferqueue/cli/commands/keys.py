@@ -36,7 +36,11 @@ NameArgument = Annotated[str, typer.Argument(metavar="NAME", show_default=False,
 def new(
     name: NameArgument,
     role: Annotated[
-        str, typer.Option("--role", help="admin, producer, consumer, observer or shard; what each may do: SECURITY.md.")
+        str,
+        typer.Option(
+            "--role",
+            help="admin, producer, consumer, observer or shard; what each may do: `transferqueue docs security`.",
+        ),
     ] = "producer",
     keys: KeysOption = None,
 ) -> None:

@@ -25,7 +25,7 @@ def new_adapter(
 ) -> None:
     """Write the skeleton of an adapter: its module, its conformance tests, its package with the entry point.
 
-    docs/writing-an-adapter.md goes on from there.
+    `transferqueue docs writing-an-adapter` goes on from there.
     """
     from transferqueue.adapters.skeletons import write
 

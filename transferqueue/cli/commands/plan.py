@@ -24,7 +24,9 @@ WIDTH: Final = 64
 
 
 def plan(
-    profile: Annotated[Path, typer.Argument(help="Stage times, lengths and budget: see docs/SIMULATION.md.")],
+    profile: Annotated[
+        Path, typer.Argument(help="Stage times, lengths and budget: see `transferqueue docs simulation`.")
+    ],
     calibrate: Annotated[
         Path | None, typer.Option(help="Timeline of a real run; its stage times replace those given.")
     ] = None,

@@ -113,7 +113,7 @@ CoordinatorOption = Annotated[
         "--coordinator",
         metavar="K/N",
         show_default=False,
-        help="This server is number K of N that clients use as one, each with a part of the tables (docs/CLUSTER.md); "
+        help="This server is number K of N that clients use as one, each with a part of the tables (`transferqueue docs cluster`); "
         "NAME:K/N also says of which deployment.",
     ),
 ]

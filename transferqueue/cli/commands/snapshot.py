@@ -35,7 +35,7 @@ def snapshot(
 ) -> None:
     """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
 
-    Other clients go on meanwhile. A snapshot is there whole or not at all; the command prints its path. docs/SNAPSHOTS.md describes the files.
+    Other clients go on meanwhile. A snapshot is there whole or not at all; the command prints its path. `transferqueue docs snapshots` describes the files.
     """
     _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
 

@@ -24,7 +24,7 @@ class AsyncQueue(QueueBase):
     """All tables of one deployment; what `transferqueue.aconnect` gives.
 
     Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name says
-    (docs/CLUSTER.md).
+    (`transferqueue docs cluster`).
 
     Every method may be called from any event loop. After `os.fork` the child gets `Forked`: connect again there.
     Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
@@ -83,7 +83,7 @@ class AsyncQueue(QueueBase):
         return AsyncWeightChannel(self._of(channel), *channel_name(channel, keep))
 
     async def stats(self) -> dict[str, Any]:
-        """Counts, bytes and rates of the whole deployment now; the keys are in docs/OBSERVING.md.
+        """Counts, bytes and rates of the whole deployment now; the keys are in `transferqueue docs observing`.
 
         Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its address; of one
         that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`.
@@ -122,7 +122,7 @@ class AsyncQueue(QueueBase):
         timeout_s: float = SNAPSHOT_S,
         progress: Progress | None = None,
     ) -> str:
-        """Write everything there is at one moment, while all go on, as Arrow files that anything reads (docs/SNAPSHOTS.md).
+        """Write everything there is at one moment, while all go on, as Arrow files that anything reads (`transferqueue docs snapshots`).
 
         path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``, else
         ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at all, and the

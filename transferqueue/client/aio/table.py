@@ -384,7 +384,7 @@ class AsyncTable(TableBase):
         await self._run(tables.add_fields(self._client, self._terms, fields))
 
     async def stats(self) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
+        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`."""
         return await self._run(tables.observe_table("stats", self.name))
 
     async def audit(self) -> dict[str, Any]:

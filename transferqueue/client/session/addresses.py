@@ -20,7 +20,7 @@ EMBEDDED: Final = "embedded"
 def named_server() -> str | None:
     """The server that the environment names, as an address or a join token: ``$TRANSFERQUEUE_ADDRESS``, else ``$TRANSFERQUEUE_TOKEN``.
 
-    None: it names none. Commands and `connect` follow it where they are given no address (docs/ENVIRONMENT.md).
+    None: it names none. Commands and `connect` follow it where they are given no address (`transferqueue docs environment`).
     """
     return os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or None
 

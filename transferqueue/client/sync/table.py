@@ -380,7 +380,7 @@ class Table(TableBase):
         self._run(tables.add_fields(self._client, self._terms, fields))
 
     def stats(self) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in docs/OBSERVING.md."""
+        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`."""
         return self._run(tables.observe_table("stats", self.name))
 
     def audit(self) -> dict[str, Any]:

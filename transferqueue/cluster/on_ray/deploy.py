@@ -60,7 +60,7 @@ class Deployment:
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
         """A join token for processes outside Ray: treat it as a password. Of several coordinators, the tokens of all, joined by commas.
 
-        role: admin, producer, consumer or observer (SECURITY.md). Blocks for `timeout_s` seconds at most, then `Unreachable`.
+        role: admin, producer, consumer or observer (`transferqueue docs security`). Blocks for `timeout_s` seconds at most, then `Unreachable`.
         """
         return ",".join(ask_endpoints(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
@@ -106,7 +106,7 @@ def deploy_ray(
     """Start a server as a Ray actor, and return when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with
     the default names as ``ray``. Joins the Ray cluster of this process, or starts one on this machine.
 
-    coordinators: how many servers share the work. Each has the tables whose names hash to it (docs/CLUSTER.md), its own arena of
+    coordinators: how many servers share the work. Each has the tables whose names hash to it (`transferqueue docs cluster`), its own arena of
     `arena_bytes`, its own `shards`, and its own directory under `state` and `snapshots`. They are spread over the nodes that fit.
     durability: with ``process`` everything survives the death of the actor, with ``disk`` that of its machine, with ``memory``
     nothing. state: an absolute path on the node; a later deployment with the same path continues from it. None: a directory that

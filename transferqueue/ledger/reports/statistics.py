@@ -1,6 +1,6 @@
 """Plain values for people and metrics: stats, audit, the life of a row, what is stuck.
 
-docs/OBSERVING.md documents the keys. Stats and audit cost O(tables x tasks); the life of a row and the doctor walk a
+`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks); the life of a row and the doctor walk a
 bounded history or sample.
 """
 

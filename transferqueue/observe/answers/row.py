@@ -1,4 +1,4 @@
-"""The answer to `Observe("row")`, typed: one row's whole life, as docs/OBSERVING.md describes it."""
+"""The answer to `Observe("row")`, typed: one row's whole life, as `transferqueue docs observing` describes it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The answer to `Observe("stats")`, typed: the dictionaries of docs/OBSERVING.md as values.
+"""The answer to `Observe("stats")`, typed: the dictionaries of `transferqueue docs observing` as values.
 
 The wire carries plain dictionaries, so that an old tool can read a newer server: keys that are not known
 here are passed over, and one that is missing is a `ProtocolError` that names it.

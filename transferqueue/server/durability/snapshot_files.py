@@ -1,4 +1,4 @@
-"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns; docs/SNAPSHOTS.md tells users.
+"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns; `transferqueue docs snapshots` tells users.
 
 Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow``
 have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once even if several rows share it. The column

@@ -224,7 +224,7 @@ def _not_ours(opening: bytes) -> str:
     if opening[:-1] == _OPENING[:-1]:
         return (
             f"a bulk message speaks protocol {opening[-1]} and this end speaks protocol {PROTOCOL}: install the same package at both "
-            "ends (docs/COMPATIBILITY.md), unless bytes changed on the way"
+            "ends (`transferqueue docs compatibility`), unless bytes changed on the way"
         )
     return f"a bulk message begins with {opening!r} and does not match {_OPENING!r}: its bytes changed on the way"
 

@@ -146,7 +146,7 @@ def _check_format(text: str, packed: bytes) -> None:
     if isinstance(first, int):
         raise UsageError(
             f"join token {_shown(text)} has format {first}, and this package reads format {TOKEN_FORMAT}: upgrade this package, "
-            "or make the token with the version that is installed here (docs/COMPATIBILITY.md)"
+            "or make the token with the version that is installed here (`transferqueue docs compatibility`)"
         )
 
 

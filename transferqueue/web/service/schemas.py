@@ -224,7 +224,7 @@ class DoneBody(_Body):
 
 
 class Status(_Body):
-    """Every row that was ever put: live, done or dropped for a reason; docs/OBSERVING.md has the keys of `stats`."""
+    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs observing` has the keys of `stats`."""
 
     stats: dict[str, Any]
 
