@@ -25,7 +25,8 @@ from transferqueue.workflows.dispatch.skill import SHARES, Skill, skill_of
 WINDOW_MIN: Final = 256
 """Rows of the window at least; it has two batches if those are more."""
 REFITS: Final = 4
-"""Refits of the ranker a batch."""
+"""Refits of the ranker a batch; fewer where that would be more often than every `REFIT_ROWS_MIN` rows."""
+REFIT_ROWS_MIN: Final = 32
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -50,7 +51,7 @@ class LengthDispatcher:
             raise UsageError(f"batch_rows={batch_rows} is not a positive number of rows")
         self.ranker = ranker or LengthRanker()
         self._window = max(WINDOW_MIN, 2 * batch_rows)
-        self._refit_rows = max(1, batch_rows // REFITS)
+        self._refit_rows = max(REFIT_ROWS_MIN, batch_rows // REFITS)
         self._since_refit = 0
         self._finished = np.empty((0, 3), np.int64)
         self.plans = 0

@@ -90,7 +90,7 @@ def plan_batch(
     given_s = _seconds(Plan(), lengths, rows, engines, thin)
     seconds, best = min(simulated, key=lambda each: each[0])
     if seconds > (1 - GAIN_MIN) * given_s:
-        why = f"no plan is predicted to save {GAIN_MIN:.0%}; the best would take {seconds:.1f} s of {given_s:.1f} s"
+        why = f"no plan is predicted to save {GAIN_MIN:.0%}; the best would take {seconds:.3g} s of {given_s:.3g} s"
         return Plan(predicted_s=round(given_s, 3), given_s=round(given_s, 3), why=why)
     return msgspec.structs.replace(best, predicted_s=round(seconds, 3), given_s=round(given_s, 3), why=_words(best))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from transferqueue.lazy import lazy_names, renamed_names
 
 if TYPE_CHECKING:
+    from transferqueue.workflows.streamrl.dispatch import LengthRequests
     from transferqueue.workflows.streamrl.generator_process import serve
     from transferqueue.workflows.streamrl.service import CompletionStream, SamplesLost, StreamService, pacing
     from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
@@ -15,6 +16,7 @@ __all__ = [
     "AsyncStream",
     "AsyncStreamService",
     "CompletionStream",
+    "LengthRequests",
     "SamplesLost",
     "StreamService",
     "pacing",
@@ -27,6 +29,7 @@ _lazy = lazy_names(
         "service": "StreamService CompletionStream SamplesLost pacing",
         "service_aio": "AsyncStreamService AsyncStream",
         "generator_process": "serve",
+        "dispatch": "LengthRequests",
     },
 )
 __getattr__ = renamed_names(__name__, {"Stream": "CompletionStream"}, otherwise=_lazy)

@@ -1,23 +1,26 @@
 """The generator side of a stream generation service: a process that serves it with any engine.
 
-Weights change between two requests to the engine. If the service bounds staleness and the engine's weights are too
-old for its rows, the process waits for newer ones first, so that no generated row is thrown away.
+Weights change between two requests to the engine; with slots, requests overlap, and a request that runs goes on under the new weights. If the service bounds staleness
+and the engine's weights are too old for its rows, the process waits for newer ones first, so that no generated row is thrown away.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from typing import Final
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.adapters.weights import WeightUpdater
-from transferqueue.errors import DeadlineExceeded
+from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.workflows.dispatch.channels import dispatched
 from transferqueue.workflows.flow.events import Event
+from transferqueue.workflows.flow.preference import PreferringWork
 from transferqueue.workflows.flow.runner import run_stage
-from transferqueue.workflows.flow.stage import STALL_S, Stage
+from transferqueue.workflows.flow.stage import STALL_S, LeaseChoice, Stage, Where, Work
 from transferqueue.workflows.streamrl.service import GENERATE, NAME, StreamService
 
 ROWS: Final = 8
@@ -32,29 +35,53 @@ def serve(
     name: str = NAME,
     weights: tq.Queue | None = None,
     rows: int = ROWS,
+    slots: int = 0,
+    where: Where = (),
+    dispatch: str = "",
     stop: threading.Event | None = None,
     emit: Callable[[Event], None] = lambda event: None,
     stall_s: float = STALL_S,
 ) -> int:
     """Generate for the service `name` until it is sealed and drained, or until `stop` is set; return the number of samples.
 
-    rows: prompts that `engine` completes at once; finished samples are committed one by one. weights: queue to pull weights from, such
+    rows: prompts of one request to `engine`; finished samples are committed one by one. slots: prompts that run at once, in requests of at most `rows` (0: one request at
+    a time). where: samples that this process prefers, such as ``[tq.Compare("tokens", ">=", 1000)]``; it takes others while none of these is ready. dispatch: name of
+    this engine, unique in the service: it is measured, and takes samples as the plans of `LengthRequests` say (it needs slots). weights: queue to pull weights from, such
     as the one of this host (None: `queue`). stall_s: longest wait for the service, the first weights, newer ones, and prompts;
     raises `DeadlineExceeded` then. Failures of the engine are handled as in `run_stage`. The caller closes the engine.
     """
+    if dispatch and not slots:
+        raise UsageError(f'dispatch="{dispatch}" with slots=0: a plan says how many samples run at once; give slots')
     service = StreamService.join(queue, name=name, timeout_s=stall_s)
-    follower = WeightUpdater(weights or queue, service.channel.name, engine.update_weights)
-    _follow(follower, 0, stall_s)
+    task = service.table.tasks[GENERATE]
+    stage = Stage(task=task, rows=rows, at_least=1, slots=slots, stall_s=stall_s, where=tuple(where))
+    with ExitStack() as stack:
+        choice: Callable[[], LeaseChoice] = LeaseChoice
+        if dispatch:
+            engine, plans = stack.enter_context(
+                dispatched(queue, service.table.name, engine, name=dispatch, slots=slots)
+            )
+            choice = plans.choice
+        follower = WeightUpdater(weights or queue, service.channel.name, engine.update_weights)
+        _follow(follower, 0, stall_s)
+        work = PreferringWork(_generating(service, engine, sampling, follower, stall_s), choice)
+        return run_stage(service.table, stage, work, emit=emit, stop=stop)
+
+
+def _generating(
+    service: StreamService, engine: Generator, sampling: Sampling, follower: WeightUpdater, stall_s: float
+) -> Work:
+    """Return the function of the stage; it may be called from several threads at once."""
     generate = Generate(engine, sampling, part_rows=1, token_versions=True)
+    following = threading.Lock()
 
     def work(batch: tq.Batch) -> Iterator[PartialResult]:
-        follower.follow()
-        _follow(follower, _oldest_allowed(service, batch), stall_s)
+        with following:
+            follower.follow()
+            _follow(follower, _oldest_allowed(service, batch), stall_s)
         yield from generate(batch)
 
-    task = service.table.tasks[GENERATE]
-    stage = Stage(task=task, rows=rows, at_least=1, stall_s=stall_s)
-    return run_stage(service.table, stage, work, emit=emit, stop=stop)
+    return work
 
 
 def _follow(follower: WeightUpdater, version: int, timeout_s: float) -> None:

@@ -38,6 +38,8 @@ GENERATE: Final = "generate"
 TRAIN: Final = "train"
 NAME: Final = "stream"
 """Default name of the table and of its weight channel."""
+EXPECTED: Final = "expected_tokens"
+"""Field with the tokens that a sample is expected to have; 0: no expectation."""
 BURST_ROWS: Final = 16
 """Most samples that a stream leases at once, if so many are finished."""
 LEASE_S: Final = 600.0
@@ -53,6 +55,7 @@ _FIELDS: Final = (
     tq.Field("rollout_logprobs", "float32", (None,)),
     tq.Field("finish_reason", "str"),
     tq.Field("token_versions", "int32", (None,)),
+    tq.Field(EXPECTED, "int32"),
 )
 _GIVEN: Final = ("response_ids", "rollout_logprobs", "finish_reason", "token_versions")
 _REQUEST_BITS: Final = 52
@@ -107,8 +110,17 @@ class Request:
     columns: Mapping[str, Any]
 
     @classmethod
-    def of(cls, prompts: Sequence[Prompt], scores: Sequence[float] | None, number: int | None = None) -> Request:
-        """Make a row for each sample of each prompt. Raises `UsageError` for no prompts, a begun one, or scores of another length."""
+    def of(
+        cls,
+        prompts: Sequence[Prompt],
+        scores: Sequence[float] | None,
+        number: int | None = None,
+        expected: Sequence[int] | None = None,
+    ) -> Request:
+        """Make a row for each sample of each prompt, with the fact `tokens` as `expected` says, if given.
+
+        Raises `UsageError` for no prompts, a begun one, and scores or expected tokens of another length.
+        """
         if not prompts:
             raise UsageError("a request of no prompts: give at least one")
         if any(prompt.begun is not None for prompt in prompts):
@@ -125,7 +137,10 @@ class Request:
             "group_id": first_group + index.astype(np.int64),
             "group_size": np.repeat(samples, samples),
             "priority": -_places(scores, len(prompts))[index],
+            EXPECTED: _tokens(expected, len(prompts))[index],
         }
+        if expected is not None:
+            columns["tokens"] = _tokens(expected, len(prompts))[index]
         return cls(number, len(index), max(BURST_ROWS, *samples), columns)
 
     def behind(self, rows: int) -> dict[str, Any]:
@@ -145,6 +160,18 @@ def _places(scores: Sequence[float] | None, prompts: int) -> NDArray[np.float64]
     places = np.empty(prompts)
     places[np.argsort(-scores_P, kind="stable")] = np.arange(prompts)
     return places
+
+
+def _tokens(expected: Sequence[int] | None, prompts: int) -> NDArray[np.int32]:
+    """Return the expected tokens of each prompt's samples; 0 where nothing is expected."""
+    if expected is None:
+        return np.zeros(prompts, np.int32)
+    tokens_P = np.asarray(expected)
+    if tokens_P.shape != (prompts,) or tokens_P.dtype.kind not in "iu" or (tokens_P.size and tokens_P.min() < 0):
+        raise UsageError(
+            f"expected tokens {tokens_P.dtype}{list(tokens_P.shape)} for {prompts} prompts: give one whole number a prompt, 0 for no expectation"
+        )
+    return np.array(np.minimum(tokens_P, np.iinfo(np.int32).max), np.int32)
 
 
 def completions(batch: tq.Batch | tq.AsyncBatch) -> list[Completion]:
@@ -242,7 +269,7 @@ class StreamBase(Generic[B]):
             ) from late
 
 
-_TAKEN: Final = ("request", "prompt", "sample", "prompt_ids", *_GIVEN)
+_TAKEN: Final = ("request", "prompt", "sample", "prompt_ids", EXPECTED, *_GIVEN)
 
 
 class CompletionStream(StreamBase[tq.Batch]):
@@ -391,17 +418,19 @@ class StreamService:
         prompts: Sequence[Prompt],
         *,
         scores: Sequence[float] | None = None,
+        expected: Sequence[int] | None = None,
         number: int | None = None,
         timeout_s: float = WAIT_S,
     ) -> CompletionStream:
         """Request completions of `prompts`, and return the stream of their samples. Generation starts at once.
 
-        scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts. Blocks while there is
+        scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts. expected: the same in tokens, by which generators may
+        choose samples (`serve(where=)`); it orders nothing (`dispatch.LengthRequests` does both). Blocks while there is
         no room, or while the pacing does not admit the rows. timeout_s: for that, and for each wait of the stream. number: of the request,
         such as the trainer's step (None: a random one). If rows of this number are in the table, they are not put again: the call resumes
         them. So a trainer that was killed asks again for what it may have asked for; one process at a time asks for a number.
         """
-        request = Request.of(prompts, scores, number)
+        request = Request.of(prompts, scores, number, expected)
         if number is not None:
             begun = self.resume(number, timeout_s=timeout_s)
             if begun.left:

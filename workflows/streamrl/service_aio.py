@@ -155,11 +155,12 @@ class AsyncStreamService:
         prompts: Sequence[Prompt],
         *,
         scores: Sequence[float] | None = None,
+        expected: Sequence[int] | None = None,
         number: int | None = None,
         timeout_s: float = WAIT_S,
     ) -> AsyncStream:
         """As `StreamService.generate`."""
-        request = Request.of(prompts, scores, number)
+        request = Request.of(prompts, scores, number, expected)
         if number is not None:
             begun = await self.resume(number, timeout_s=timeout_s)
             if begun.left:
