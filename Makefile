@@ -32,7 +32,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,6 +81,9 @@ docs: $(DOCSED) ## the documentation as a site in build/docs: strict, every link
 	$(BIN)/python docs/site/prepare.py build/docs-source
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict --config-file docs/site/mkdocs.yml $(ARGS)
 	@echo 'docs: open build/docs/index.html, or, for its search, python -m http.server --directory build/docs'
+
+dist: $(STAMP) ## wheel and sdist in dist/, twine check, the first pages in a bare environment of each Python (ARGS="--python PATH")
+	$(BIN)/python -m tests.dist $(ARGS)
 
 demo: $(DEMOED) ## asynchronous GRPO of a small transformer, every stage a process; ARGS goes to `transferqueue demo`
 	$(BIN)/transferqueue demo $(ARGS)

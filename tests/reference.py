@@ -25,6 +25,7 @@ DOCUMENTED = (
     "adapters.vllm",
     "adapters.weights",
     "workflows.asyncflow",
+    "workflows.dispatch.ranker",
     "workflows.flow",
     "workflows.streamrl",
 )
@@ -84,8 +85,16 @@ def used(run: bool) -> set[str]:
 
 def missing_contracts() -> list[str]:
     """Public names that no page of the reference shows."""
-    wanted = [*tq.__all__, *(f"{module}.{name}" for module in DOCUMENTED for name in names_of(module))]
-    return sorted(set(wanted) - shown())
+    return sorted(_public() - shown())
+
+
+def gone() -> list[str]:
+    """Names that a page of the reference shows and that are public no more."""
+    return sorted(shown() - _public())
+
+
+def _public() -> set[str]:
+    return {*tq.__all__, *(f"{module}.{name}" for module in DOCUMENTED for name in names_of(module))}
 
 
 def without_example() -> list[str]:
@@ -115,6 +124,7 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         counts = {
             "public names without a contract in the reference": missing_contracts(),
+            "names in the reference that are gone": gone(),
             "public names without an example": without_example(),
             "dead links": dead_links(Path(folder)),
         }

@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-from tests.reference import DOCUMENTED, dead_links, methods, missing_contracts, names_of, without_example
+from tests.reference import DOCUMENTED, dead_links, gone, methods, missing_contracts, names_of, without_example
 
 
 def test_every_public_name_has_its_contract_in_the_reference() -> None:
     assert missing_contracts() == []
+    assert gone() == []
 
 
 def test_every_public_name_has_an_example() -> None:

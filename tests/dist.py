@@ -1,0 +1,103 @@
+"""Builds wheel and sdist into dist/, checks their metadata, and runs the first pages in a bare environment of every interpreter: ``python -m tests.dist``.
+
+Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Each gets an environment of its own with the
+wheel, its extra ``[cli]`` and nothing else, and no access to the checkout.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from tests.markdown import ROOT, Block, scripts
+
+PAGES = (
+    "README.md",
+    "docs/TOUR.md",
+    "docs/CONCEPTS.md",
+    "docs/guides/embed.md",
+    "docs/reference/connect.md",
+    "docs/reference/table.md",
+    "docs/reference/policies.md",
+    "docs/reference/asyncio.md",
+    "docs/reference/errors.md",
+)
+"""Pages whose programs need nothing but the core and the command line."""
+VERSIONS = ("3.11", "3.12", "3.13", "3.14")
+
+
+def run(*command: object, cwd: Path) -> str:
+    """Run a command that sees no checkout, and return what it prints; exits with its output if it fails."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "TRANSFERQUEUE"))}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise SystemExit(
+            f"failed with {done.returncode}: {' '.join(map(str, command))[:300]}\n{done.stdout}{done.stderr}"
+        )
+    return done.stdout
+
+
+def build(out: Path) -> tuple[Path, Path]:
+    """Wheel and sdist, in an emptied folder, both accepted by twine."""
+    shutil.rmtree(out, ignore_errors=True)
+    run(sys.executable, "-m", "hatchling", "build", "-d", out, cwd=ROOT)
+    (wheel,), (sdist,) = out.glob("*.whl"), out.glob("*.tar.gz")
+    print(run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, cwd=out).strip())
+    return wheel, sdist
+
+
+def interpreters(named: list[str]) -> dict[str, str]:
+    """Each interpreter by its version: those that were named, then those on the path that start."""
+    found: dict[str, str] = {}
+    for candidate in [*named, *(f"python{version}" for version in VERSIONS), sys.executable]:
+        tell = [candidate, "-c", "import platform; print(platform.python_version())"]
+        try:
+            answer = subprocess.run(tell, capture_output=True, text=True, check=False)
+        except OSError:
+            continue
+        version = answer.stdout.strip()
+        if not answer.returncode and version not in found and version.rpartition(".")[0] in VERSIONS:
+            found[version] = candidate
+    return found
+
+
+def try_out(python: str, artefact: Path, folder: Path) -> list[Block]:
+    """Install the artefact and run every program of `PAGES` and the first commands; returns the programs."""
+    run(python, "-m", "venv", folder / "venv", cwd=folder)
+    bare = folder / "venv/bin/python"
+    run(bare, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{artefact}[cli]", cwd=folder)
+    run(bare, "-m", "pip", "check", "--disable-pip-version-check", cwd=folder)
+    for command in (["--version"], ["docs"], ["docs", "tour"], ["docs", "Table.put"]):
+        run(folder / "venv/bin/transferqueue", *command, cwd=folder)
+    programs = [script for page in PAGES for script in scripts(ROOT / page)]
+    for program in programs:
+        file = folder / "program.py"
+        file.write_text("\n" * (program.line - 1) + program.code, encoding="utf-8")
+        run(bare, "-W", "default", file, cwd=folder)
+    return programs
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--python", action="append", default=[], help="another interpreter; repeatable")
+    options = parser.parse_args()
+    wheel, sdist = build(ROOT / "dist")
+    for version, python in interpreters(options.python).items():
+        for artefact in (wheel, sdist) if sys.version.startswith(version) else (wheel,):
+            with tempfile.TemporaryDirectory() as folder:
+                programs = try_out(python, artefact, Path(folder))
+            print(
+                f"Python {version}, {artefact.suffix.lstrip('.')}: {len(programs)} programs of {len(PAGES)} pages run",
+                flush=True,
+            )
+    untried = set(VERSIONS) - {version.rpartition(".")[0] for version in interpreters(options.python)}
+    print(f"not tried, no interpreter: {', '.join(sorted(untried)) or 'none'}")
+
+
+if __name__ == "__main__":
+    main()
