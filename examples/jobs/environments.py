@@ -82,9 +82,10 @@ class GuessNumber:
 
     def step(self, action: str) -> Step:
         self._turn += 1
-        if not re.fullmatch(r"\s*\d\s*", action):
+        digit = re.fullmatch(r"\s*([0-9])\s*", action)
+        if digit is None:
             return "", 0.0, True, False, {}
-        guess = int(action)
+        guess = int(digit[1])
         if guess == self._number:
             return "", 1.0 - self._cost * (self._turn - 1), True, False, {}
         return "higher" if self._number > guess else "lower", 0.0, False, self._turn >= self._turns, {}

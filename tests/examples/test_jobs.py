@@ -10,6 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tests.markdown import ROOT
+from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.cli.app import app
 from transferqueue.errors import UsageError
 from transferqueue.workflows.job.run.dry_run import dry_run
@@ -78,3 +79,12 @@ def test_the_command_prints_a_dry_run_as_json(made, monkeypatch):
     found = json.loads(ran.stdout)
     assert [task["name"] for task in found["tasks"]] == ["rollout", "reward", "advantage", "train"]
     assert list(made.glob("runs/*")) == []
+
+
+@pytest.mark.parametrize("text", ["", "\x1f0", "٣", "²", "5 5", "<12+34", "<٣+٣>", "1*" * 40 + "1", "9" * 5000])
+@pytest.mark.parametrize("name", ["calculator", "guess_number"])
+def test_an_environment_takes_any_text(name, text):
+    environment = load_callable(f"{JOBS / 'environments.py'}:{name}", "environment")()
+    environment.reset(seed=7, options={"question": "12+34="})
+    observation, reward, ended, cut, info = environment.step(text)
+    assert (type(observation), type(reward), type(ended), type(cut), info) == (str, float, bool, bool, {})

@@ -7,6 +7,7 @@ import random
 from itertools import islice
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from transferqueue.errors import NotFound, UsageError
@@ -14,12 +15,14 @@ from transferqueue.errors import NotFound, UsageError
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from transferqueue.workflows.job.stages.chat_turns import ChatTurns  # noqa: E402
 from transferqueue.workflows.job.tiny_model import warmup  # noqa: E402
 from transferqueue.workflows.job.tiny_model.__main__ import main  # noqa: E402
 from transferqueue.workflows.job.tiny_model.answers import (  # noqa: E402
     TOKENS_MAX,
     DrawnAnswers,
     MistakenAnswers,
+    ids_of,
     right_answers,
 )
 from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
@@ -93,6 +96,30 @@ def test_the_answer_is_rewarded_and_nothing_else(task: str) -> None:
     assert rewards == [1.0, 1.0, float(question == answer), 0.0]
     with pytest.raises(UsageError, match="1 completions for 2 answers"):
         exact([answer], answer=[answer] * 2)
+
+
+@pytest.mark.parametrize(("task", "role"), [("tool", "tool"), ("guess", "user")])
+def test_later_turns_are_shown_with_the_tokens_of_an_episode(task: str, role: str) -> None:
+    tokenizer = build_tokenizer()
+    turns = ChatTurns(tokenizer, (tokenizer.eos_token_id,), role)
+    problem = max(islice(problems(task, "train", seed=1), 50), key=lambda problem: len(problem.history))
+    chat = problem.chat()
+    shown = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
+    played = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
+    assert len(chat) > 1
+    for turn, (said, read) in enumerate(zip(chat[1::2], chat[2::2], strict=True), 1):
+        drawn = np.array(ids_of(tokenizer, said["content"]), np.int32)
+        played = [*played, *drawn.tolist(), *turns.encode(read["content"], turn, drawn).tolist()]
+    assert played == shown
+
+
+def test_the_game_shows_hints_that_are_true_together() -> None:
+    for problem in islice(problems("guess", "train"), 100):
+        numbers = set(range(10))
+        for (_, guess), (_, hint) in zip(problem.history[::2], problem.history[1::2], strict=True):
+            numbers &= set(range(int(guess) + 1, 10)) if hint == "higher" else set(range(int(guess)))
+        assert numbers
+        assert len(problem.history) < 10
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(
