@@ -189,20 +189,15 @@ def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[l
     spans: list[Span] = []
     at = 0
     for field, count in zip(fields, counts, strict=True):
-        span, at = _column(field, rows, count, at)
-        spans.append(span)
+        dense = field.dense
+        if count < 0 or (dense and count):
+            raise UsageError(f'field "{field.name}": count {count} is not one of a {field.describe()} column')
+        shapes = offsets = -1
+        if not dense:
+            if field.varied:
+                shapes, at = at, align(at + 8 * rows * len(field.shape))
+            offsets, at = at, -(-(at + 8 * (rows + 1)) // ALIGNMENT) * ALIGNMENT
+        size = (rows if dense else count) * field.row_bytes
+        spans.append(Span(at, size, offsets, shapes))
+        at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
     return spans, at
-
-
-def _column(field: Field, rows: int, count: int, at: int) -> tuple[Span, int]:
-    dense = field.dense
-    if count < 0 or (dense and count):
-        raise UsageError(f'field "{field.name}": count {count} is not one of a {field.describe()} column')
-    shapes = offsets = -1
-    if not dense:
-        if field.varied:
-            shapes, at = at, align(at + 8 * rows * len(field.shape))
-        offsets, at = at, align(at + 8 * (rows + 1))
-    steps = rows if dense else count
-    size = steps * field.step_elements * field.item_bytes
-    return Span(at, size, offsets, shapes), align(at + size)

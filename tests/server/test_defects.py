@@ -50,7 +50,8 @@ def stats(client):
     ],
 )
 def test_a_defect_ends_the_session_that_met_it_and_no_other(bench, monkeypatch, caplog, target, name, request_):
-    victim, other = bench.client(**local()), bench.client(**local())
+    victim = bench.client(**local(), remote=name == "issue")  # only what a session does not map has tickets
+    other = bench.client(**local())
     other.create_table()
     other.ask(other.put(2))
     leased = victim.ask(lease(2))
@@ -127,7 +128,7 @@ def test_what_is_due_meets_a_defect_and_all_else_that_is_due_happens(bench, monk
     waits = client.post(lease(1, wait_s=1.0))
     with monkeypatch.context() as patch:
         patch.setattr(bench.coordinator.memory, "trim", broken)
-        patch.setattr(bench.coordinator.memory, "next_deadline", lambda: 0.0)
+        patch.setattr(bench.coordinator.memory, "due_at", 0.0)
         patch.setattr(bench.coordinator.sessions, "silent", broken)
         bench.now = 2.0
         bench.coordinator.tick(bench.now)

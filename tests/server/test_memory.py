@@ -22,7 +22,7 @@ def memory() -> Iterator[OwnShardMemory]:
 def settle(memory: OwnShardMemory, now: float = 0.0) -> int:
     """Turns of a loop that has nothing else to do, until nothing is due at `now`."""
     turns = 0
-    while (due := memory.next_deadline()) is not None and due <= now:
+    while (due := memory.due_at) is not None and due <= now:
         memory.trim(now)
         turns += 1
     return turns
@@ -35,7 +35,7 @@ def test_pages_are_taken_ahead_a_little_at_a_time(memory: OwnShardMemory) -> Non
     assert memory.arena.backed == MIB + ARENA_SLICE_BYTES
     assert settle(memory) == math.ceil(ARENA_STEP_BYTES / ARENA_SLICE_BYTES) - 1
     assert memory.arena.backed == MIB + ARENA_STEP_BYTES
-    assert memory.next_deadline() is None
+    assert memory.due_at is None
 
 
 def test_what_is_ahead_is_lent_without_growing_and_made_up_for(memory: OwnShardMemory) -> None:
@@ -62,7 +62,7 @@ def test_pages_that_were_given_back_are_not_taken_again_for_nothing(memory: OwnS
     memory.give_back(offset, nbytes, now=0.0)
     settle(memory, now=10.0)
     assert memory.arena.backed <= ARENA_STEP_BYTES
-    assert memory.next_deadline() is None
+    assert memory.due_at is None
 
 
 def test_growing_ends_where_the_arena_does(memory: OwnShardMemory) -> None:

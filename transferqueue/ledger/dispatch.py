@@ -23,7 +23,7 @@ from transferqueue.wire import messages as m
 
 __all__ = ["OPERATIONS"]
 
-_FAMILIES: Final = (ack, checkpoints, flow_control, put, read)
+_FAMILIES: Final = (ack, checkpoints, flow_control, lease, put, read)
 """Modules that register operations on the rows of one table."""
 
 # ---------------------------------------------------------------- tables
@@ -129,17 +129,6 @@ def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call
 
 
 # ---------------------------------------------------------------- rows
-
-
-@carries_out(m.PutRequest)
-def _put(state: LedgerState, request: m.PutRequest, session: SessionState, call: int) -> Answer:
-    return put.put(state.table(request.table), request, session.id, (session.client, call), state.now)
-
-
-@carries_out(m.LeaseRequest)
-def _lease(state: LedgerState, request: m.LeaseRequest, session: SessionState, call: int) -> Answer:
-    table, task = state.task(request.table, request.task)
-    return lease.lease(table, task, request, session.id, state.now)
 
 
 # ---------------------------------------------------------------- weights

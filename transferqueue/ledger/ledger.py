@@ -37,7 +37,7 @@ from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import SESSIONS_MAX
 from transferqueue.wire import messages as m
-from transferqueue.wire.requests import declaration
+from transferqueue.wire.messages.declarations import DECLARED
 
 
 class Ledger:
@@ -306,7 +306,7 @@ class Ledger:
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
-        repeat = declaration(request).repeat
+        repeat = DECLARED[type(request)].repeat
         if repeat == "again":
             return operation(self.state, request, holder, call)
         if repeat != "by_row" or not self._is_known_put(request, holder, call):

@@ -21,8 +21,6 @@ class IntervalSet:
         self._spans: list[list[int]] = []
 
     def __contains__(self, number: int) -> bool:
-        if not self._spans:
-            return False
         at = bisect_right(self._spans, [number, number]) - 1
         near = self._spans[max(0, at) : at + 2]
         return any(first <= number <= last for first, last in near)
@@ -61,7 +59,7 @@ class ReplyCache:
     def get(self, call: int) -> Reply | None:
         """The cached reply to `call`; None if the call was not answered yet."""
         reply = self._kept.get(call)
-        if reply is None and call > 0 and (call <= self._seen or call in self._given):
+        if reply is None and call > 0 and (call <= self._seen or (self._given._spans and call in self._given)):
             raise ProtocolError(
                 f"call {call} was answered before, and its reply is not kept any more; use a new id for a new call"
             )
@@ -85,7 +83,8 @@ class ReplyCache:
         kept = self._kept
         for number in [number for number in kept if number <= call]:
             del kept[number]
-        self._given.forget(call)
+        if self._given._spans:
+            self._given.forget(call)
 
 
 class SessionState:

@@ -60,10 +60,12 @@ from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.turn_times import Turns
+from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
-from transferqueue.wire.requests import declaration, is_notice, undo
+from transferqueue.wire.messages.declarations import DECLARED, Declaration
+from transferqueue.wire.requests import undo
 from transferqueue.wire.roles import Role
 from transferqueue.wire.versions import refusal_of
 
@@ -139,6 +141,8 @@ class Coordinator:
         self._open_process = open_process
         self._authorizer = authorizer or authorization.Authorizer()
         self._durability = durability or NoDurability()
+        self.has_journal: Final = durability is not None
+        """Whether `commit` has something to do."""
         self._report_sources: Final = reports.ReportSources(
             identity=identity,
             index=index,
@@ -152,8 +156,6 @@ class Coordinator:
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
         )
-        self._timed: Final = (self.waiting, self.sessions, memory, self.shards)
-        """Parts that have something to do by themselves at some time. So has the ledger."""
         self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
@@ -173,7 +175,7 @@ class Coordinator:
 
     def _receive(self, peer: Peer, frame: bytes, now: float) -> None:
         self.handled = "none"
-        role = self._authorizer.role(peer)
+        role = "admin" if type(peer) is UnixPeer else self._authorizer.role(peer)
         if role is None:
             self.counters.strangers += 1
             return
@@ -188,15 +190,16 @@ class Coordinator:
                 self._answer(peer, codec.call_of(frame)[1], _failed(error))
             return
         self.counters.calls += 1
-        self.handled = declaration(call.request).tag
+        declared = DECLARED[type(call.request)]
+        self.handled = declared.tag
         if type(call.request) is m.Hello:
             self._hello(peer, role, call.id, call.request, now)
         else:
-            self._call(peer, role, call, now)
+            self._call(peer, role, call, declared, now)
 
     def tick(self, now: float) -> None:
         """Do everything that was due at or before `now`."""
-        due = self.memory.next_deadline()
+        due = self.memory.due_at
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
         for part in (
@@ -220,7 +223,7 @@ class Coordinator:
             self._paused = {part: until for part, until in self._paused.items() if until > now}
 
     def _trim(self, now: float) -> None:
-        due = self.memory.next_deadline()
+        due = self.memory.due_at
         if due is not None and due <= now:
             self.memory.trim(now)
         self.shards.trim(now)
@@ -261,16 +264,13 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing is due."""
-        at = self._next_deadline()
+        due = [self.ledger.next_deadline(), self.sessions.next_deadline(), self.memory.due_at]
+        if self.waiting.requests:
+            due.append(self.waiting.next_deadline())
+        if self.shards.remote:
+            due.append(self.shards.next_deadline())
+        at = min([at for at in due if at is not None], default=None)
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
-
-    def _next_deadline(self) -> float | None:
-        earliest = self.ledger.next_deadline()
-        for part in self._timed:
-            at = part.next_deadline()
-            if at is not None and (earliest is None or at < earliest):
-                earliest = at
-        return earliest
 
     def process_exited(self, number: int, now: float) -> None:
         """The process of a session ended: end the session."""
@@ -432,8 +432,8 @@ class Coordinator:
 
     # ------------------------------------------------------------ calls
 
-    def _call(self, peer: Peer, role: Role, call: m.CallFrame, now: float) -> None:
-        session = self.sessions.get(call.session)
+    def _call(self, peer: Peer, role: Role, call: m.CallFrame, declared: Declaration, now: float) -> None:
+        session = self.sessions.by_number.get(call.session)
         if session is None or session.peer != peer:
             self._not_its_connection(peer, call)
             return
@@ -442,16 +442,16 @@ class Coordinator:
         session.message_received(peer, call.seen, now)
         self.ledger.message_received(session.number, now)
         request = call.request
-        if call.id <= session.seen or self.waiting.holds(session.number, call.id):
+        if call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self.counters.repeated += 1
             self.waiting.shorten_wait(session.number, call.id, now + wait_of(request))
-        elif (refused := self._refused(role, request)) is not None:
+        elif (refused := self._refused(role, request, declared)) is not None:
             self._answer(peer, call.id, _failed(refused))
         elif type(request) is m.Goodbye:
             self._answer(peer, call.id, m.DoneReply())
             self._end(session, now, "by Goodbye", how=GOODBYE)
         else:
-            self._accept_call(session, call.id, request, now)
+            self._accept_call(session, call.id, request, declared, now)
 
     def _not_its_connection(self, peer: Peer, call: m.CallFrame) -> None:
         """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it again, in order,
@@ -463,16 +463,20 @@ class Coordinator:
         except Disconnected as error:
             self._answer(peer, call.id, _failed(error))
 
-    def _refused(self, role: Role, request: m.Request) -> TransferQueueError | None:
+    def _refused(self, role: Role, request: m.Request, declared: Declaration) -> TransferQueueError | None:
         """Why a request is refused before it is tried; None: it is not."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
-        return authorization.why_not_allowed(role, request) or wrong_coordinator(self.index, request)
+        if role not in declared.roles:
+            return authorization.not_allowed(role, declared)
+        return None if declared.home is None else wrong_coordinator(self.index, request)
 
-    def _accept_call(self, session: OpenSession, call: int, request: m.Request, now: float) -> None:
+    def _accept_call(
+        self, session: OpenSession, call: int, request: m.Request, declared: Declaration, now: float
+    ) -> None:
         if type(request) is m.LeaseRequest and self.ledger.has_task(request.table, request.task):
             self.workers.record_request(session.number, request.table, request.task, now)
-        ahead = self.waiting.count_ahead(request)
+        ahead = self.waiting.count_ahead(request) if self.waiting.requests else 0
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
         )
@@ -481,7 +485,7 @@ class Coordinator:
         if isinstance(outcome, MustWait):
             waiting = self.waiting.join(session.number, call, request, now)
             self.waiting.wait_on(waiting, outcome.keys)
-        elif not is_notice(request) or isinstance(outcome, m.Failed):
+        elif declared.reply is not None or isinstance(outcome, m.Failed):  # a notice is answered only if it is refused
             self._reply(session, call, request, outcome)
 
     def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:
@@ -515,12 +519,13 @@ class Coordinator:
         """Apply the ledger's effects and try due requests, until nothing is left to do."""
         try:
             while True:
-                self._apply_effects(self.ledger.take_effects(), now)
+                if effects := self.ledger.take_effects():
+                    self._apply_effects(effects, now)
                 while self._failed_sessions:
                     number, reason = self._failed_sessions.pop()
                     if (session := self.sessions.get(number)) is not None:
                         self._end(session, now, reason)
-                waiting = self.waiting.next_due()
+                waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
                     return
                 self._try_again(waiting, now)
@@ -540,7 +545,8 @@ class Coordinator:
     def _apply_effects(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:
             if type(effect) is WakeWaiters:
-                self.waiting.wake(effect.key)
+                if self.waiting.requests:
+                    self.waiting.wake(effect.key)
             elif type(effect) is FreeExtent:
                 self._guard("return of memory", partial(self.shards.give_back, effect, now))
             else:
@@ -572,7 +578,8 @@ class Coordinator:
 
     def _reply(self, session: OpenSession, call: int, request: m.Request, reply: m.Reply) -> None:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
-        reply = self.shards.issue(session, reply)
+        if session.remote or self.shards.remote:
+            reply = self.shards.issue(session, reply)
         try:
             frame = codec.encode_answer(m.AnswerFrame(self.identity.epoch, call, reply))
         except UsageError as error:

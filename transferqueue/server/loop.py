@@ -122,20 +122,21 @@ class Loop:
 
     def _wait(self) -> Collection[int]:
         """Sleep until something happens, and read the socket file. Returns the readable ones of the other descriptors."""
-        patience_s = self._patience_s()
+        if self._more:
+            patience_s: float | None = 0.0
+            self._due = -math.inf
+        else:
+            patience_s = self._patience_s()
         if self._port is not None and patience_s != 0:
             self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000))
             patience_s = 0.0
         return self._local.poll(patience_s)
 
     def _patience_s(self) -> float | None:
-        if self._more:
-            self._due = -math.inf
-            return 0.0
         deadline = self._due = self._coordinator.next_deadline()
-        patience_s = self._local.patience_s()
-        if deadline is not None:
-            patience_s = _least(patience_s, deadline - self._clock())
+        patience_s = None if deadline is None else deadline - self._clock()
+        if self._local.strangers:
+            patience_s = _least(patience_s, self._local.patience_s())
         if self._port is not None:
             patience_s = _least(patience_s, self._port.patience_s())
         return None if patience_s is None else min(max(patience_s, 0.0), POLL_S_MAX)
@@ -147,14 +148,15 @@ class Loop:
         self._meter.start(now)
         if self._port is not None and self._port.decide():
             self._coordinator.keys_changed(now)
-        woken = self._wakeup.fileno() in ready
+        woken = bool(ready) and self._wakeup.fileno() in ready
         if woken:
             self._wakeup.clear()
         if woken or (self._due is not None and self._due <= now):
             self._coordinator.tick(now)
             self._meter.took(self._coordinator.turns.ticks, now, "tick")
-        self._local.tick()
-        for session in self._exits.take() if self._exits.fileno() in ready else ():
+        if self._local.strangers:
+            self._local.tick()
+        for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
         self._send()
         drained = self._drain(self._local.take)
@@ -189,9 +191,9 @@ class Loop:
 
     def _send(self) -> None:
         while self._coordinator.outbox:
-            began = self._clock() if self._batch else 0.0
-            self._coordinator.commit()
-            if self._batch:  # without a journal there is nothing to commit
+            if self._coordinator.has_journal:
+                began = self._clock()
+                self._coordinator.commit()
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
             answers, self._coordinator.outbox = self._coordinator.outbox, []
             for peer, frame in answers:

@@ -90,7 +90,7 @@ class Meter:
     def start(self, now: float) -> None:
         """A turn begins: the thread was idle until `now`."""
         if now - self._read_at > SAMPLE_S_MAX:
-            self._read(now)
+            self._read_at, self._busy_s = now, self._processor()
 
     def took(self, turns: Histogram, began: float, subject: str) -> None:
         """A turn that began at `began` has just ended."""
@@ -99,9 +99,6 @@ class Meter:
         turns.add(seconds, subject)
         if ended - self._read_at > SAMPLE_S_MAX:
             before = self._busy_s
-            self._read(ended)
+            self._read_at, self._busy_s = ended, self._processor()
             if seconds > TURN_S_MAX:
                 turns.busy(min(seconds, self._busy_s - before), subject)
-
-    def _read(self, now: float) -> None:
-        self._read_at, self._busy_s = now, self._processor()

@@ -53,17 +53,33 @@ def encode_call(call: m.CallFrame) -> bytes:
 
 def encode_answer(answer: m.AnswerFrame) -> bytes:
     """The frame of an answer. `UsageError` as `encode_call`."""
-    return _bounded(answer, f"reply {m.tag_of(answer.reply)}")
+    try:
+        frame = _encoder.encode(answer)
+    except (OverflowError, TypeError, UnicodeEncodeError):
+        frame = b""
+    if not frame or len(frame) > MESSAGE_BYTES_MAX:
+        return _bounded(answer, f"reply {m.tag_of(answer.reply)}")  # which says what is wrong
+    return frame
 
 
 def decode_call(frame: bytes) -> m.CallFrame:
     """The call in a frame, or `ProtocolError`."""
-    return _decoded(_calls, frame)
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise _too_long(frame)
+    try:
+        return _calls.decode(frame)
+    except _UNDECODABLE as error:
+        raise _no_message(frame, error) from error
 
 
 def decode_answer(frame: bytes) -> m.AnswerFrame:
     """The answer in a frame, or `ProtocolError`."""
-    return _decoded(_answers, frame)
+    if len(frame) > MESSAGE_BYTES_MAX:
+        raise _too_long(frame)
+    try:
+        return _answers.decode(frame)
+    except _UNDECODABLE as error:
+        raise _no_message(frame, error) from error
 
 
 def call_of(frame: bytes) -> tuple[int, int]:
@@ -114,12 +130,20 @@ def _bounded(message: object, name: str) -> bytes:
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:
     if len(frame) > MESSAGE_BYTES_MAX:
-        raise ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
+        raise _too_long(frame)
     try:
         return decoder.decode(frame)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-        raise ProtocolError(f"{len(frame)} bytes are not a message: {error}") from error
-    except RecursionError as error:
-        raise ProtocolError(
-            f"{len(frame)} bytes are not a message: nested far deeper than {VALUE_DEPTH_MAX}"
-        ) from error
+    except _UNDECODABLE as error:
+        raise _no_message(frame, error) from error
+
+
+_UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
+
+
+def _too_long(frame: bytes) -> ProtocolError:
+    return ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
+
+
+def _no_message(frame: bytes, error: Exception) -> ProtocolError:
+    why = f"nested far deeper than {VALUE_DEPTH_MAX}" if isinstance(error, RecursionError) else str(error)
+    return ProtocolError(f"{len(frame)} bytes are not a message: {why}")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.requests.registry import Tables, carries_out
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.required_results import stranded
+from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
@@ -24,15 +24,15 @@ from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages import Leased, LeaseRequest
 
 
-def lease(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | MustWait:
-    """Answer a `LeaseRequest` with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does
-    not wait.
-    """
+@carries_out(LeaseRequest)
+def lease(state: Tables, request: LeaseRequest, session: SessionState, call: int) -> Leased | MustWait:
+    """Answer with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does not wait."""
+    (table, task), now = state.task(request.table, request.task), state.now
     _check_request(table, task, request)
     if request.world > 1 or request.replicas > 1:
-        reply = _claim_share(table, task, request, session, now)
+        reply = _claim_share(table, task, request, session.id, now)
     else:
-        reply = _lease_units(table, task, request, session, now)
+        reply = _lease_units(table, task, request, session.id, now)
     if reply is not None:
         return reply
     if table.sealed:
@@ -64,7 +64,7 @@ def _check_request(table: TableState, task: TaskState, request: LeaseRequest) ->
     _check_possible(table, task, request)
     if request.where:
         check_where(table.rows, request.where, table.expected_fields())
-    for name in _requested_fields(task, request) or ():
+    for name in request.fields or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
 
@@ -143,17 +143,12 @@ def _open_lease(
     return lease
 
 
-def _requested_fields(task: TaskState, request: LeaseRequest) -> Sequence[str] | None:
-    """Fields that the request names. None: the needs of the task, which every ready row has."""
-    return None if request.fields is None or tuple(request.fields) == task.task.needs else request.fields
-
-
 def _lease_reply(
     table: TableState, lease: LeaseState, at: Index, request: LeaseRequest, session: int, now: float
 ) -> Leased:
-    task = table.tasks[lease.task]
-    requested = _requested_fields(task, request)
-    fields = task.task.needs if requested is None else complete_fields(table, at, requested)
+    needs = table.tasks[lease.task].task.needs  # which every ready row has
+    whole = request.fields is None or tuple(request.fields) == needs
+    fields = needs if whole or request.fields is None else complete_fields(table, at, request.fields)
     content, blocks = describe_rows(table, lease.rows, at, fields)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", lease.rows, lease.task, session, f"lease {lease.id}")

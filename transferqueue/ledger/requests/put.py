@@ -6,7 +6,7 @@ import numpy as np
 
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.requests.registry import in_table
+from transferqueue.ledger.requests.registry import Tables, carries_out, in_table
 from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
@@ -21,6 +21,7 @@ from transferqueue.ledger.rows.pages import LIVE, SHIFT
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
+from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
@@ -31,28 +32,27 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, Put
 # ---------------------------------------------------------------- put
 
 
-def put(
-    table: TableState, request: PutRequest, session: int, author: tuple[bytes, int], now: float
-) -> PutRows | MustWait:
-    """Answer a `PutRequest`. author: (client, call), by which a late retry is recognised while the pages of its rows
-    exist.
-    """
+@carries_out(PutRequest)
+def put(state: Tables, request: PutRequest, session: SessionState, call: int) -> PutRows | MustWait:
+    """Add rows. A late retry is recognised by its author, (client, call), while the pages of its rows exist."""
+    table, author = state.table(request.table), (session.client, call)
     before = table.puts.get(author)
     if before is not None:
         return _reply_to_retry(table, request, before)
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed; no row may enter it any more')
-    staged = _check_put(table, request, session)
-    reservation = _check_reservation(table, request, session)
+    staged = _check_put(table, request, session.id)
+    reservation = _check_reservation(table, request, session.id) if request.reservation else None
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why))
-    first = _add_rows(table, staged, session, now)
+    first = _add_rows(table, staged, session.id, state.now)
     if reservation is not None:
         _use_reservation(table, reservation, staged)
     _record_put(table, author, first, request.rows)
-    apply_group_and_stale_rules(table, now)
+    if table.group_tasks or table.to_drop:
+        apply_group_and_stale_rules(table, state.now)
     return PutRows(first, request.rows)
 
 
@@ -74,7 +74,8 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
     staged = check_columns(table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas)
-    check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
+    if table.limits.bytes is not None:
+        check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
     if "group_id" in staged.facts.numbers:
         numbers = staged.facts.numbers
         table.groups.check_put(table.name, numbers["group_id"], numbers["group_size"], _group_rows_max(table))
@@ -90,9 +91,7 @@ def _group_rows_max(table: TableState) -> int:
     return table.limits.rows
 
 
-def _check_reservation(table: TableState, request: PutRequest, session: int) -> ReservationState | None:
-    if not request.reservation:
-        return None
+def _check_reservation(table: TableState, request: PutRequest, session: int) -> ReservationState:
     reservation = table.flow.reservations.get(request.reservation)
     if reservation is None or reservation.session != session:
         raise NotFound(
@@ -113,7 +112,7 @@ def no_room(table: TableState, rows: int, nbytes: int) -> str:
             f"{rows} rows do not fit: {table.rows.pages.resident} are resident and {table.flow.reserved} reserved, "
             f"of at most {table.limits.rows}"
         )
-    most = table.limits.bytes_max
+    most = None if table.limits.bytes is None else table.limits.bytes_max
     if most is not None and nbytes and table.usage.bytes + nbytes > most:
         return f"{nbytes} bytes do not fit: {table.usage.bytes} are in use, of at most {most}"
     return ""
@@ -123,11 +122,12 @@ def _add_rows(table: TableState, staged: StagedCommit, session: int, now: float)
     rows = table.rows
     reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
     first, where, finished = rows.pages.append(staged.rows)
-    forget_puts(table, finished)
+    if finished:
+        forget_puts(table, finished)
     ids = np.arange(first, first + staged.rows)
     rows.put_at.a[where] = now
     rows.tasks_left.a[where] = len(table.tasks)
-    write_columns(staged, rows, table.parts, ids, where)
+    write_columns(staged, rows, table.parts, ids, where, are_new=True)
     table.rows_put += staged.rows
     table.history.add(now, "put", ids, session=session)
     _introduce_rows(table, staged, ids, where, now)
@@ -144,10 +144,13 @@ def _introduce_rows(table: TableState, staged: StagedCommit, ids: IntArray, wher
         complete = task.needs <= names
         task.arrive(ids, where, complete=complete, now=now)
         if complete:
-            table.wake_task(task.task.name)
+            table.core.effects.wake("task", table.name, task.task.name)
     if "policy_version" in numbers:
-        _record_versions(table, ids, where, numbers["policy_version"])
-        apply_stale_policy(table, ids, now)
+        rows = table.rows
+        rows.stamped.a[where] = table.clock
+        if table.versions is not None:
+            table.versions.file(ids, numbers["policy_version"])
+            apply_stale_policy(table, ids, now)
 
 
 def _use_reservation(table: TableState, reservation: ReservationState, staged: StagedCommit) -> None:
@@ -157,8 +160,7 @@ def _use_reservation(table: TableState, reservation: ReservationState, staged: S
 
 
 def _record_put(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
-    groups = table.flow.refills
-    for number in list(groups):
+    for number in list(table.flow.refills):
         group = table.groups.get(number)
         if group is not None:
             table.flow.limit_refills(number, group.size - group.present)

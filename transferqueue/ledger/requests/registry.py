@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
+from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.wire import messages as m
 
 Answer = m.Reply | MustWait
@@ -15,6 +16,19 @@ Operation = Callable[[Any, Any, SessionState, int], Answer]
 """(state of the ledger, request, session, call) -> reply, or what the request must wait for."""
 TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int, float], Answer])
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
+
+
+class Tables(Protocol):
+    """What operations on rows need of the state of a ledger. now: the latest time that a caller passed."""
+
+    now: float
+
+    def table(self, name: str) -> TableState:
+        """A table; `NotFound` if there is none."""
+
+    def task(self, table: str, name: str) -> tuple[TableState, TaskState]:
+        """A task of a table; `NotFound` if there is none."""
+
 
 OPERATIONS: Final[dict[type[m.Request], Operation]] = {}
 """Filled when `transferqueue.ledger.dispatch` is imported."""

@@ -252,7 +252,7 @@ class BlockRegistry:
         if refs:
             block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
-            usage.bytes += block.nbytes
+            usage.bytes += placed.nbytes * len(extents)
             for extent in extents:
                 extent.blocks += 1
         return number

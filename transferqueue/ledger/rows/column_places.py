@@ -84,17 +84,17 @@ class ColumnGroups:
 
     # ------------------------------------------------------------ writing
 
-    def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> Retired:
-        """Record that `count` rows have the fields of `parts` in `block`. Returns the references that this replaces."""
-        retired: Retired = []
+    def take_out(self, at: Index, parts: Sequence[ColumnGroup]) -> Retired:
+        """Return the references of entries that `write` is about to replace."""
+        return [reference for part in parts if part.entries for reference in self._take_out(part, part.block.a[at])]
+
+    def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> None:
+        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`."""
         values = _first_slots(count) if isinstance(slots, slice) else slots
         for part in parts:
-            if part.entries:
-                retired += self._take_out(part, part.block.a[at])
             part.block.a[at] = block
             part.slot.a[at] = values
             part.entries += count
-        return retired
 
     @staticmethod
     def _take_out(part: ColumnGroup, blocks: IntArray) -> Retired:

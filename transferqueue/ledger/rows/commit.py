@@ -55,7 +55,11 @@ def check_columns(
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
     themselves.
     """
-    _check_count(columns)
+    given = len(columns.inline) + sum([len(placed.fields) for placed in columns.blocks])
+    if given > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is decoded
+        raise UsageError(
+            f"a request gives {given} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
+        )
     known = rows.check_fields(columns.fields)
     inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
@@ -70,17 +74,6 @@ def check_columns(
         rows.check_added(field.name for field in new)
     nbytes = replicas * sum([placed.nbytes for placed in columns.blocks])
     return StagedCommit(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
-
-
-def _check_count(columns: Columns) -> None:
-    """Raise if there are more columns than a table can have, before any of them is decoded."""
-    count = len(columns.inline)
-    for placed in columns.blocks:
-        count += len(placed.fields)
-    if count > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:
-        raise UsageError(
-            f"a request gives {count} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
-        )
 
 
 def _check_inline(rows: RowStore, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
@@ -105,6 +98,8 @@ def _check_block(rows: RowStore, known: dict[str, Field], placed: WrittenBlock, 
             raise SchemaError(f'field "{name}" is {field.describe()}, which travels inline, not in a block')
         fields.append(field)
     check_layout(placed, fields)
+    if placed.slots is None and placed.rows == count:
+        return None
     return _check_slots(placed, count)
 
 
@@ -178,15 +173,24 @@ def reserve_blocks(
 
 
 def write_columns(
-    staged: StagedCommit, rows: RowStore, parts: ColumnGroups, ids: IntArray, at: Index, chosen: IntArray | None = None
+    staged: StagedCommit,
+    rows: RowStore,
+    parts: ColumnGroups,
+    ids: IntArray,
+    at: Index,
+    chosen: IntArray | None = None,
+    *,
+    are_new: bool = False,
 ) -> Retired:
     """Write columns and facts of the rows `ids`, which are the rows `chosen` of the request (None: all).
 
-    Returns references that this replaces. Call it once for each chosen row.
+    Returns references that this replaces. Call it once for each chosen row. are_new: the rows have no column yet.
     """
     retired: Retired = []
     for number, slots, into in zip(staged.blocks, staged.slots, staged.parts, strict=True):
-        retired += parts.write(at, ids.size, into, number, _slots(slots, chosen))
+        if not are_new:
+            retired += parts.take_out(at, into)
+        parts.write(at, ids.size, into, number, _slots(slots, chosen))
     for name, values in staged.inline:
         rows.set_inline(name, at, values if chosen is None else values[chosen])
     if staged.names:

@@ -68,8 +68,14 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
     if facts == _NOTHING:
         return CheckedFacts()
-    numbers = {name: _numbers(name, data, rows) for name, data in _given(facts)}
-    _check_groups(numbers)
+    numbers: dict[str, AnyArray] = {}
+    for name, dtype in DTYPES.items():
+        data = getattr(facts, name)
+        if data is not None:
+            numbers[name] = decode(name, data, dtype, rows)
+            _check_range(name, numbers[name])
+    if "group_id" in numbers or "group_size" in numbers:
+        _check_groups(numbers)
     keys, tags = facts.keys, facts.tags
     for name, values in (("keys", keys), ("tags", tags)):
         if values is not None and len(values) != rows:
@@ -81,24 +87,17 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     return CheckedFacts(numbers, keys, tags)
 
 
-def _given(facts: RowFacts) -> list[tuple[str, bytes]]:
-    return [(name, data) for name in DTYPES if (data := getattr(facts, name)) is not None]
-
-
-def _numbers(name: str, data: bytes, rows: int) -> AnyArray:
-    values = decode(name, data, DTYPES[name], rows)
-    _check_range(name, values)
-    return values
-
-
 def _check_range(name: str, values: AnyArray) -> None:
     if name == "priority":
         if np.isnan(values).any():
             raise UsageError("priority has a NaN, which cannot be ordered; give numbers")
         return
     lowest, highest = _LOWEST.get(name, -_HIGHEST), _TOKENS_MAX if name == "tokens" else _HIGHEST
-    if values.size and (int(values.min()) < lowest or int(values.max()) > highest):
-        wrong = int(values.min()) if int(values.min()) < lowest else int(values.max())
+    if not values.size:
+        return
+    least, most = (values.item(),) * 2 if values.size == 1 else (int(values.min()), int(values.max()))
+    if least < lowest or most > highest:
+        wrong = least if least < lowest else most
         raise UsageError(f"{name} {wrong} is out of range; {name} is {lowest} to {highest}")
 
 

@@ -19,6 +19,7 @@ from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire import messages as m
+from transferqueue.wire.messages.declarations import Declaration
 from transferqueue.wire.requests import declaration
 from transferqueue.wire.roles import ROLES, SHARDS, Role
 
@@ -61,12 +62,15 @@ def key_of(peer: Peer) -> str:
 
 def why_not_allowed(role: Role, request: m.Request) -> PermissionDenied | None:
     """The refusal if `role` may not send this request; it names the roles that may. None: it may."""
-    roles = declaration(request).roles
-    if role in roles:
-        return None
-    allowed = " and ".join(name for name in ROLES if name in roles)
+    declared = declaration(request)
+    return None if role in declared.roles else not_allowed(role, declared)
+
+
+def not_allowed(role: Role, declared: Declaration) -> PermissionDenied:
+    """The refusal of a request that is not for this role; it names the roles that may send it."""
+    allowed = " and ".join(name for name in ROLES if name in declared.roles)
     return PermissionDenied(
-        f"{m.tag_of(request)} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
+        f"{declared.tag} is not for a client whose key has role {role}; {allowed} may send it: join with a token "
         "of such a role (transferqueue keys new NAME --role ROLE)"
     )
 

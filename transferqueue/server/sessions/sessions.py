@@ -112,7 +112,8 @@ class SessionTable:
 
     def __init__(self, epoch: int) -> None:
         self._last = epoch * _NUMBERS_PER_EPOCH
-        self._open: dict[int, OpenSession] = {}
+        self.by_number: Final[dict[int, OpenSession]] = {}
+        """The open sessions."""
         self._by_client: dict[bytes, OpenSession] = {}
         self._lingering: dict[int, OpenSession] = {}
         self._check_locks_at: float | None = None
@@ -120,10 +121,10 @@ class SessionTable:
         self._check_silence_at: float | None = None
 
     def __len__(self) -> int:
-        return len(self._open)
+        return len(self.by_number)
 
     def __iter__(self) -> Iterator[OpenSession]:
-        return iter(self._open.values())
+        return iter(self.by_number.values())
 
     @property
     def lingering(self) -> list[OpenSession]:
@@ -141,11 +142,11 @@ class SessionTable:
 
     def get(self, number: int) -> OpenSession | None:
         """The open session of this number; None if there is none."""
-        return self._open.get(number)
+        return self.by_number.get(number)
 
     def of_call(self, number: int) -> OpenSession:
         """The open session that a call names. `Disconnected` if there is none."""
-        session = self._open.get(number)
+        session = self.by_number.get(number)
         if session is None:
             raise Disconnected(
                 f"session {number} is not open here: this server was restarted, or the session was closed or silent "
@@ -155,7 +156,7 @@ class SessionTable:
 
     def check_room(self) -> None:
         """`Full` if no more sessions may be opened."""
-        if len(self._open) + len(self._lingering) >= SESSIONS_MAX:
+        if len(self.by_number) + len(self._lingering) >= SESSIONS_MAX:
             raise Full(f"session refused: {SESSIONS_MAX} sessions are open, which is the most; close some")
 
     def open(self, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> OpenSession:
@@ -169,7 +170,7 @@ class SessionTable:
         """Open a session under the number that it had in an earlier run. Its silence counts from now. Its peer is known once its
         client says Hello."""
         session = OpenSession(number, hello, process, peer, now)
-        self._open[number] = session
+        self.by_number[number] = session
         self._by_client[hello.client] = session
         if process.pidfd < 0 and self._check_silence_at is None:
             self._check_silence_at = now + SESSION_SILENCE_S
@@ -177,7 +178,7 @@ class SessionTable:
 
     def close(self, session: OpenSession, now: float) -> bool:
         """Close a session. True if it lingers: then its memory must stay."""
-        del self._open[session.number], self._by_client[session.hello.client]
+        del self.by_number[session.number], self._by_client[session.hello.client]
         session.process.forget_process()
         if not session.process.may_see_memory():
             return False
@@ -188,13 +189,13 @@ class SessionTable:
 
     def of_peer(self, peer: Peer) -> list[OpenSession]:
         """The open sessions whose answers go to `peer`."""
-        return [session for session in self._open.values() if session.peer == peer]
+        return [session for session in self.by_number.values() if session.peer == peer]
 
     def silent(self, now: float) -> list[OpenSession]:
         """The open sessions to take for dead: they are silent, and neither a process nor a lock shows that they live."""
         if self._check_silence_at is None or now < self._check_silence_at:
             return []
-        unwatched = [session for session in self._open.values() if session.process.pidfd < 0]
+        unwatched = [session for session in self.by_number.values() if session.process.pidfd < 0]
         dead = []
         for session in unwatched:
             if now - session.last_message_at < SESSION_SILENCE_S:

@@ -70,7 +70,8 @@ class WaitQueue:
 
     def __init__(self) -> None:
         self._last_order = 0
-        self._requests: OrderedDict[int, WaitingRequest] = OrderedDict()
+        self.requests: Final[OrderedDict[int, WaitingRequest]] = OrderedDict()
+        """By order of arrival. While there are none, a caller need not ask for the next one or wake any."""
         self._by_call: dict[tuple[int, int], WaitingRequest] = {}
         self._by_session: dict[int, dict[int, WaitingRequest]] = {}
         self._by_key: dict[WakeKey, dict[int, WaitingRequest]] = {}
@@ -80,11 +81,11 @@ class WaitQueue:
         self._deadlines: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def __iter__(self) -> Iterator[WaitingRequest]:
         """All waiting requests, in order of arrival."""
-        return iter(self._requests.values())
+        return iter(self.requests.values())
 
     def holds(self, session: int, call: int) -> bool:
         """Whether this call waits here already: then it was sent again."""
@@ -109,7 +110,7 @@ class WaitQueue:
         """Add a request at the end of its lane. If the lane was empty, the caller has it `wait_on` its keys."""
         self._last_order += 1
         waiting = WaitingRequest(self._last_order, session, call, request, now)
-        self._requests[waiting.order] = waiting
+        self.requests[waiting.order] = waiting
         self._by_call[session, call] = waiting
         self._by_session.setdefault(session, {})[waiting.order] = waiting
         if waiting.lane is not None:
@@ -145,18 +146,18 @@ class WaitQueue:
         while self._due:
             order = heapq.heappop(self._due)
             self._is_due.discard(order)
-            if order in self._requests:
-                return self._requests[order]
+            if order in self.requests:
+                return self.requests[order]
         return None
 
     def remove(self, waiting: WaitingRequest) -> None:
         """Remove a request. If it was the first of its lane, the next one is due."""
-        del self._requests[waiting.order], self._by_call[waiting.session, waiting.call]
+        del self.requests[waiting.order], self._by_call[waiting.session, waiting.call]
         _discard(self._by_session, waiting.session, waiting.order)
         self._leave_keys(waiting)
         self._leave_lane(waiting)
-        if len(self._deadlines) > 2 * len(self._requests) + _HEAP_SLACK:
-            self._deadlines = [(waiting.deadline, waiting.order) for waiting in self._requests.values()]
+        if len(self._deadlines) > 2 * len(self.requests) + _HEAP_SLACK:
+            self._deadlines = [(waiting.deadline, waiting.order) for waiting in self.requests.values()]
             heapq.heapify(self._deadlines)
 
     def remove_session(self, session: int) -> list[WaitingRequest]:
@@ -168,14 +169,14 @@ class WaitQueue:
 
     def next_deadline(self) -> float | None:
         """The earliest deadline; None if no request waits."""
-        while self._deadlines and self._deadlines[0][1] not in self._requests:
+        while self._deadlines and self._deadlines[0][1] not in self.requests:
             heapq.heappop(self._deadlines)
         return self._deadlines[0][0] if self._deadlines else None
 
     def next_expired(self, now: float) -> WaitingRequest | None:
         """The request with the earliest deadline, if that has come. It is not removed. None if there is none."""
         deadline = self.next_deadline()
-        return self._requests[self._deadlines[0][1]] if deadline is not None and deadline <= now else None
+        return self.requests[self._deadlines[0][1]] if deadline is not None and deadline <= now else None
 
     def _make_due(self, order: int) -> None:
         if order not in self._is_due:

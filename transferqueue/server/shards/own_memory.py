@@ -12,6 +12,8 @@ from transferqueue.storage.memory.arena import Arena
 
 SHARD: Final = 0
 """The coordinator's own shard."""
+GROWING: Final = 0.0
+"""`OwnShardMemory.due_at` while pages are reserved ahead of use."""
 TRIM_AFTER_S: Final = 1.0
 """Freed pages stay in memory for at least this long, so that a steady flow of puts reuses them."""
 
@@ -35,9 +37,10 @@ class OwnShardMemory:
         self.arena = arena
         self.allocator = allocator or Allocator(arena.capacity)
         self.extents = extents
+        self.due_at: float | None = None
+        """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
-        self._growing = False
         self._held: set[int] = set()
         self._freed_while_held: list[tuple[int, int]] = []
         self._refusal = ""
@@ -48,16 +51,13 @@ class OwnShardMemory:
         """Bytes that are granted."""
         return self.allocator.used
 
-    def next_deadline(self) -> float | None:
-        """When `trim` has something to do next: at once while pages are reserved ahead; None: nothing is due."""
-        return 0.0 if self._growing else self._trim_at
-
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""
-        if self._growing:
-            self._growing = self.arena.grow(self._ahead_from, self._ahead_to)
+        if self.due_at == GROWING:
+            if not self.arena.grow(self._ahead_from, self._ahead_to):
+                self.due_at = self._trim_at
         elif self._trim_at is not None and now >= self._trim_at:
-            self._trim_at = None
+            self._trim_at = self.due_at = None
             self.arena.trim(self.allocator)
 
     def check(self, nbytes: int) -> None:
@@ -88,7 +88,7 @@ class OwnShardMemory:
         """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""
         if fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2:
             self._ahead_from, self._ahead_to = end, min(end + ARENA_STEP_BYTES, self.arena.capacity)
-            self._growing = True
+            self.due_at = GROWING
 
     def give_back(self, offset: int, nbytes: int, now: float) -> None:
         """Free an extent of `take`. One that is held is freed at `release_held`."""
@@ -100,6 +100,8 @@ class OwnShardMemory:
         self.extents -= 1
         if self._trim_at is None:
             self._trim_at = now + TRIM_AFTER_S
+        if self.due_at is None:
+            self.due_at = self._trim_at
 
     def hold(self, offsets: set[int]) -> None:
         """Keep the bytes of the extents at these offsets until `release_held`, even if they are freed meanwhile."""

@@ -57,12 +57,13 @@ class ShardRegistry:
         self._epoch = epoch
         self._wake = wake
         self._live_set = live_set
-        self._remote: dict[int, RemoteShard] = {}
+        self.remote: Final[dict[int, RemoteShard]] = {}
+        """The remote shards that joined, by number."""
         self._last = last
 
     def __iter__(self) -> Iterator[RemoteShard]:
         """The remote shards."""
-        return iter(self._remote.values())
+        return iter(self.remote.values())
 
     # ------------------------------------------------------------ joining and leaving
 
@@ -74,7 +75,7 @@ class ShardRegistry:
         """
         if (offer := hello.shard) is None:
             return hello
-        if len(self._remote) >= SESSIONS_MAX:
+        if len(self.remote) >= SESSIONS_MAX:
             raise Full(f"shard refused: {SESSIONS_MAX} shards have joined, which is the most; drain some")
         if offer.capacity < PAGE_BYTES or offer.capacity % PAGE_BYTES:
             raise UsageError(
@@ -107,7 +108,7 @@ class ShardRegistry:
         if offer is None:
             return
         self._last = max(self._last, offer.number)
-        self._remote[offer.number] = RemoteShard(
+        self.remote[offer.number] = RemoteShard(
             session,
             offer,
             self._epoch,
@@ -121,17 +122,17 @@ class ShardRegistry:
     def close(self, session: OpenSession) -> None:
         """A session ended: so do its tickets, and the shard that it offered, if any."""
         self._tickets.close(session.number)
-        if session.hello.shard is not None and self._remote.pop(session.hello.shard.number, None) is not None:
+        if session.hello.shard is not None and self.remote.pop(session.hello.shard.number, None) is not None:
             self._wake(("memory",))
-        for shard in self._remote.values():
+        for shard in self.remote.values():
             shard.close(session.number)
 
     def drain(self, number: int) -> m.DoneReply:
         """Have a remote shard leave as soon as it is empty. Draining twice is allowed."""
-        shard = self._remote.get(number)
+        shard = self.remote.get(number)
         if shard is None:
             raise NotFound(
-                f"shard {number} is none that joined; this deployment has {listing(self._remote)}"
+                f"shard {number} is none that joined; this deployment has {listing(self.remote)}"
                 + (", and 0 is the coordinator's own, which stays" if number == SHARD else "")
             )
         shard.drain()
@@ -140,23 +141,21 @@ class ShardRegistry:
     def shard_of(self, session: OpenSession) -> RemoteShard:
         """The shard that the session offered. `UsageError` if it offered none."""
         offer = session.hello.shard
-        shard = self._remote.get(offer.number) if offer is not None else None
+        shard = self.remote.get(offer.number) if offer is not None else None
         if shard is None:
             raise UsageError(f"session {session.number} is no shard, so there are no orders for it")
         return shard
 
     def list_for(self, session: OpenSession) -> m.ShardList:
         """The remote shards, as this session reaches them."""
-        return m.ShardList(
-            [_endpoint(shard, mapped=_maps(session, shard)) for _, shard in sorted(self._remote.items())]
-        )
+        return m.ShardList([_endpoint(shard, mapped=_maps(session, shard)) for _, shard in sorted(self.remote.items())])
 
     # ------------------------------------------------------------ extents
 
     @property
     def used(self) -> int:
         """Bytes that all shards have granted."""
-        return self.own.used + sum(shard.used for shard in self._remote.values())
+        return self.own.used + sum(shard.used for shard in self.remote.values())
 
     def take(
         self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.GrantPurpose = "results"
@@ -193,7 +192,7 @@ class ShardRegistry:
         """`Impossible` if no shard could ever grant so much to new rows."""
         lending: list[OwnShardMemory | RemoteShard] = [
             self.own,
-            *(shard for shard in self._remote.values() if not shard.draining),
+            *(shard for shard in self.remote.values() if not shard.draining),
         ]
         room, capacity = max((_for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
@@ -204,7 +203,7 @@ class ShardRegistry:
 
     def check_replicas(self, table: str, replicas: int) -> None:
         """`Impossible` if fewer than `replicas` shards grant memory."""
-        lending = 1 + sum(not shard.draining for shard in self._remote.values())
+        lending = 1 + sum(not shard.draining for shard in self.remote.values())
         if replicas > lending:
             raise Impossible(
                 f'table "{table}" would keep each block in replicas={replicas} shards, and {lending} lend memory: '
@@ -213,11 +212,11 @@ class ShardRegistry:
 
     def _ranked(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
         """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the ledger."""
-        if not self._remote:
+        if not self.remote:
             return [self.own]
         ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
             (not _near(session, shard), _fill(shard), number, shard)
-            for number, shard in self._remote.items()
+            for number, shard in self.remote.items()
             if not shard.draining
         ]
         ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
@@ -230,19 +229,19 @@ class ShardRegistry:
             self._tickets.revoke(freed.extent)
             self.own.give_back(freed.offset, freed.nbytes, now)
             self._wake(("memory",))
-        elif (shard := self._remote.get(freed.shard)) is not None:
+        elif (shard := self.remote.get(freed.shard)) is not None:
             shard.give_back(freed.extent, freed.offset, freed.nbytes, now)
 
     def next_deadline(self) -> float | None:
         """When `trim` of a remote shard has something to do next; None: nothing is due."""
-        if not self._remote:
+        if not self.remote:
             return None
-        deadlines = [at for shard in self._remote.values() if (at := shard.next_deadline()) is not None]
+        deadlines = [at for shard in self.remote.values() if (at := shard.next_deadline()) is not None]
         return min(deadlines, default=None)
 
     def trim(self, now: float) -> None:
         """Give unused pages of remote shards back to their systems."""
-        for shard in self._remote.values():
+        for shard in self.remote.values():
             shard.trim(now)
 
     def explain(self, nbytes: int, holders: str, use: m.GrantPurpose = "results") -> str:
@@ -250,28 +249,28 @@ class ShardRegistry:
         own = self.own.explain(nbytes, holders)
         if use == "rows":
             own += f". One byte in {RESULTS_SHARE} is kept for results"
-        if not self._remote:
+        if not self.remote:
             return own
         others = ", ".join(
             f"shard {number}: {shard.used:,} of {shard.offer.capacity:,} bytes" + (", drains" if shard.draining else "")
-            for number, shard in sorted(self._remote.items())
+            for number, shard in sorted(self.remote.items())
         )
         return f"{own}. Nor is one in a remote shard ({others})"
 
     # ------------------------------------------------------------ tickets
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
-        """The reply, with tickets for what the session does not map."""
-        if not session.remote and (not self._remote or all(_maps(session, shard) for shard in self._remote.values())):
+        """The reply, with tickets for what the session does not map. Needed only if the session is remote, or there are remote shards."""
+        if not session.remote and (not self.remote or all(_maps(session, shard) for shard in self.remote.values())):
             return reply
-        near = {number for number, shard in self._remote.items() if _maps(session, shard)}
+        near = {number for number, shard in self.remote.items() if _maps(session, shard)}
         near |= set() if session.remote else {SHARD}
         return issue(lambda shard: self._tickets_of(session, shard), session.number, reply, near)
 
     def _tickets_of(self, session: OpenSession, number: int) -> TicketIssuer | None:
         if number == SHARD:
             return self._tickets if session.remote else None
-        shard = self._remote.get(number)
+        shard = self.remote.get(number)
         return None if shard is None or _maps(session, shard) else shard.tickets
 
 

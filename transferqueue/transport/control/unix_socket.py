@@ -66,12 +66,13 @@ class FrameStream:
     Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
     """
 
-    __slots__ = ("_begun", "_unsent", "_wanted", "socket")
+    __slots__ = ("_begun", "_wanted", "socket", "unsent")
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket: Final = connected
-        self._unsent: deque[memoryview] = deque()
+        self.unsent: Final[deque[memoryview]] = deque()
+        """What waits until the peer reads."""
         self._begun = bytearray()
         self._wanted = 0
         """Bytes that `_begun` must have before it can be a whole frame."""
@@ -79,26 +80,26 @@ class FrameStream:
     @property
     def is_full(self) -> bool:
         """Whether the queue of unsent frames is full."""
-        return len(self._unsent) >= FRAMES_QUEUED_MAX
+        return len(self.unsent) >= FRAMES_QUEUED_MAX
 
     @property
     def is_behind(self) -> bool:
         """Whether frames wait until the peer reads."""
-        return bool(self._unsent)
+        return bool(self.unsent)
 
     def send(self, frame: bytes) -> None:
         """Write a frame, and queue what the kernel does not take."""
         head = len(frame).to_bytes(_LENGTH, "little")
         if len(frame) > _JOINED_MAX:
-            sent = 0 if self._unsent else self._write([head, frame])
+            sent = 0 if self.unsent else self._write([head, frame])
             if sent < _LENGTH + len(frame):
-                self._unsent.append(memoryview(head + frame)[sent:])
+                self.unsent.append(memoryview(head + frame)[sent:])
             return
         whole = head + frame  # cheaper than a list of parts
-        if self._unsent or (sent := self._write_whole(whole)) == 0:
-            self._unsent.append(memoryview(whole))
+        if self.unsent or (sent := self._write_whole(whole)) == 0:
+            self.unsent.append(memoryview(whole))
         elif sent < len(whole):
-            self._unsent.append(memoryview(whole)[sent:])
+            self.unsent.append(memoryview(whole)[sent:])
 
     def send_some(self, frames: Iterable[bytes]) -> int:
         """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only while no frame is
@@ -113,18 +114,18 @@ class FrameStream:
         whole = b"".join(parts)
         sent = self._write_whole(whole)
         if sent < len(whole):
-            self._unsent.append(memoryview(whole)[sent:])
+            self.unsent.append(memoryview(whole)[sent:])
         return len(parts) // 2
 
     def flush(self) -> None:
         """Write some of the queued frames, as far as the kernel takes them."""
-        for _ in range(min(len(self._unsent), HEARD_AFTER)):
-            first = self._unsent[0]
+        for _ in range(min(len(self.unsent), HEARD_AFTER)):
+            first = self.unsent[0]
             sent = self._write([first])
             if sent < len(first):
-                self._unsent[0] = first[sent:]
+                self.unsent[0] = first[sent:]
                 return
-            self._unsent.popleft()
+            self.unsent.popleft()
 
     def _write_whole(self, data: bytes) -> int:
         try:
@@ -153,6 +154,11 @@ class FrameStream:
         if not came:
             raise PeerClosed
         more = len(came) == _READ_BYTES
+        if not self._begun and len(came) - _LENGTH == int.from_bytes(
+            came[:_LENGTH], "little"
+        ):  # mostly: one whole frame
+            arrived(came[_LENGTH:])
+            return more
         if self._begun:
             self._begun += came
             if len(self._begun) < self._wanted:
@@ -226,7 +232,8 @@ class UnixChannel:
             self._check(len(self._kept) >= FRAMES_QUEUED_MAX)
             self._kept.append(frame)
             return
-        self._check(self._stream.is_full)
+        if self._stream.unsent:
+            self._check(self._stream.is_full)
         self._stream.send(frame)
         self._sent += 1
         if self._sent % HEARD_AFTER == 0:
@@ -319,7 +326,7 @@ class UnixChannel:
 
     def begin_driving(self) -> bool:
         """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something else is to be done."""
-        if self._stream is None or self._stream.is_behind or self._arrived or self._readable:
+        if self._stream is None or self._stream.unsent or self._arrived or self._readable:
             return False
         self._sleeper.modify(self._poll, 0)
         return True
@@ -418,7 +425,8 @@ class UnixServer:
         self._path = place.path
         self._clock = clock
         self._peers: dict[int, UnixPeer] = {}
-        self._strangers: dict[int, UnixPeer] = {}  # oldest first
+        self.strangers: Final[dict[int, UnixPeer]] = {}
+        """Oldest first. Without any, `tick` has nothing to do."""
         self._strangers_max = strangers_max()
         self.turned_away = 0
         """How many strangers were disconnected, and connections refused because no descriptor was left."""
@@ -473,15 +481,15 @@ class UnixServer:
 
     def patience_s(self) -> float | None:
         """Seconds until `tick` must be called; None: no stranger waits."""
-        if not self._strangers:
+        if not self.strangers:
             return None
-        oldest = next(iter(self._strangers.values()))
+        oldest = next(iter(self.strangers.values()))
         return max(0.0, oldest.accepted_at + STRANGER_S - self._clock())
 
     def tick(self) -> None:
         """Disconnect strangers older than `STRANGER_S`."""
-        while self._strangers:
-            oldest = next(iter(self._strangers.values()))
+        while self.strangers:
+            oldest = next(iter(self.strangers.values()))
             if self._clock() < oldest.accepted_at + STRANGER_S:
                 return
             self._hang_up(oldest)
@@ -490,11 +498,12 @@ class UnixServer:
         """Write a frame, or queue it. Does not block. A peer that does not read is disconnected."""
         if peer.is_gone:
             return SendResult.GONE
-        if peer.stream.is_full:
+        stream = peer.stream
+        if stream.unsent and stream.is_full:
             self._drop(peer)
             return SendResult.UNREAD
-        peer.stream.send(frame)
-        if peer.stream.is_behind is not peer.waits_to_write:
+        stream.send(frame)
+        if bool(stream.unsent) is not peer.waits_to_write:
             self._watch(peer)
         return SendResult.ON_ITS_WAY
 
@@ -526,23 +535,23 @@ class UnixServer:
 
     def _take_in(self, connected: socket.socket) -> None:
         """Add a stranger, and read it at once: one that has sent something ranks above those that are silent."""
-        if len(self._strangers) >= self._strangers_max:
+        if len(self.strangers) >= self._strangers_max:
             self._hang_up(self._least_promising())
         peer = UnixPeer(FrameStream(connected), self._clock())
-        self._peers[connected.fileno()] = self._strangers[connected.fileno()] = peer
+        self._peers[connected.fileno()] = self.strangers[connected.fileno()] = peer
         self._happened(peer, select.EPOLLIN)
 
     def _least_promising(self) -> UnixPeer:
         """The oldest stranger without a received frame; if all have one, the oldest stranger."""
         waiting = {id(peer) for peer, _ in self._arrived}
         return next(
-            (peer for peer in self._strangers.values() if id(peer) not in waiting), next(iter(self._strangers.values()))
+            (peer for peer in self.strangers.values() if id(peer) not in waiting), next(iter(self.strangers.values()))
         )
 
     def admit(self, peer: UnixPeer) -> None:
         """The peer has a session: it is no stranger any more."""
         if not peer.is_gone:
-            self._strangers.pop(peer.stream.socket.fileno(), None)
+            self.strangers.pop(peer.stream.socket.fileno(), None)
 
     def _hang_up(self, peer: UnixPeer) -> None:
         self.turned_away += 1
@@ -574,10 +583,12 @@ class UnixServer:
             peer.stream.flush()
             self._watch(peer)
         if events & ~select.EPOLLOUT:
+            frames: list[bytes] = []
             try:
-                peer.stream.read(lambda frame: self._arrived.append((peer, frame)))
+                peer.stream.read(frames.append)
             except PeerClosed:
                 self._drop(peer)
+            self._arrived.extend([(peer, frame) for frame in frames])
 
     def _watch(self, peer: UnixPeer) -> None:
         """Poll for writing exactly while frames wait for the peer to read."""
@@ -588,7 +599,7 @@ class UnixServer:
     def _drop(self, peer: UnixPeer) -> None:
         peer.is_gone = True
         del self._peers[peer.stream.socket.fileno()]
-        self._strangers.pop(peer.stream.socket.fileno(), None)
+        self.strangers.pop(peer.stream.socket.fileno(), None)
         self._epoll.unregister(peer.stream.socket)  # needed: a forked child may have the socket open too
         peer.stream.close()
 
