@@ -13,8 +13,8 @@ from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.aio.queue import AsyncQueue
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
-from transferqueue.client.operations import arguments
 from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
+from transferqueue.client.session.deadline import seconds
 from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError
@@ -109,7 +109,7 @@ def _clients(
     """A session with each coordinator, or with an embedded server."""
     if verify not in (False, True):
         raise UsageError(f"verify={verify!r} is neither True nor False")
-    deadline = time.monotonic() + arguments.seconds("timeout_s", timeout_s)
+    deadline = time.monotonic() + seconds("timeout_s", timeout_s)
     if not isinstance(label, str):
         raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
     own = arena_bytes is not None or runtime is not None

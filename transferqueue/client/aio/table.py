@@ -15,7 +15,7 @@ from transferqueue.client.aio.reservation import AsyncReservation
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
-from transferqueue.client.operations import ack_leases, lease, tables
+from transferqueue.client.operations import ack_leases, commit, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_async
@@ -90,9 +90,10 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
-        facts, columns = facts.with_table(table, columns)
-        number = reservation_id(self._terms, reservation)
-        rows = await self._run(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
+        if table is not None:
+            facts, columns = facts.with_table(table, columns)
+        number = 0 if reservation is None else reservation_id(self._terms, reservation)
+        rows = await self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:
             reservation.used(len(rows))
         return rows
@@ -130,7 +131,7 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
-        await self._run(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
+        await self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
 
     def lease(
         self,

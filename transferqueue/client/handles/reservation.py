@@ -80,10 +80,8 @@ def _return_at_collection(client: ClientSession, left: _ReservationRemainder, un
         left.rows = 0
 
 
-def reservation_id(terms: TableInfo, reservation: ReservationBase | None) -> int:
-    """The number of the reservation for a put; 0: none. `UsageError` if it is of another table."""
-    if reservation is None:
-        return 0
+def reservation_id(terms: TableInfo, reservation: ReservationBase) -> int:
+    """The number of the reservation for a put. `UsageError` if it is of another table."""
     if not isinstance(reservation, ReservationBase) or reservation._terms is not terms:
         raise UsageError(
             f'reservation {reservation!r} is not one of table "{terms.name}"; give what its reserve() returned'

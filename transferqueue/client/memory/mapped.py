@@ -73,10 +73,11 @@ class MappedMemory:
 
     def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> BlockingWork:
         """Let `fill` write `nbytes` into the region. The session's lock is held until it has."""
-        return BlockingWork(nbytes, partial(self._write, region, nbytes, fill))
+        return BlockingWork(nbytes, partial(self.write_now, region, nbytes, fill))
 
-    def _write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
-        arena = self._arena(region.shard)
+    def write_now(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> None:
+        """The same, in this thread."""
+        arena = self._arenas.get(region.shard) or self._arena(region.shard)
         self._count(1)
         try:
             fill(arena.writable(region.offset, nbytes))

@@ -25,7 +25,7 @@ from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
@@ -133,8 +133,11 @@ class ShardClients:
 
     def write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object]) -> Operation[None]:
         """Let `fill` write `nbytes` into the region. If that fails, end the region."""
-        torn = CommitOutcome.REFUSED
+        own, torn = self._own, CommitOutcome.REFUSED
         try:
+            if region.shard == OWN and nbytes <= INLINE_WORK_BYTES and isinstance(own, MappedMemory):
+                own.write_now(region, nbytes, fill)
+                return
             yield from self.know([region.shard])
             memory = self._memory(region.shard)
             torn = memory.torn

@@ -12,32 +12,21 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.run import Operation, Within
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import (
     COUNT_MAX,
     FIELDS_MAX,
     ROWS_PER_REQUEST_MAX,
-    SECONDS_MAX,
     STEP_MAX,
     check_name,
     short_number,
 )
 
 T = TypeVar("T")
-WAIT_S_MAX: Final = SECONDS_MAX
 _WHOLE_MAX: Final = COUNT_MAX
 _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
-
-
-def seconds(name: str, value: object) -> float:
-    """A number of seconds that a request may wait or last: 0 to 10^9."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give a number of seconds (0: do not wait)")
-    if not 0 <= value <= WAIT_S_MAX:  # which is also false of what is not a number
-        raise UsageError(f"{name}={shown(value)} is out of range; give 0 (do not wait) to {WAIT_S_MAX:g} seconds")
-    return float(value)
 
 
 def within(timeout_s: object) -> Operation[Deadline]:

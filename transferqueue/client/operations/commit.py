@@ -21,14 +21,14 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteRegion
-from transferqueue.client.operations.arguments import few
+from transferqueue.client.operations.arguments import few, row_ids
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
-from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
-from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field, align
 from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
@@ -52,6 +52,46 @@ Request = Callable[[int, m.Columns], m.Request]
 """Makes the request of a commit from its number of rows and its columns."""
 
 
+def put(
+    client: ClientSession,
+    terms: TableInfo,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    reservation: int,
+    timeout_s: float | None,
+) -> Operation[NDArray[np.int64]]:
+    """Put new rows. Returns their ids."""
+    deadline = Deadline(client.clock, 0.0)
+    if timeout_s is not None:
+        deadline = yield Within(seconds("timeout_s", timeout_s))
+
+    def request(rows: int, carried: m.Columns) -> m.PutRequest:
+        return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
+
+    put_rows = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
+    return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
+
+
+def update(
+    client: ClientSession,
+    terms: TableInfo,
+    rows: object,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    overwrite: bool,
+) -> Operation[None]:
+    """Give existing rows more columns or facts."""
+    ids = row_ids(rows)
+    if not ids or not (columns or facts.said()):
+        raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
+    deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
+
+    def request(_: int, carried: m.Columns) -> m.Update:
+        return m.Update(terms.name, ids, carried, bool(overwrite))
+
+    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update")
+
+
 def commit(
     client: ClientSession,
     terms: TableInfo,
@@ -67,20 +107,30 @@ def commit(
 
     call: put, update, ack or release, whose columns are compared with what they may have been meant for.
     """
+    if not terms.fields.keys() >= columns.keys():
+        yield from _ask_for_fields(terms, facts, columns, call)
+    shards_left, asked_again = OPEN_MAX + 1, False
+    while True:
+        try:
+            return (yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind))
+        except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
+            if not shards_left:
+                raise
+            shards_left -= 1
+            yield from client.shards.look()  # and let go of its memory, if it was mapped
+        except SchemaError:
+            if asked_again or not (yield from _refresh(terms)):
+                raise
+            shards_left, asked_again = OPEN_MAX + 1, True
+
+
+def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
+    """A column has a name that this client has not heard of: ask which fields the table has."""
     few("columns", columns, FIELDS_MAX)
-    if any(check_name("field", name) not in terms.fields for name in columns):
-        yield from _refresh(terms)
-        check_columns(call, columns, facts.names(), terms)
-
-    def attempt() -> Operation[R]:
-        return _commit(client, terms, facts, columns, rows, deadline, request, kind)
-
-    try:
-        return (yield from retry_on_other_shard(client, attempt))
-    except SchemaError:
-        if not (yield from _refresh(terms)):
-            raise
-    return (yield from retry_on_other_shard(client, attempt))
+    for name in columns:
+        check_name("field", name)
+    yield from _refresh(terms)
+    check_columns(call, columns, facts.names(), terms)
 
 
 def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[R]]) -> Operation[R]:
@@ -106,7 +156,7 @@ def outgoing(
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 
-def _commit(
+def _attempt(
     client: ClientSession,
     terms: TableInfo,
     facts: GivenFacts,
@@ -116,24 +166,29 @@ def _commit(
     request: Request,
     kind: type[R],
 ) -> Operation[R]:
-    terms.check_added(columns)
+    has_new_fields = not terms.fields.keys() >= columns.keys()
+    if has_new_fields:
+        terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
     fields = [column.field for column in out.columns]
     blocks = block_writers([column for column in out.columns if not column.field.inline])
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     use: m.GrantPurpose = "rows" if rows is None else "results"
     region = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
-    carried = m.Columns(fields=fields, blocks=placed(region, blocks) if region else [], inline=inline, facts=out.facts)
-    reply = yield from finish_commit(region, request_reply(request(out.rows, carried), kind))
-    terms.learn(fields)
+    carried = m.Columns(fields, placed(region, blocks) if region else [], inline, out.facts)
+    reply = yield from finish_commit(region, request(out.rows, carried), kind)
+    if has_new_fields:
+        terms.learn(fields)
     return reply
 
 
-def finish_commit(region: WriteRegion | None, commit: Operation[R]) -> Operation[R]:
-    """Run the commit of a region, and end the region with its outcome."""
+def finish_commit(region: WriteRegion | None, request: m.Request, kind: type[R]) -> Operation[R]:
+    """Send the commit of a region, and end the region with its outcome."""
     outcome = CommitOutcome.UNKNOWN
     try:
-        reply = yield from commit
+        reply = yield request
+        if not isinstance(reply, kind):
+            raise unexpected(request, reply, kind)
         outcome = CommitOutcome.COMMITTED
         return reply
     except CERTAIN:
@@ -166,7 +221,7 @@ def _written(
     client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.GrantPurpose
 ) -> Operation[WriteRegion]:
     """Write one copy into a shard that is not in `apart`."""
-    nbytes = sum(align(block.nbytes) for block in blocks)
+    nbytes = sum([align(block.nbytes) for block in blocks])
     region = yield from client.grants.region(nbytes, deadline, apart, use)
     yield from client.shards.write(region, nbytes, partial(fill, blocks=blocks, checksums=client.checksums))
     return region

@@ -54,8 +54,6 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 
         `UsageError` if it is not a table, and for a name that is both in the table and beside it.
         """
-        if given is None:
-            return self, columns
         table = columns_of(given)
         beside = {*columns, *self.names()} & table.keys()
         if beside:
@@ -77,9 +75,9 @@ class GivenFacts(msgspec.Struct, kw_only=True):
             policy_version=_ints("policy_version", self.policy_version, rows),
             policy_version_max=_ints("policy_version_max", self.policy_version_max, rows),
             tokens=_ints("tokens", tokens if self.tokens is None else self.tokens, rows),
-            priority=_floats("priority", self.priority, rows),
-            keys=_keys(self.key, rows),
-            tags=_tags(self.tags, rows),
+            priority=None if self.priority is None else _floats("priority", self.priority, rows),
+            keys=None if self.key is None else _keys(self.key, rows),
+            tags=None if self.tags is None else _tags(self.tags, rows),
         )
 
 
@@ -111,18 +109,18 @@ def _plain(value: Any) -> Any:
 def _ints(name: str, value: object, rows: int, dtype: str = "<i8") -> bytes | None:
     if value is None:
         return None
+    bits = 32 if dtype == "<i4" else 64
+    if type(value) is int and -(1 << (bits - 1)) <= value < 1 << (bits - 1):  # one for all rows, mostly
+        return value.to_bytes(bits // 8, "little", signed=True) * rows
     given = _array(name, value, "integers")
     if given.dtype.kind not in "iu":
         raise SchemaError(f"{name} is {given.dtype}; it is made of integers: one for all rows, or one per row")
-    bits = 32 if dtype == "<i4" else 64
     if given.size and not -(1 << (bits - 1)) <= int(given.min()) <= int(given.max()) < 1 << (bits - 1):
         raise SchemaError(f"{name} reaches from {given.min()} to {given.max()}; it is made of integers of {bits} bits")
     return _broadcast(name, given, rows).astype(dtype).tobytes()
 
 
-def _floats(name: str, value: object, rows: int) -> bytes | None:
-    if value is None:
-        return None
+def _floats(name: str, value: object, rows: int) -> bytes:
     given = _array(name, value, "numbers")
     if given.dtype.kind not in "iuf":
         raise SchemaError(f"{name} is {given.dtype}; it is made of numbers: one for all rows, or one per row")
@@ -149,9 +147,7 @@ def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any
     return given
 
 
-def _keys(value: object, rows: int) -> list[str] | None:
-    if value is None:
-        return None
+def _keys(value: object, rows: int) -> list[str]:
     if not isinstance(value, Iterable):
         raise UsageError(f"key {value!r} is {type(value).__name__}; keys are strings, one per row")
     keys = [value] * rows if isinstance(value, str) else list(value)
@@ -172,9 +168,7 @@ def check_key(key: object) -> str:
     return key
 
 
-def _tags(value: object, rows: int) -> list[Tags] | None:
-    if value is None:
-        return None
+def _tags(value: object, rows: int) -> list[Tags]:
     if isinstance(value, Mapping):
         return [_checked(value)] * rows
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):

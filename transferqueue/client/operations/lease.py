@@ -16,7 +16,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.column_source import ColumnSource, content_source
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
@@ -71,7 +71,7 @@ def lease_spec(
         task=check_name("task", task),
         **wanted,
         at_least=0 if at_least is None else checks.positive("at_least", at_least),
-        wait_s=checks.seconds("timeout_s", timeout_s),
+        wait_s=seconds("timeout_s", timeout_s),
         lease_s=0.0 if lease_s is None else _duration(lease_s),
         where=predicates(where),
         fields=checks.names("field", fields),
@@ -80,7 +80,7 @@ def lease_spec(
         replica=peer,
         replicas=peers,
     )
-    limit_s = None if time_limit_s is None else checks.seconds("time_limit_s", time_limit_s)
+    limit_s = None if time_limit_s is None else seconds("time_limit_s", time_limit_s)
     return LeaseSpec(request, limit_s)
 
 
@@ -273,7 +273,7 @@ def _ending_lease_on_expiry(lease: BatchLease, verb: Operation[B]) -> Operation[
 
 
 def _duration(lease_s: float) -> float:
-    duration_s = checks.seconds("lease_s", lease_s)
+    duration_s = seconds("lease_s", lease_s)
     if duration_s == 0:
         raise UsageError("lease_s=0 would end at once; give a positive number of seconds")
     return duration_s

@@ -241,7 +241,7 @@ def _commit(
         pending=terms.pending,
         part=terms.part,
     )
-    return (yield from finish_commit(region, request_reply(request, m.DoneReply)))
+    return (yield from finish_commit(region, request, m.DoneReply))
 
 
 def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = WHOLE) -> list[NewTensor]:

@@ -12,15 +12,13 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import near_misses
 from transferqueue.client.operations.column_source import content_source
-from transferqueue.client.operations.commit import commit
-from transferqueue.client.operations.facts import GivenFacts, check_key
+from transferqueue.client.operations.facts import check_key
 from transferqueue.client.operations.lease import LOST_MAX, predicates
 from transferqueue.client.operations.rows import Rows
-from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
-from transferqueue.limits import FIELDS_MAX, TASKS_MAX, TIMEOUT_S_DEFAULT, Limits, check_name
+from transferqueue.limits import FIELDS_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -99,46 +97,6 @@ def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
 
 
 # ---------------------------------------------------------------- rows
-
-
-def put(
-    client: ClientSession,
-    terms: TableInfo,
-    facts: GivenFacts,
-    columns: Mapping[str, Any],
-    reservation: int,
-    timeout_s: float | None,
-) -> Operation[NDArray[np.int64]]:
-    """Put new rows. Returns their ids."""
-    deadline = Deadline(client.clock, 0.0) if timeout_s is None else (yield from checks.within(timeout_s))
-
-    def request(rows: int, carried: m.Columns) -> m.PutRequest:
-        return m.PutRequest(
-            table=terms.name, rows=rows, columns=carried, reservation=reservation, wait_s=deadline.left()
-        )
-
-    put_rows = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
-    return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
-
-
-def update(
-    client: ClientSession,
-    terms: TableInfo,
-    rows: object,
-    facts: GivenFacts,
-    columns: Mapping[str, Any],
-    overwrite: bool,
-) -> Operation[None]:
-    """Give existing rows more columns or facts."""
-    ids = checks.row_ids(rows)
-    if not ids or not (columns or facts.said()):
-        raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
-    deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
-
-    def request(_: int, carried: m.Columns) -> m.Update:
-        return m.Update(table=terms.name, rows=ids, columns=carried, overwrite=bool(overwrite))
-
-    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update")
 
 
 def read(

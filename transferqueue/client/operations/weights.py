@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
+from transferqueue.client.session.deadline import seconds
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import ITEMS_MAX, check_name
@@ -433,7 +434,7 @@ def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: 
     request = m.AcquireUpdateSlot(
         channel=channel,
         at_once=checks.positive("at_once", at_once),
-        length_s=checks.seconds("length_s", length_s),
+        length_s=seconds("length_s", length_s),
         wait_s=deadline.wait_s,
     )
     yield from request_reply(request, m.DoneReply)

@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.limits import LATE_ANSWER_S
+from transferqueue.errors import UsageError
+from transferqueue.limits import LATE_ANSWER_S, SECONDS_MAX, short_number
 
 LEAST_S: Final = 1e-3
+
+
+def seconds(name: str, value: object) -> float:
+    """A number of seconds that a request may wait or last: 0 to 10^9. `UsageError` for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give a number of seconds (0: do not wait)")
+    if not 0 <= value <= SECONDS_MAX:  # which is also false of what is not a number
+        shown = short_number(value) if isinstance(value, int) else repr(value)
+        raise UsageError(f"{name}={shown} is out of range; give 0 (do not wait) to {SECONDS_MAX:g} seconds")
+    return float(value)
 
 
 class Deadline:

@@ -54,8 +54,13 @@ def request_reply(request: m.Request, kind: type[R]) -> Operation[R]:
     """Send `request`, and check that its reply is a `kind`."""
     reply = yield request
     if not isinstance(reply, kind):
-        raise ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
+        raise unexpected(request, reply, kind)
     return reply
+
+
+def unexpected(request: m.Request, reply: m.Reply, kind: type[m.Message]) -> ProtocolError:
+    """The error for a reply that is no `kind`."""
+    return ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
 
 
 def run_sync(connection: Connection, operation: Operation[T]) -> T:

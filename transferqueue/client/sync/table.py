@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
-from transferqueue.client.operations import ack_leases, lease, tables
+from transferqueue.client.operations import ack_leases, commit, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_sync
@@ -90,9 +90,10 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
-        facts, columns = facts.with_table(table, columns)
-        number = reservation_id(self._terms, reservation)
-        rows = self._run(tables.put(self._client, self._terms, facts, columns, number, timeout_s))
+        if table is not None:
+            facts, columns = facts.with_table(table, columns)
+        number = 0 if reservation is None else reservation_id(self._terms, reservation)
+        rows = self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s))
         if reservation is not None:
             reservation.used(len(rows))
         return rows
@@ -130,7 +131,7 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
-        self._run(tables.update(self._client, self._terms, rows, facts, columns, overwrite))
+        self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
 
     def lease(
         self,

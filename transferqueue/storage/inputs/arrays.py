@@ -38,7 +38,8 @@ def parse_arrays(rows: Sequence[Array], subject: str) -> Parsed:
     dtype = names.pop()
     if dtype in TORCH_ONLY_DTYPES:
         rows = [_bits(row, dtype) for row in rows]
-    ndim = only_rank(set(map(attrgetter("ndim"), rows)), subject)
+    ranks = set(map(attrgetter("ndim"), rows))
+    ndim = ranks.pop() if len(ranks) == 1 else only_rank(ranks, subject)
     if ndim == 0:
         return DenseInput(dtype, len(rows), (), Arrays([row.reshape(1) for row in rows], dtype))
     return RaggedInput(dtype, _shapes(rows, ndim), Arrays(rows, dtype))

@@ -11,7 +11,7 @@ from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
-from transferqueue.storage.memory.parallel_copy import Job, parallel_copy
+from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
 
 
 class BlockWriter:
@@ -26,7 +26,7 @@ class BlockWriter:
     def __init__(self, columns: Sequence[Prepared]) -> None:
         first = columns[0]
         self.columns, self.rows, self.stored_rows, self.slots = columns, first.rows, first.stored_rows, first.slots
-        for column in columns:
+        for column in columns[1:]:
             _check_rows(first, column)
             if not _same(first.slots, column.slots):
                 raise UsageError(
@@ -47,7 +47,11 @@ class BlockWriter:
             jobs += column.jobs(block, span)
             at = _zero_padding(block, span, column, at)
         block[at:] = 0
-        parallel_copy(jobs, self.nbytes)
+        if self.nbytes < PARALLEL_BYTES:  # these need no queue of jobs
+            for job in jobs:
+                job()
+        else:
+            parallel_copy(jobs, self.nbytes)
 
     def take_checksum(self, block: memoryview | U8) -> None:
         """Compute the checksum of the written block once, while it is in the cache. Further copies have the same checksum."""
@@ -57,6 +61,8 @@ class BlockWriter:
 
 def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:
     """The writers of the blocks of these columns. Columns whose rows share values in the same way lie in one block."""
+    if len(columns) == 1:
+        return [BlockWriter(columns)]
     columns_by_slots: dict[bytes | None, list[Prepared]] = {}
     for column in columns:
         _check_rows(columns[0], column)

@@ -28,10 +28,10 @@ def parse_list(rows: Sequence[Any], field: Field | None, subject: str) -> Parsed
     classes = set(map(type, rows))
     if field is not None and field.dtype == "value":
         return parse_values(rows, subject)
+    if classes == {np.ndarray} or _all(classes, np.ndarray):
+        return parse_arrays(rows, subject)
     if are_tensors(classes):
         return parse_tensors(rows, subject)
-    if _all(classes, np.ndarray):
-        return parse_arrays(rows, subject)
     if are_numbers(classes):
         dtype, numbers = store_numbers(rows, classes, field.dtype if field else None, subject)
         return DenseInput(dtype, len(rows), (), Arrays([numbers], dtype))

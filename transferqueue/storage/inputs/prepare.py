@@ -28,13 +28,13 @@ from numpy.typing import NDArray
 from transferqueue.errors import SchemaError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, Span
-from transferqueue.storage.elements.dtypes import I32, I64, U8, stored_dtype
+from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
 from transferqueue.storage.inputs.arrays import parse_array
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.lists import parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
-from transferqueue.storage.inputs.sources import ValueSource
+from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
 
@@ -183,8 +183,13 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
     rows: of the request; a single value is then given to all of them. Raises `SchemaError` if the value is not a column, does
     not fit `field`, or has another number of rows.
     """
+    if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
+        return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
     subject = f'field "{name}"'
-    repeat = value if isinstance(value, Repeat) else _broadcast(value, field, rows, subject)
+    if isinstance(value, Repeat):
+        repeat: Repeat | None = value
+    else:
+        repeat = None if type(value) is list else _broadcast(value, field, rows, subject)
     prepared = _fit(name, _parse(repeat.values if repeat else value, field, subject), field, subject)
     if repeat:
         prepared.slots = repeat.slots(prepared.stored_rows, subject)
@@ -192,6 +197,12 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
     if rows is not None and prepared.rows != rows:
         raise SchemaError(f"{subject} has {prepared.rows} rows, but this call has {rows}; give one value for each row")
     return prepared
+
+
+def _is_plain(array: np.ndarray[Any, Any], field: Field) -> bool:
+    """Whether the rows of an array are exactly what the field stores: nothing else has to be checked then. The most common column."""
+    same_rows = array.ndim > 0 and 0 < len(array) <= ROWS_PER_REQUEST_MAX and array.shape[1:] == field.shape
+    return same_rows and array.dtype == NUMPY_DTYPES.get(field.dtype)
 
 
 def _broadcast(value: Any, field: Field | None, rows: int | None, subject: str) -> Repeat | None:
@@ -214,12 +225,12 @@ def _parse(value: Any, field: Field | None, subject: str) -> Parsed:
     parsed: Parsed | list[Any]
     if isinstance(value, RowsOf | PlainValues):
         return value.parsed(subject)
-    if is_tensor(value):
-        parsed = parse_tensor(value, subject)
+    if isinstance(value, list | tuple):
+        parsed = list(value)
     elif isinstance(value, np.ndarray):
         parsed = parse_array(value, subject)
-    elif isinstance(value, list | tuple):
-        parsed = list(value)
+    elif is_tensor(value):
+        parsed = parse_tensor(value, subject)
     elif is_arrow(value):
         parsed = parse_arrow(value, subject)
     else:
