@@ -8,7 +8,7 @@ program keeps is never overwritten, however the session ended.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -90,7 +90,7 @@ class MappedMemory:
         """The columns of one reply, and the blocks that hold their memory. Reads no bytes. The pins return when the last view is
         collected, or at once if this fails."""
         yield from ()  # an operation that asks for nothing
-        memory = self.pin({block.block: block for part in parts for block in part.blocks}.values())
+        memory = self.pin_all({block.block: block for part in parts for block in part.blocks}.values())
         columns: dict[str, Column] = {}
         held: list[MappedBlocks] = []
         for part in parts:
@@ -100,20 +100,26 @@ class MappedMemory:
             columns |= {name: Column(fields[name], placement) for name in part.fields}
         return columns, held
 
-    def pin(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
-        """The bytes of each block that a reply named. Its pin returns when the last view is collected."""
+    def pin(self, shard: int, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
+        """The bytes of each block of this shard that a reply named, each once. Its pin returns when the last view is collected."""
+        if not blocks:
+            return {}
+        arena = self._arenas.get(shard) or self._arena(shard)
+        self._count(len(blocks))
+        try:
+            return arena.pin(blocks)
+        except BaseException:
+            self._released(Pins([block.block for block in blocks]))
+            raise
+
+    def pin_all(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
+        """The same for blocks of several mapped shards."""
         by_shard: dict[int, dict[int, m.BlockLocation]] = {}
         for block in blocks:
             by_shard.setdefault(block.shard, {})[block.block] = block
         memory: dict[int, NDArray[np.uint8]] = {}
         for shard, members in by_shard.items():
-            arena = self._arena(shard)
-            self._count(len(members))
-            try:
-                memory |= arena.pin(members.values())
-            except BaseException:
-                self._released(Pins(members))
-                raise
+            memory |= self.pin(shard, members.values())
         return memory
 
     def close(self) -> None:

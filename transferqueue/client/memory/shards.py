@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -160,6 +160,14 @@ class ShardClients:
 
     # ------------------------------------------------------------ reading
 
+    def pin(self, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]] | None:
+        """The bytes of the blocks of a reply, whose pins return when the last view of them is collected, or at once if this fails. None if
+        some lie elsewhere than in the coordinator's shard, mapped here: then ask for `columns`."""
+        own = self._own
+        if not isinstance(own, MappedMemory) or any(block.shard != OWN for block in blocks):
+            return None
+        return own.pin(OWN, blocks)
+
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
@@ -211,7 +219,7 @@ class ShardClients:
         here = [(count, *one) for (place, count), every in wanted.items() if place == _MAPPED for one in every]
         if not here or not isinstance(self._own, MappedMemory):
             return
-        memory = self._own.pin({at.block: at for _, _, _, some in here for at in some.blocks}.values())
+        memory = self._own.pin_all({at.block: at for _, _, _, some in here for at in some.blocks}.values())
         for count, at, which, some in here:
             blocks = MappedBlocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
             found[at].append((which, blocks, placement_of(some, blocks, count)))

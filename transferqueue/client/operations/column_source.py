@@ -2,23 +2,48 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
 from transferqueue.client.client import ClientSession
+from transferqueue.client.memory.mapped import placement_of
 from transferqueue.client.session.run import Operation, request_reply
-from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import NotFound, listing
+from transferqueue.client.table_info import ReplyFields, TableInfo
+from transferqueue.errors import NotFound, ProtocolError, listing
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.wire import messages as m
 
+Memory = Mapping[int, NDArray[np.uint8]]
+"""The bytes of blocks, by block."""
+
 
 class ColumnSource:
-    """The columns of one reply's rows. `end` returns their memory."""
+    """The columns of one reply's rows, each made when it is first asked for. `end` returns their memory.
 
-    def __init__(self, subject: str, rows: int, columns: dict[str, Column], blocks: list[MappedBlocks]) -> None:
-        self.subject, self.rows = subject, rows
-        self._columns = columns
-        self._blocks = blocks
+    fields: of the reply, and all that are known. memory: keeps the blocks pinned. made, held: columns that were received from other
+    shards, and the blocks that hold their memory.
+    """
+
+    def __init__(
+        self,
+        subject: str,
+        content: m.ReplyRows,
+        fields: ReplyFields,
+        memory: Memory,
+        made: dict[str, Column] | None = None,
+        held: Sequence[MappedBlocks] = (),
+    ) -> None:
+        self.subject, self.rows = subject, len(content.rows) // 8
+        self.fields: dict[str, Field] = fields.own
+        """The fields of the columns, by name."""
+        self._content, self._known = content, fields.known
+        self._memory = memory
+        self._columns = {} if made is None else made
+        self._blocks = list(held)
         self._left_out: list[str] = []
         self.ended = ""
         """How it ended; empty while it lasts."""
@@ -28,27 +53,47 @@ class ColumnSource:
         self._left_out = fields
         return self
 
-    @property
-    def fields(self) -> dict[str, Field]:
-        """The fields of the columns, by name."""
-        return {name: column.field for name, column in self._columns.items()}
-
     def column(self, name: str) -> Column:
         """The column of a field."""
         column = self._columns.get(name)
-        if column is None:
+        if column is not None:
+            return column
+        if name not in self.fields:
             raise NotFound(
                 f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it; read those that do, '
-                f"or wait for whoever gives it; they have {listing(self._columns)}"
+                f"or wait for whoever gives it; they have {listing(self.fields)}"
                 if name in self._left_out
-                else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self._columns)}; name others with '
+                else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self.fields)}; name others with '
                 "fields="
             )
-        return column
+        self._make(name)
+        return self._columns[name]
+
+    def _make(self, name: str) -> None:
+        """Make the column of a field, with those that lie in the same blocks. Of two concurrent threads, both use the first one's."""
+        for value in self._content.inline:
+            if value.field == name:
+                self._columns.setdefault(name, Column.of_inline(self.fields[name], value.data))
+                return
+        for part in self._content.parts:
+            if name in part.fields:
+                memory, nothing = self._memory, np.empty(0, np.uint8)  # nothing: after the end
+                blocks = MappedBlocks(
+                    part.blocks, [memory.get(block.block, nothing) for block in part.blocks], self._known
+                )
+                placement = placement_of(part, blocks, self.rows)
+                self._blocks.append(blocks)
+                for field in part.fields:
+                    self._columns.setdefault(field, Column(self._known[field], placement))
+                if self.ended:
+                    self.end(self.ended)
+                return
+        raise ProtocolError(f'the reply defines field "{name}", and has no values of it')
 
     def end(self, how: str) -> None:
         """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is `BatchEnded`."""
         self.ended = self.ended or how
+        self._memory = {}
         for blocks in self._blocks:
             blocks.end(
                 f"the batch of {self.subject} {how}, and its memory was returned; take what is needed while it lasts "
@@ -60,18 +105,18 @@ def content_source(
     client: ClientSession, content: m.ReplyRows, terms: TableInfo, subject: str
 ) -> Operation[ColumnSource]:
     """The columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
-    rows = len(content.rows) // 8
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
-    if not all(all(map(fields.__contains__, block.fields)) for block in named.values()):
+    if not all(all(map(fields.known.__contains__, block.fields)) for block in named.values()):
         try:  # a block may hold further fields, which this client has not heard of
             terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
             client.connection.unpin(list(named))
             raise
         fields = terms.reply_fields(content.definitions)
-    columns = {value.field: Column.of_inline(fields[value.field], value.data) for value in content.inline}
-    placed, held = yield from client.shards.columns(content.parts, fields, rows)
+    if client.verifier is None and (memory := client.shards.pin(named.values())) is not None:
+        return ColumnSource(subject, content, fields, memory)
+    placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8)
     if client.verifier is not None:
         try:
             yield from client.verifier.check(content, placed, held, subject)
@@ -79,4 +124,4 @@ def content_source(
             for blocks in held:
                 blocks.end(f"the batch of {subject} was not handed out")
             raise
-    return ColumnSource(subject, rows, terms.ordered(columns | placed), held)
+    return ColumnSource(subject, content, fields, {}, placed, held)

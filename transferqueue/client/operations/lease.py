@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
@@ -18,7 +19,7 @@ from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.lease_renewal import RenewedLease
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
@@ -59,13 +60,36 @@ def lease_spec(
     world: int,
     replica: Sequence[int] | None,
 ) -> LeaseSpec:
-    """Check the arguments of a lease one by one."""
+    """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same again."""
+    plain = (table, task, rows, tokens, groups, at_least, timeout_s, lease_s, time_limit_s, rank, world)
+    checked = _remembered if _REMEMBERED.issuperset(map(type, plain)) else _checked
+    request, limit_s = spec = checked(*plain)
+    if where == () and fields is None and replica is None:
+        return spec
+    peer, peers = checks.peer(replica)
+    wanted = predicates(where), checks.names("field", fields)
+    request = msgspec.structs.replace(request, where=wanted[0], fields=wanted[1], replica=peer, replicas=peers)
+    return LeaseSpec(request, limit_s)
+
+
+def _checked(
+    table: str,
+    task: str,
+    rows: int | None,
+    tokens: int | None,
+    groups: int | None,
+    at_least: int | None,
+    timeout_s: float,
+    lease_s: float | None,
+    time_limit_s: float | None,
+    rank: int,
+    world: int,
+) -> LeaseSpec:
     sizes = {"rows": rows, "tokens": tokens, "groups": groups}
-    wanted = {name: checks.positive(name, size) for name, size in sizes.items() if size is not None}
+    wanted: dict[str, Any] = {name: checks.positive(name, size) for name, size in sizes.items() if size is not None}
     if len(wanted) != 1:
         given = " and ".join(f"{name}={size}" for name, size in wanted.items()) or "none of them"
         raise UsageError(f"lease of task {task!r}: give exactly one of rows=, tokens=, groups=; {given} was given")
-    peer, peers = checks.peer(replica)
     request = m.LeaseRequest(
         table=table,
         task=check_name("task", task),
@@ -73,15 +97,16 @@ def lease_spec(
         at_least=0 if at_least is None else checks.positive("at_least", at_least),
         wait_s=seconds("timeout_s", timeout_s),
         lease_s=0.0 if lease_s is None else _duration(lease_s),
-        where=predicates(where),
-        fields=checks.names("field", fields),
         rank=checks.whole("rank", rank),
         world=checks.positive("world", world),
-        replica=peer,
-        replicas=peers,
     )
     limit_s = None if time_limit_s is None else seconds("time_limit_s", time_limit_s)
     return LeaseSpec(request, limit_s)
+
+
+_REMEMBERED: Final = frozenset({str, int, float, type(None)})
+"""Types of arguments that are remembered: values that equal themselves for ever."""
+_remembered: Final = lru_cache(maxsize=64, typed=True)(_checked)
 
 
 def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
@@ -108,15 +133,14 @@ def lease(
 ) -> Operation[B]:
     """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
     request, time_limit_s = spec
-    yield from checks.within(request.wait_s)
+    deadline: Deadline = yield Within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
-    until = client.clock() + request.wait_s
     for _ in range(LOST_MAX):
         try:
             return (yield from _lease(client, terms, request, batch, time_limit_s))
         except ShardLost:
-            request = msgspec.structs.replace(request, wait_s=max(0.0, until - client.clock()))
+            request = msgspec.structs.replace(request, wait_s=deadline.left())
     return (yield from _lease(client, terms, request, batch, time_limit_s))
 
 
@@ -140,9 +164,18 @@ def _lease(
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
 ) -> Operation[B]:
-    leased = yield from request_reply(request, m.Leased)
+    leased = yield request
+    if not isinstance(leased, m.Leased):
+        raise unexpected(request, leased, m.Leased)
     try:
-        renewal = yield from _renewed_lease(terms, request, leased, time_limit_s)
+        if time_limit_s is None:
+            time_limit_s = terms.time_limits.get(request.task)
+            if time_limit_s is None:  # another client has added the task since
+                time_limit_s = yield from _time_limit(terms, request.task)
+        renewal = None
+        if time_limit_s:
+            lease_s = max(request.lease_s, leased.lease_s)
+            renewal = RenewedLease(terms.name, leased.lease, leased.token, lease_s, time_limit_s)
         source = yield from content_source(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
         )
@@ -163,19 +196,10 @@ def _lease(
         raise
 
 
-def _renewed_lease(
-    terms: TableInfo, request: m.LeaseRequest, leased: m.Leased, time_limit_s: float | None
-) -> Operation[RenewedLease | None]:
-    """How the client renews the lease; None: not at all. Asks for the table's terms if another client has added the task since."""
-    if time_limit_s is None:
-        task = terms.task(request.task)
-        if task is None:
-            terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
-            task = terms.task(request.task)
-        time_limit_s = 0.0 if task is None else task.held_s_max
-    if not time_limit_s:
-        return None
-    return RenewedLease(terms.name, leased.lease, leased.token, max(request.lease_s, leased.lease_s), time_limit_s)
+def _time_limit(terms: TableInfo, task: str) -> Operation[float]:
+    """The time limit of a task, by the table's terms as they are now. 0: its leases are not renewed."""
+    terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
+    return terms.time_limits.get(task, 0.0)
 
 
 def ack(lease: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:

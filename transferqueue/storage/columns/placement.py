@@ -130,10 +130,10 @@ class MappedBlocks:
 
     def values(self, field: Field, block: int) -> tuple[U8, int]:
         """The memory of one block, and the offset in it of the values of a column. Errors as of `spans` and `live_memory`."""
-        offsets = self._spans.get(field.name)
+        memory, offsets = self.live_memory(), self._spans.get(field.name)
         if offsets is None or self._merged:
             offsets = self.spans(field)
-        return self.live_memory()[block], offsets.values.item(block)
+        return memory[block], offsets.values.item(block)
 
     def stretch(self) -> tuple[int, U8]:
         """The lowest address of all blocks, and the memory from there to the end of the highest block. Touch only bytes inside blocks."""

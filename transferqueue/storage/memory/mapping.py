@@ -27,7 +27,6 @@ from typing import Protocol
 
 from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
-from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.private_pages import array_at, drop_pages, map_private, unmap, unmap_once
 
@@ -181,7 +180,7 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
     for block in members[1:]:
         first, end = min(first, block.offset), max(end, block.offset + block.nbytes)
     start = first - first % PAGE_BYTES
-    return start, align(max(end, start + 1), PAGE_BYTES) - start
+    return start, -(-max(end, start + 1) // PAGE_BYTES) * PAGE_BYTES - start
 
 
 class _MappedRange:
