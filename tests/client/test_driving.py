@@ -46,7 +46,7 @@ def connection_of(queue: tq.Queue) -> Connection:
 
 def sleeps_of(connection: Connection) -> int:
     """How often the I/O thread went to sleep."""
-    status = Path(f"/proc/self/task/{connection._thread.native_id}/status").read_text()
+    status = Path(f"/proc/self/task/{connection._io.thread.native_id}/status").read_text()
     return int(next(line for line in status.splitlines() if line.startswith("voluntary_ctxt")).split()[1])
 
 

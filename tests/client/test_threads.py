@@ -73,7 +73,7 @@ def test_closing_ends_every_wait_at_once(sync_queue: tq.Queue, name: str) -> Non
     ]
     with ThreadPoolExecutor(len(waits)) as pool:
         futures = [pool.submit(wait) for wait in waits]
-        while len(sync_queue._client.connection._calls) < len(waits):
+        while len(sync_queue._client.connection._io.calls) < len(waits):
             sync_queue.tables()
         started = time.monotonic()
         sync_queue.close()
@@ -112,7 +112,7 @@ def test_an_interrupted_lease_strands_no_row(sync_queue: tq.Queue, name: str) ->
     assert main is not None
 
     def interrupt() -> None:
-        while not len(sync_queue._client.connection._calls):
+        while not len(sync_queue._client.connection._io.calls):
             pass
         signal.pthread_kill(main, signal.SIGINT)
 

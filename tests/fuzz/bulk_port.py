@@ -78,7 +78,7 @@ class Attacker:
         self._rng, self._fuzzer, self._report = random.Random(seed), Fuzzer(seed), report
         self._keys, self._port = keys, port
         connection = queue._client.connection
-        self._session = connection._calls.session
+        self._session = connection._io.calls.session
         reply = connection.call(m.ReadRequest("t", fields=["x"]))
         assert isinstance(reply, m.ReadRows)
         (part,) = reply.content.parts

@@ -51,7 +51,7 @@ class LiveReport(msgspec.Struct):
 def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connections: int, seed: int) -> LiveReport:
     """So many frames and raw connections, shared by the addresses, and half as many to the bulk endpoint. queue: an honest client, whose session is abused."""
     started = time.perf_counter()
-    session = queue._client.connection._calls.session
+    session = queue._client.connection._io.calls.session
     streams = [Stream(address, Fuzzer(seed + at, session), session) for at, address in enumerate(addresses)]
     bulk_port = queue.stats()["server"]["bulk_port"]
     streams.append(BulkStream(f"tcp://127.0.0.1:{bulk_port}", Fuzzer(seed - 1, session), session))

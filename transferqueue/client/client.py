@@ -83,7 +83,7 @@ class ClientSession:
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
-        connection.on_welcome = self.shards.welcomed
+        connection.on_welcome(self.shards.welcomed)
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 
     def verify(self) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
 from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.requests.registry import Tables, carries_out
+from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
@@ -25,7 +25,7 @@ from transferqueue.wire.messages import Leased, LeaseRequest
 
 
 @carries_out(LeaseRequest)
-def lease(state: Tables, request: LeaseRequest, session: SessionState, call: int) -> Leased | MustWait:
+def lease(state: HasTables, request: LeaseRequest, session: SessionState, call: int) -> Leased | MustWait:
     """Answer with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does not wait."""
     (table, task), now = state.task(request.table, request.task), state.now
     _check_request(table, task, request)

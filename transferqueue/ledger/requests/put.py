@@ -6,7 +6,7 @@ import numpy as np
 
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.requests.registry import Tables, carries_out, in_table
+from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
 from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
@@ -33,7 +33,7 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, Put
 
 
 @carries_out(PutRequest)
-def put(state: Tables, request: PutRequest, session: SessionState, call: int) -> PutRows | MustWait:
+def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | MustWait:
     """Add rows. A late retry is recognised by its author, (client, call), while the pages of its rows exist."""
     table, author = state.table(request.table), (session.client, call)
     before = table.puts.get(author)

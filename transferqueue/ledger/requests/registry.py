@@ -18,7 +18,7 @@ TableOperation = TypeVar("TableOperation", bound=Callable[[TableState, Any, int,
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
 
 
-class Tables(Protocol):
+class HasTables(Protocol):
     """What operations on rows need of the state of a ledger. now: the latest time that a caller passed."""
 
     now: float

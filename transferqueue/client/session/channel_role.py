@@ -1,0 +1,76 @@
+"""Who may use the channel and the calls of a session: its I/O thread, or a caller that drives.
+
+The role is taken and given back by single calls of C code, which no interrupt divides. A driver that was interrupted anywhere but in its
+wait leaves the channel *suspect*: nobody knows what it has read or written then. So whoever takes the role next connects again.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import starmap
+from typing import Final
+
+from transferqueue.client.session.calls import PendingCall
+from transferqueue.transport import ClientChannel, Wakeup
+from transferqueue.transport.control.channel import DrivableChannel
+
+ORPHAN_S: Final = 1.0
+"""How often the I/O thread, while it waits for a driver to give up the role, looks whether the driver is gone."""
+
+
+class ChannelRole:
+    """The role, and the caller that has it. wakeup: wakes the I/O thread.
+
+    driver: the call that drives; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no harm. drivable:
+    the channel; None: callers of this kind of channel cannot drive.
+    """
+
+    def __init__(self, channel: ClientChannel, wakeup: Wakeup) -> None:
+        self.lock: Final = threading.Lock()
+        self.drivable: Final = channel if isinstance(channel, DrivableChannel) else None
+        self._wakeup = wakeup
+        self.driver: PendingCall | None = None
+        self.driver_thread = 0
+        self.driver_waits = False
+        self.release: Callable[[], object] = _nothing
+        self.suspect = False
+
+    def take(self, left: Iterable[PendingCall]) -> None:
+        """Wait for the role, in the I/O thread. A caller that drives gives it up when it is woken. left: calls whose callers went away."""
+        if not self.lock.acquire(blocking=False):
+            self._wakeup.set()
+            while not self.lock.acquire(timeout=ORPHAN_S):
+                driver = self.driver
+                if driver is not None and any(call is driver for call in list(left)):
+                    self.suspect = True  # a second interrupt came before the first one had given the role back
+                    break
+        if self.drivable is not None and (
+            self.driver is not None or self.suspect
+        ):  # what an interrupted driver has left
+            self.driver, self.driver_thread = None, 0
+            self.drivable.end_driving()
+            if self.suspect:
+                self.suspect = False
+                self.drivable.reset()
+
+    def revoke(self) -> None:
+        """Take the role from a driver in this thread, which goes on only after the signal handler that calls this has returned."""
+        self.suspect = not self.driver_waits
+        self.driver_thread, self.driver = 0, None
+        if self.drivable is not None:
+            self.drivable.end_driving()
+        self.release()
+        self._wakeup.set()
+
+
+def once(act: Callable[[], object]) -> Callable[[], object]:
+    """A function that calls `act` at its first call and does nothing afterwards. Each call is a single call of C code, so an interrupt comes
+    before or after it."""
+    return partial(deque, starmap(act, iter([()])), 0)
+
+
+def _nothing() -> None:
+    pass

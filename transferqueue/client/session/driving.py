@@ -1,0 +1,120 @@
+"""A caller that is alone drives: it sends its request and waits on the socket itself, so no other thread is woken.
+
+Python raises KeyboardInterrupt in the main thread between any two instructions. So each step here may be done twice, and a call is settled
+before it is taken out of the calls; see also `channel_role`.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+
+from transferqueue.client.session.calls import PendingCall
+from transferqueue.client.session.io_thread import IoThread
+from transferqueue.errors import PeerError, ProtocolError
+from transferqueue.transport.control.channel import DrivableChannel
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
+
+
+def drive_if_free(
+    io: IoThread, pending: PendingCall, until: float | None, taken: deque[bool], release: Callable[[], object]
+) -> None:
+    """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards whether the call was
+    sent, and is settled.
+
+    until: when to stop waiting; None: never. taken: gets whether this thread has the role, in one step, which no interrupt divides. release:
+    gives it back, once.
+    """
+    role, channel = io.role, io.role.drivable
+    if channel is None:
+        return
+    if role.driver_thread == threading.get_ident():
+        role.revoke()  # this is a signal handler, and the driver is the code that it interrupted
+    taken.extend(map(role.lock.acquire, (False,)))
+    if taken[0]:
+        try:
+            _drive(io, channel, pending, until, release)
+        finally:
+            _end_driving(io, channel, pending, release)
+
+
+def _drive(
+    io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, release: Callable[[], object]
+) -> None:
+    """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
+
+    Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything happens but
+    the reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the rest. An interrupt
+    in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O thread then connects again, and sends
+    what was not answered. So each step here may be done twice: a call is settled before it is taken out of the calls.
+    """
+    role = io.role
+    role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
+    if _has_other_work(io) or not channel.begin_driving():
+        return
+    now = io.clock()
+    role.suspect = True
+    try:
+        io.channel.send(io.calls.send(pending, now))
+    except PeerError:
+        return
+    io.outbox.spoke_at = now
+    left_s = None
+    while not pending.is_settled:
+        if until is not None and (left_s := until - io.clock()) <= 0:
+            break
+        role.driver_waits, role.suspect = True, False
+        has_frame = channel.wait_for_frame(left_s)
+        if role.driver is not pending:
+            return
+        role.driver_waits, role.suspect = False, True
+        if not has_frame or not _settle_own(io, channel, pending):
+            break
+    role.suspect = False
+
+
+def _has_other_work(io: IoThread) -> bool:
+    calls = io.calls
+    return bool(
+        io.over is not None
+        or io.role.suspect
+        or len(calls)
+        or calls.greeting is not None
+        or not calls.session
+        or io.why_no_waits is not None
+        or io.channel.ways != io.ways
+        or io.has_work()
+    )
+
+
+def _settle_own(io: IoThread, channel: DrivableChannel, pending: PendingCall) -> bool:
+    """Settle the driver's call if its reply has come. False if something came that the I/O thread has to look at."""
+    frame = channel.peek()
+    if frame is None:
+        return not io.channel.is_lost
+    try:
+        answer = decode_answer(frame)
+    except ProtocolError:
+        return False
+    if answer.id != pending.id or isinstance(answer.reply, m.Failed) or io.calls.is_late(answer):
+        return False
+    io.server.heard(io.clock())
+    pending.settle(answer.reply)
+    io.calls.answered(answer)
+    io.channel.recv_nowait()
+    return True
+
+
+def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, release: Callable[[], object]) -> None:
+    role = io.role
+    if role.driver is pending:
+        if not pending.is_settled or role.suspect or channel.peek() is not None:
+            io.wakeup.set()  # the I/O thread does the rest
+        role.driver_thread, role.driver_waits = 0, False
+        role.driver = None
+        channel.end_driving()
+    release()
+    if io.has_work():
+        io.wakeup.set()

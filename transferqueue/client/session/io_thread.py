@@ -1,0 +1,345 @@
+"""The thread of a session: sends what callers queued, reads what comes, and does what is due by time.
+
+It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any more, and greets the
+server again after a reconnection. While a caller drives (see `driving`) it sleeps. Finalizers and signal handlers only append and wake: they
+run in the middle of this code, where a lock would one day be taken twice.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
+from transferqueue.client.session.channel_role import ChannelRole
+from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
+from transferqueue.client.session.outbox import Outbox
+from transferqueue.client.session.server_watch import ServerWatch
+from transferqueue.client.session.undo import give_back, in_doubt
+from transferqueue.errors import (
+    DeadlineExceeded,
+    Disconnected,
+    InternalError,
+    LeaseExpired,
+    NotFound,
+    PeerError,
+    ProtocolError,
+    TransferQueueError,
+    Unreachable,
+    UsageError,
+)
+from transferqueue.limits import ANSWER_S, HEARTBEAT_S, UNPIN_S
+from transferqueue.storage.memory.private_pages import end_interrupted
+from transferqueue.transport import ClientChannel, Wakeup
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
+from transferqueue.wire.requests import is_notice
+from transferqueue.wire.versions import mismatch_of
+
+_log: Final = logging.getLogger("transferqueue.client")
+
+GOODBYE_S: Final = 1.0
+"""How long a closing client waits for the server to have heard it."""
+
+
+class IoThread:
+    """Everything about one session that several threads touch, and the thread that serves it.
+
+    Any thread, and any finalizer, may append to `inbox` (calls to send), `left` (calls whose callers went away), `unpinned` (pins to return)
+    and `keeper`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong to whoever has the `role`.
+    """
+
+    def __init__(self, channel: ClientChannel, address: str, clock: Callable[[], float]) -> None:
+        self.channel: Final = channel
+        self.address: Final = address
+        self.clock: Final = clock
+        self.wakeup: Final = Wakeup()
+        self.role: Final = ChannelRole(channel, self.wakeup)
+        now = clock()
+        self.calls: Final = PendingCalls()
+        self.outbox: Final = Outbox(channel, self.calls, now)
+        self.server: Final = ServerWatch(channel, address, self.calls, self.outbox, now)
+        self.keeper: Final = Keeper()
+        self.inbox: Final[deque[PendingCall]] = deque()
+        self.left: Final[deque[PendingCall]] = deque()
+        self.unpinned: Final[deque[list[int]]] = deque()
+        self.unpins_at: float | None = None
+        """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
+        self.hello: m.Hello | None = None
+        self.on_welcome: Callable[[m.Welcome], object] = _nothing
+        self.ways = 0
+        """How many connections to the server the channel has made."""
+        self.check_at = now
+        """When this thread looks at what is due by time."""
+        self.over: TransferQueueError | None = None
+        """Why no call can be made any more; None while the session lasts."""
+        self.why_no_waits: TransferQueueError | None = None
+        """The error of calls that would wait at the server; None: they may."""
+        self.waits_end_now = False
+        self.closing = False
+        self._goodbye: PendingCall | None = None
+        self._goodbye_by = 0.0
+        self.thread: Final = threading.Thread(target=self._run, name=f"transferqueue {address}", daemon=True)
+
+    def _run(self) -> None:
+        try:
+            while self.over is None:
+                self.role.take(self.left)
+                try:
+                    self._turn()
+                finally:
+                    self.role.lock.release()
+                if self.over is None:
+                    self.channel.sleep(self.wakeup, max(0.0, self.check_at - self.clock()))
+        except BaseException as error:
+            self._end(InternalError(f"the connection to {self.address} failed: {error!r}"))
+            raise
+        finally:
+            self.role.take(self.left)
+            self.channel.close()
+            self.wakeup.close()
+            self.role.lock.release()
+
+    def _turn(self) -> None:
+        try:
+            self.channel.look()
+            if self.channel.ways != self.ways:
+                self._found_way(self.clock())
+            while self.over is None and (frame := self.channel.recv_nowait()) is not None:
+                self.server.heard(self.clock())
+                self._receive(self._decoded(frame))
+            now = self.clock()
+            if self.has_work() or now >= self.check_at:
+                self._send_what_is_due(now)
+                self.check_at = self._next_check()
+            if self.keeper.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
+                self.check_at = min(self.check_at, self.keeper.next_due() or self.check_at)
+        except PeerError as error:
+            self._end(error)
+
+    def _decoded(self, frame: bytes) -> m.AnswerFrame:
+        try:
+            return decode_answer(frame)
+        except ProtocolError as error:
+            package = self.hello.version if self.hello is not None else ""
+            raise mismatch_of(frame, address=self.address, package=package) or error from None
+
+    def has_work(self) -> bool:
+        """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that the reply woke waits for the interpreter."""
+        return bool(
+            self.inbox
+            or self.left
+            or self.outbox.backlog
+            or self.closing
+            or self.waits_end_now
+            or (self.unpinned and self.unpins_at is None)
+        )
+
+    def _send_what_is_due(self, now: float) -> None:
+        self.outbox.cork()
+        try:
+            self._say_what_is_due(now)
+        finally:
+            self.outbox.uncork()
+
+    def _say_what_is_due(self, now: float) -> None:
+        if self.closing:
+            self._say_goodbye(now)
+        if self.waits_end_now:
+            self.waits_end_now = False
+            for pending in self.calls.unanswered():
+                self._hurry(pending, now)
+        if self.inbox or self.unpins_at is None or now >= self.unpins_at:
+            self._send_unpins(now)
+        while self.inbox:
+            pending = self.inbox.popleft()
+            self.outbox.call(pending, now)
+            if self.why_no_waits is not None:
+                self._hurry(pending, now)
+        while self.left:
+            self._leave(self.left.popleft(), now)
+        again, overdue = self.calls.late(now)
+        for frame in again:
+            self.outbox.say(frame, now)
+        for pending in overdue:
+            pending.settle(self._unanswered(pending))
+        for kept, lease_s in self.keeper.renewals(now):
+            self._renew(kept, lease_s, now)
+        if self.calls.session and now >= self.outbox.spoke_at + HEARTBEAT_S:
+            self.outbox.spoke_at = now
+            if not self.outbox.backlog:
+                self.outbox.notice(m.Heartbeat(), now)
+            if (gone := self.server.check(now)) is not None:
+                self._end(gone)
+
+    def _next_check(self) -> float:
+        """When the next heartbeat, resend or renewal is due."""
+        due = self.outbox.spoke_at + HEARTBEAT_S
+        for other in (self.calls.next_late(), self.keeper.next_due(), self.unpins_at):
+            if other is not None:
+                due = min(due, other)
+        return min(due, self._goodbye_by) if self._goodbye is not None else due
+
+    def _renew(self, kept: RenewedLease, lease_s: float, now: float) -> None:
+        """Ask for one more term of a lease. The request is resent like any call, so a server that restarts in time answers it."""
+
+        def settled() -> None:
+            if isinstance(pending.error, UsageError | LeaseExpired):
+                kept.lost = True
+            else:
+                granted = pending.reply.lease_s if isinstance(pending.reply, m.Renewed) else lease_s
+                self.keeper.renewed(kept, granted, self.clock())
+
+        pending = PendingCall(m.Renew(table=kept.table, lease=kept.lease, token=kept.token, lease_s=lease_s), settled)
+        self.outbox.call(pending, now)
+
+    def _found_way(self, now: float) -> None:
+        """The channel has connected to the server, or to the next one: greet it."""
+        self.ways = self.channel.ways
+        if self.ways == 1 or self.hello is None:
+            return  # the first Hello was sent already
+        self.outbox.backlog.clear()
+        self.outbox.say(self.calls.greet(self.hello, now), now)
+
+    def _send_unpins(self, now: float) -> None:
+        """Send the pins that were returned. While there are some, look again after `UNPIN_S`: so those that follow need not wake this
+        thread, and an idle client does not wake."""
+        end_interrupted()
+        if self.unpins_at is not None and now >= self.unpins_at:
+            self.unpins_at = (
+                None  # first: an `unpin` that has read the time before is in the queue by now, or wakes this thread
+            )
+        if not self.unpinned:
+            return
+        if self.unpins_at is None:
+            self.unpins_at = now + UNPIN_S
+        blocks: list[int] = []
+        for _ in range(len(self.unpinned)):
+            some = self.unpinned.popleft()
+            blocks += some
+            some.clear()
+        for notice in m.unpin(blocks):
+            self.outbox.notice(notice, now)
+
+    def _receive(self, answer: m.AnswerFrame) -> None:
+        if self.calls.is_late(answer):
+            return
+        pending = self.calls.answered(answer)
+        reply = outcome(answer.reply)
+        if isinstance(reply, Disconnected):
+            if pending is not None:
+                pending.settle(reply)
+            self._end(reply)
+        elif isinstance(reply, TransferQueueError):
+            self._refused(pending, reply)
+        elif pending is not None:
+            self._answered(pending, reply)
+
+    def _answered(self, pending: PendingCall, reply: m.Reply) -> None:
+        if isinstance(reply, m.Welcome):
+            self._welcomed(reply)
+        if pending is self._goodbye:
+            self._end(Disconnected(f"the queue at {self.address} was closed"))
+        elif pending.is_settled:
+            return  # by a driver that was interrupted then
+        elif pending.on_settled is None:
+            self._give_back(pending.request, reply)
+        else:
+            pending.settle(reply)
+
+    def _welcomed(self, welcome: m.Welcome) -> None:
+        if self.calls.session and self.calls.session != welcome.session:
+            self._end(
+                Disconnected(
+                    f"the server at {self.address} was started anew and knows nothing of this session; connect again"
+                )
+            )
+        self.calls.session = welcome.session
+        self.server.durable = welcome.durable
+        self.on_welcome(welcome)
+        now = self.clock()
+        for frame in self.calls.welcomed(now):
+            self.outbox.send(frame, now)
+
+    def _refused(self, pending: PendingCall | None, error: TransferQueueError) -> None:
+        if pending is None:
+            return
+        if pending.on_settled is not None:
+            cut_short = (
+                self.why_no_waits is not None and isinstance(error, DeadlineExceeded) and wait_of(pending.request)
+            )
+            pending.settle(copy.copy(self.why_no_waits) if self.why_no_waits is not None and cut_short else error)
+        elif isinstance(pending.request, m.Hello):
+            self._end(Disconnected(f"{self.address} was found again and refused this session: {error}; connect again"))
+        elif pending.is_post and not isinstance(error, LeaseExpired | NotFound):  # what is handed back may be gone
+            _log.error("%s, which nobody waits for, was refused: %s", m.tag_of(pending.request), error)
+
+    def _leave(self, pending: PendingCall, now: float) -> None:
+        """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the server."""
+        pending.on_settled = None
+        pending.gave_up = True
+        if pending.reply is not None:
+            self._give_back(pending.request, pending.reply)
+        else:
+            self._hurry(pending, now)
+
+    def _hurry(self, pending: PendingCall, now: float) -> None:
+        """End the wait of a call at the server: it answers at once, or refuses."""
+        if (frame := self.calls.hurried(pending, now)) is not None:
+            self.outbox.send(frame, now)
+
+    def _give_back(self, request: m.Request, reply: m.Reply) -> None:
+        now = self.clock()
+        for undo in give_back(request, reply):
+            if is_notice(undo):
+                self.outbox.notice(undo, now)
+            else:
+                self.outbox.call(PendingCall(undo), now)
+
+    def _unanswered(self, pending: PendingCall) -> Unreachable:
+        name = m.tag_of(pending.request)
+        return Unreachable(
+            f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
+            f"{pending.tries} more tries; the server may be stopped or out of reach{in_doubt(pending.request)}"
+        )
+
+    def _say_goodbye(self, now: float) -> None:
+        """End all calls at once, and say goodbye to the server after everything that was posted before."""
+        if self._goodbye is None:
+            closed = Disconnected(f"the queue at {self.address} was closed")
+            for pending in self.calls.drain():
+                pending.settle(copy.copy(closed))
+            self._goodbye, self._goodbye_by = PendingCall(m.Goodbye()), now + GOODBYE_S
+            if not self.calls.session:
+                self._end(closed)
+                return
+            posted = [pending for pending in self.inbox if pending.on_settled is None]
+            for pending in posted:
+                self.outbox.call(pending, now)
+            self.fail_inbox(closed)
+            self.outbox.call(self._goodbye, now)
+        elif now >= self._goodbye_by:
+            self._end(Disconnected(f"the queue at {self.address} was closed"))
+
+    def _end(self, error: TransferQueueError) -> None:
+        self.over = error
+        for pending in self.calls.drain():
+            pending.settle(copy.copy(error))
+        self.fail_inbox(error)
+
+    def fail_inbox(self, error: TransferQueueError) -> None:
+        """End the calls that were never sent."""
+        while self.inbox:
+            try:
+                pending = self.inbox.popleft()
+            except IndexError:  # another thread was quicker
+                return
+            pending.settle(copy.copy(error))
+
+
+def _nothing(_: m.Welcome) -> None:
+    pass
