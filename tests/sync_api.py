@@ -15,7 +15,7 @@ from typing import Final
 
 ROOT: Final = Path(__file__).resolve().parent.parent
 CLIENT: Final = ROOT / "transferqueue" / "client"
-MODULES: Final = ("batch", "queue", "reservation", "table", "weight_channel")
+MODULES: Final = ("batch", "pipeline", "queue", "reservation", "table", "weight_channel")
 
 RULES: Final = [
     (r"await asyncio\.to_thread\(([\w.]+)\)", r"\1()"),
@@ -28,6 +28,7 @@ RULES: Final = [
     (r"\bAsync(?=[A-Z])", ""),
     (r"\basync(?=contextmanager\b)", ""),
     (r"\brun_async\b", "run_sync"),
+    (r"\badvance_async\b", "advance_sync"),
     (r"\baconnect\b", "connect"),
     (r"\baclose\b", "close"),
     (r"\bclient\.aio\b", "client.sync"),

@@ -146,6 +146,12 @@ STRANGERS_MAX: Final = 256
 peer that only opens connections takes at most this many descriptors."""
 STRANGER_S: Final = 10.0
 """A connection that has not identified itself for this long is closed; a client does so with its first message."""
+PIPELINE_CALLS_MAX: Final = 512
+"""Requests of one pipeline that may be in flight: fewer than the replies that the server keeps for retries."""
+PIPELINE_CALLS: Final = 64
+"""The default."""
+PIPELINE_BYTES: Final = 16 * MIB
+"""Bytes of these requests, with the columns that they commit."""
 CALLS_PARKED_MAX: Final = 1024
 """Waiting requests of one session at the server: one for each thread of a large client."""
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX

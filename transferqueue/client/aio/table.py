@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.aio.batch import AsyncBatch
 from transferqueue.client.aio.loader import AsyncLoader
+from transferqueue.client.aio.pipeline import AsyncPipeline
 from transferqueue.client.aio.reservation import AsyncReservation
 from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
@@ -20,7 +21,7 @@ from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.errors import EndOfTable
-from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field
 
@@ -92,11 +93,12 @@ class AsyncTable(TableBase):
         )
         if table is not None:
             facts, columns = facts.with_table(table, columns)
-        number = 0 if reservation is None else reservation_id(self._terms, reservation)
-        rows = await self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s))
-        if reservation is not None:
-            reservation.used(len(rows))
-        return rows
+        if reservation is None:
+            return await self._run(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
+        number = reservation_id(self._terms, reservation)
+        return await self._run(
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used)
+        )
 
     async def update(
         self,
@@ -132,6 +134,22 @@ class AsyncTable(TableBase):
             tags=tags,
         )
         await self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+
+    def pipeline(self, *, calls: int = PIPELINE_CALLS, bytes: int | str = PIPELINE_BYTES) -> AsyncPipeline:  # noqa: A002  (as in `Limits`)
+        """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes` of columns (and one
+        call more). In order, each once; errors come at the next call or at the end of the block (see `AsyncPipeline`).
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect() as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     async with table.pipeline() as pipeline:
+            ...         promises = [await pipeline.put(x=[number]) for number in range(3)]
+            ...     rows = [(await promise.result()).tolist() for promise in promises]
+            >>> rows
+            [[0], [1], [2]]
+        """
+        return AsyncPipeline(self._client, self._terms, calls, bytes)
 
     def lease(
         self,

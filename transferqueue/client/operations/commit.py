@@ -59,8 +59,9 @@ def put(
     columns: Mapping[str, Any],
     reservation: int,
     timeout_s: float | None,
+    used: Callable[[int], object] | None = None,
 ) -> Operation[NDArray[np.int64]]:
-    """Put new rows. Returns their ids."""
+    """Put new rows. Returns their ids. used: called with the number of rows, if they come out of a reservation."""
     deadline = Deadline(client.clock, 0.0)
     if timeout_s is not None:
         deadline = yield Within(seconds("timeout_s", timeout_s))
@@ -69,6 +70,8 @@ def put(
         return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
 
     put_rows = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
+    if used is not None:
+        used(put_rows.rows)
     return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
 
 

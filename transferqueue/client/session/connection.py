@@ -15,13 +15,14 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import PendingCall
 from transferqueue.client.session.channel_role import once
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.driving import drive_if_free
+from transferqueue.client.session.driving import drive_if_free, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.undo import unanswered
@@ -104,6 +105,51 @@ class Connection:
                 release()
             self._abandon(pending)
             raise
+
+    def start(
+        self, request: m.Request, deadline: Deadline | None = None
+    ) -> tuple[Callable[[], m.Reply], Callable[[], object]]:
+        """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second says that nobody
+        will; one of them is to be called, once."""
+        gate = threading.Lock()
+        gate.acquire()
+        pending = PendingCall(request, gate.release)
+        until = None if deadline is None else self.clock() + deadline.patience()
+        taken: deque[bool] = deque()
+        release = once(self._io.role.lock.release)
+        try:
+            self._check_process()
+            send_if_free(self._io, pending, taken, release)
+            if not pending.id:
+                self._submit(pending)
+        except TransferQueueError:
+            raise
+        except BaseException:
+            if taken and taken[0]:
+                release()
+            self._abandon(pending)
+            raise
+
+        def answer() -> m.Reply:
+            try:
+                gate.acquire(timeout=-1 if until is None else max(0.0, until - self.clock()))
+                if deadline is None or pending.is_settled:
+                    return _result(pending)
+                return self._give_up(pending, deadline)
+            except TransferQueueError:
+                raise
+            except BaseException:
+                self._abandon(pending)
+                raise
+
+        return answer, partial(self._abandon, pending)
+
+    def astart(
+        self, request: m.Request, deadline: Deadline | None = None
+    ) -> tuple[Callable[[], Awaitable[m.Reply]], Callable[[], object]]:
+        """`start` for an event loop: requests are sent in the order of these calls."""
+        task = asyncio.ensure_future(self.acall(request, deadline))
+        return lambda: task, task.cancel
 
     async def acall(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
         """`call` for an event loop; a cancelled wait is an interrupted one."""

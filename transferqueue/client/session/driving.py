@@ -40,6 +40,39 @@ def drive_if_free(
             _end_driving(io, channel, pending, release)
 
 
+def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release: Callable[[], object]) -> None:
+    """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the call has no id yet.
+
+    The I/O thread is not woken: it reads the reply when that comes. taken, release: as of `drive_if_free`.
+    """
+    role = io.role
+    if role.drivable is None:
+        return
+    if role.driver_thread == threading.get_ident():
+        role.revoke()
+    taken.extend(map(role.lock.acquire, (False,)))
+    if not taken[0]:
+        return
+    try:
+        role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
+        if not _has_other_work(io):
+            now = io.clock()
+            role.suspect = True
+            io.channel.send(io.calls.send(pending, now))
+            io.outbox.spoke_at = now
+            role.suspect = role.driver is not pending
+    except PeerError:
+        pass  # the calls keep it: the I/O thread, which is woken, sends it again
+    finally:
+        if role.driver is pending:
+            if role.suspect:
+                io.wakeup.set()
+            role.driver_thread, role.driver = 0, None
+        release()
+        if io.has_work():
+            io.wakeup.set()
+
+
 def _drive(
     io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, release: Callable[[], object]
 ) -> None:
@@ -52,7 +85,7 @@ def _drive(
     """
     role = io.role
     role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-    if _has_other_work(io) or not channel.begin_driving():
+    if len(io.calls) or _has_other_work(io) or not channel.begin_driving():
         return
     now = io.clock()
     role.suspect = True
@@ -76,11 +109,11 @@ def _drive(
 
 
 def _has_other_work(io: IoThread) -> bool:
+    """Whether anything but calls that wait for their replies needs the I/O thread first."""
     calls = io.calls
     return bool(
         io.over is not None
         or io.role.suspect
-        or len(calls)
         or calls.greeting is not None
         or not calls.session
         or io.why_no_waits is not None

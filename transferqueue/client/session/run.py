@@ -9,14 +9,15 @@ APIs cannot differ.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Generator
-from typing import Any, Final, TypeVar
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, Final, Generic, TypeVar, cast
 
 import msgspec
 
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.errors import InternalError, ProtocolError, TransferQueueError
+from transferqueue.client.session.undo import in_doubt
+from transferqueue.errors import InternalError, ProtocolError, TransferQueueError, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.wire import messages as m
 
@@ -63,11 +64,60 @@ def unexpected(request: m.Request, reply: m.Reply, kind: type[m.Message]) -> Pro
     return ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
 
 
+COMMITS: Final = (m.PutRequest, m.Update, m.Ack)
+"""Requests that a pipeline does not wait for."""
+
+
+class Held(Generic[T]):
+    """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit was refused with.
+    abandon: nobody will wait for it. nbytes: of the columns that it commits."""
+
+    __slots__ = ("_request", "abandon", "answer", "deadline", "nbytes", "operation")
+
+    def __init__(
+        self,
+        operation: Operation[T],
+        request: m.Request,
+        started: tuple[Callable[[], Any], Callable[[], object]],
+        deadline: Deadline | None,
+    ) -> None:
+        self.operation, self._request, self.deadline = operation, request, deadline
+        self.answer, self.abandon = started
+        columns = request.columns if isinstance(request, m.PutRequest | m.Update | m.Ack) else None
+        self.nbytes = 0
+        if columns is not None:
+            self.nbytes = sum([block.nbytes for block in columns.blocks])
+            self.nbytes += sum([len(value.data) for value in columns.inline])
+
+    def unknown(self) -> Unreachable:
+        """The error if nobody waits for the answer."""
+        return Unreachable(f"the answer to {m.tag_of(self._request)} was not waited for{in_doubt(self._request)}")
+
+
 def run_sync(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this thread."""
+    return cast("T", advance_sync(connection, operation))
+
+
+def advance_sync(
+    connection: Connection,
+    operation: Operation[T],
+    *,
+    hold: tuple[type[m.Message], ...] = (),
+    answer: Callable[[], Any] | None = None,
+    deadline: Deadline | None = None,
+) -> T | Held[T]:
+    """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not waited for.
+
+    answer, deadline: of one that was held. Its reply is waited for first.
+    """
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
-    deadline: Deadline | None = None
+    if answer is not None:
+        try:
+            sent = answer()
+        except BaseException as error:  # noqa: BLE001  (thrown into the operation, as below)
+            step, sent = operation.throw, error
     try:
         while True:
             try:
@@ -81,6 +131,8 @@ def run_sync(connection: Connection, operation: Operation[T]) -> T:
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
+                elif hold and isinstance(wanted, hold):
+                    return Held(operation, wanted, connection.start(wanted, deadline), deadline)
                 else:
                     sent = connection.call(wanted, deadline)
                 step = operation.send
@@ -92,9 +144,25 @@ def run_sync(connection: Connection, operation: Operation[T]) -> T:
 
 async def run_async(connection: Connection, operation: Operation[T]) -> T:
     """Run an operation in this event loop."""
+    return cast("T", await advance_async(connection, operation))
+
+
+async def advance_async(
+    connection: Connection,
+    operation: Operation[T],
+    *,
+    hold: tuple[type[m.Message], ...] = (),
+    answer: Callable[[], Awaitable[Any]] | None = None,
+    deadline: Deadline | None = None,
+) -> T | Held[T]:
+    """`advance_sync` for an event loop."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
-    deadline: Deadline | None = None
+    if answer is not None:
+        try:
+            sent = await answer()
+        except BaseException as error:  # noqa: BLE001  (thrown into the operation, as below)
+            step, sent = operation.throw, error
     try:
         while True:
             try:
@@ -108,13 +176,15 @@ async def run_async(connection: Connection, operation: Operation[T]) -> T:
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
+                elif hold and isinstance(wanted, hold):
+                    return Held(operation, wanted, connection.astart(wanted, deadline), deadline)
                 else:
                     sent = await connection.acall(wanted, deadline)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, sent = operation.throw, error
     finally:
-        sent = None  # as in `run_sync`
+        sent = None  # as in `advance_sync`
 
 
 def trimmed(error: E) -> E:

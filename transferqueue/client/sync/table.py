@@ -18,9 +18,10 @@ from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.loader import Loader
+from transferqueue.client.sync.pipeline import Pipeline
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import EndOfTable
-from transferqueue.limits import TIMEOUT_S_DEFAULT
+from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field
 
@@ -92,11 +93,10 @@ class Table(TableBase):
         )
         if table is not None:
             facts, columns = facts.with_table(table, columns)
-        number = 0 if reservation is None else reservation_id(self._terms, reservation)
-        rows = self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s))
-        if reservation is not None:
-            reservation.used(len(rows))
-        return rows
+        if reservation is None:
+            return self._run(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
+        number = reservation_id(self._terms, reservation)
+        return self._run(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used))
 
     def update(
         self,
@@ -132,6 +132,22 @@ class Table(TableBase):
             tags=tags,
         )
         self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+
+    def pipeline(self, *, calls: int = PIPELINE_CALLS, bytes: int | str = PIPELINE_BYTES) -> Pipeline:  # noqa: A002  (as in `Limits`)
+        """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes` of columns (and one
+        call more). In order, each once; errors come at the next call or at the end of the block (see `Pipeline`).
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect() as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     with table.pipeline() as pipeline:
+            ...         promises = [pipeline.put(x=[number]) for number in range(3)]
+            ...     rows = [(promise.result()).tolist() for promise in promises]
+            >>> rows
+            [[0], [1], [2]]
+        """
+        return Pipeline(self._client, self._terms, calls, bytes)
 
     def lease(
         self,

@@ -1,0 +1,132 @@
+# Written by `python -m tests.sync_api` from client/aio/pipeline.py: change it there.
+"""A pipeline, used from threads: puts, updates and acks of which several are in flight, in order."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
+from transferqueue.client.handles.reservation import reservation_id
+from transferqueue.client.operations import commit, lease
+from transferqueue.client.session.run import COMMITS, Operation, T, advance_sync
+from transferqueue.client.sync.batch import Batch
+from transferqueue.client.sync.reservation import Reservation
+from transferqueue.errors import TransferQueueError
+from transferqueue.limits import TIMEOUT_S_DEFAULT
+
+
+class Promise(PromiseBase[T]):
+    """What a call of a pipeline will give."""
+
+    __slots__ = ("_pipeline",)
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self._pipeline = pipeline
+
+    def result(self) -> T:
+        """Wait until the server has answered this call and those before it, and return its result; raises what it was refused with."""
+        self._pipeline._settle(self)
+        return self.outcome()
+
+
+class Pipeline(PipelineBase[Promise[Any]]):
+    """Puts, updates and acks of which several are in flight. Made by `Table.pipeline`.
+
+    Each call copies its columns, sends its commit, and returns a promise without waiting for the answer. The server carries the commits out
+    in the order of the calls, each whole or not at all, and each once, also if the connection is lost meanwhile. When `calls` or `bytes` are
+    in flight, the next call first waits until half of them are answered.
+
+    An error is raised by `result` of its promise, else by the next call (which is not made then), by `drain`, or at the end of the block:
+    it concerns its own call alone, and those after it are carried out. A call whose commit has to be made again, since a shard was lost, or
+    a put that waits for room, may come after later ones. An exception that leaves the block waits for what is in flight, and its errors are
+    added to it as notes; an interrupt does not wait.
+
+    Not for several tasks at once: each makes its own.
+    """
+
+    def put(
+        self,
+        table: Any = None,
+        /,
+        *,
+        reservation: Reservation | None = None,
+        timeout_s: float | None = TIMEOUT_S_DEFAULT,
+        **columns: Any,
+    ) -> Promise[NDArray[np.int64]]:
+        """Add rows; arguments as of `Table.put`, facts among them. The promise is for their ids."""
+        facts, columns = facts_among(columns)
+        if table is not None:
+            facts, columns = facts.with_table(table, columns)
+        if reservation is None:
+            return self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
+        number = reservation_id(self._terms, reservation)
+        return self._start(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used))
+
+    def update(self, /, rows: Any, *, overwrite: bool = False, **columns: Any) -> Promise[None]:
+        """Give existing rows more columns or facts; arguments as of `Table.update`."""
+        facts, columns = facts_among(columns)
+        return self._start(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+
+    def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[None]:
+        """The rows are done; arguments as of `Batch.ack`. The batch ends when the answer has come."""
+        facts, columns = facts_among(columns)
+        return self._start(lease.ack(batch._lease, rows, facts, columns, step))
+
+    def drain(self) -> None:
+        """Wait until all calls are answered. Raises the first error that nobody has seen."""
+        while self._in_flight:
+            self._finish_oldest()
+        self._raise_unseen()
+
+    def __enter__(self) -> Self:
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._is_open = False
+        if error is not None and not isinstance(error, Exception):
+            self._abandon()
+            return
+        try:
+            self.drain()
+        except TransferQueueError as failed:
+            if error is None:
+                raise
+            error.add_note(f"a call of the pipeline failed too: {type(failed).__name__}: {failed}")
+
+    def _start(self, operation: Operation[T]) -> Promise[T]:
+        self._check_open()
+        if self._is_full():
+            while self._is_half_full():
+                self._finish_oldest()
+        self._raise_unseen()
+        promise: Promise[T] = Promise(self)
+        promise.started(advance_sync(self._client.connection, operation, hold=COMMITS))
+        self._add(promise)
+        return promise
+
+    def _settle(self, promise: Promise[Any]) -> None:
+        while promise._held is not None:
+            self._finish_oldest()
+        if promise in self._failed:
+            self._failed.remove(promise)
+
+    def _finish_oldest(self) -> None:
+        promise, held = self._take_oldest()
+        try:
+            value = advance_sync(self._client.connection, held.operation, answer=held.answer, deadline=held.deadline)
+        except TransferQueueError as error:
+            promise.fail(error)
+            self._failed.append(promise)
+        except BaseException:
+            promise.fail(held.unknown())
+            raise
+        else:
+            promise.settle(value)
