@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import CERTAIN, finish_commit, placed, retry_on_other_shard, write
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import VERSION_PARTS_MAX, check_name
@@ -176,7 +176,7 @@ def begin_version(channel: str, version: int, parts: int, length_s: float) -> Op
         channel=channel,
         version=checks.whole("version", version),
         parts=checks.whole("parts", parts, least=1, most=VERSION_PARTS_MAX),
-        length_s=checks.seconds("length_s", length_s),
+        length_s=seconds("length_s", length_s),
     )
     reply = yield from request_reply(request, m.VersionBegun)
     return reply.pending
