@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -119,6 +120,19 @@ def test_a_served_arena_is_a_private_file_that_goes_with_its_server(tmp_path):
     assert Path(second.arena.path).exists()
     second.close()
     assert everything_in(tmp_path) == []
+
+
+def test_servers_that_start_and_stop_together_each_get_a_file(tmp_path):
+    """A server that stops removes the directory that they share, unless it has another's arena."""
+
+    def start_and_stop(_: int) -> None:
+        for _ in range(100):
+            home = served_arena(MIB, tmp_path)
+            assert home.arena.path.startswith(str(tmp_path))
+            home.close()
+
+    with ThreadPoolExecutor(2) as servers:
+        list(servers.map(start_and_stop, range(2)))
 
 
 def set_free(monkeypatch, nbytes):

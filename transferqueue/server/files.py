@@ -114,7 +114,7 @@ def served_arena(arena_bytes: int | None, shared: Path = SHARED_MEMORY) -> Arena
     if root is None:
         return private_arena(arena_bytes)
     remove_stale_arenas(root)
-    free = available_bytes(root)
+    free = available_bytes(shared)
     wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, max(free, SHARED_ENOUGH))
     if free < wanted:
         with suppress(OSError):
@@ -139,7 +139,7 @@ def remove_arena(directory: Path, lock: FileLock) -> None:
 def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
     """Remove the arenas of dead servers, except those that a state directory refers to. own: the state directory of the caller, which
     has read its journal: an arena of it to which its link does not lead is removed."""
-    for directory in root.iterdir():
+    for directory in _entries(root):
         if belongs_to_state(directory, own):
             continue
         lock = FileLock(directory / "lock", inherited=False)
@@ -147,6 +147,14 @@ def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
             if lock.take():
                 shutil.rmtree(directory)
                 lock.release()
+
+
+def _entries(root: Path) -> list[Path]:
+    """What is in the directory of arenas; nothing if a server that stopped has just removed it."""
+    try:
+        return list(root.iterdir())
+    except FileNotFoundError:
+        return []
 
 
 def belongs_to_state(directory: Path, own: Path | None = None) -> bool:

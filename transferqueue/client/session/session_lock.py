@@ -47,13 +47,18 @@ class SessionLock:
         self._remove_directories()
 
     def _take(self) -> None:
-        for _ in range(TRIES_MAX):
-            for directory in (*_missing(self.path.parent.parent), self.path.parent):
-                directory.mkdir(mode=0o700, exist_ok=True)
-            with suppress(FileNotFoundError):
-                self._lock.take()
+        for _ in range(TRIES_MAX - 1):
+            with suppress(
+                FileNotFoundError, FileExistsError
+            ):  # the second where it was there, and is gone when `mkdir` looks
+                self._make_and_take()
                 return
-        raise FileNotFoundError(2, "its directory is removed again and again")
+        self._make_and_take()
+
+    def _make_and_take(self) -> None:
+        for directory in (*_missing(self.path.parent.parent), self.path.parent):
+            directory.mkdir(mode=0o700, exist_ok=True)
+        self._lock.take()
 
     def _remove_directories(self) -> None:
         for directory in reversed(self._made):

@@ -323,8 +323,9 @@ def _shared_arena(state: Path, arena_bytes: int | None, shared: Path) -> ArenaDi
     if root is None:
         return None
     remove_stale_arenas(root, own=state)
-    wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, available_bytes(root))
-    if available_bytes(root) < wanted:
+    free = available_bytes(shared)
+    wanted = arena_bytes or min(ARENA_BYTES_DEFAULT, free)
+    if free < wanted:
         return None
     directory, lock = claim_directory(root)
     try:

@@ -7,8 +7,12 @@ import secrets
 import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from transferqueue.errors import UsageError
+
+TRIES_MAX: Final = 100
+"""How often a directory is made again that another process removes, empty, before its status is read."""
 
 
 def make_directories(path: Path) -> None:
@@ -31,8 +35,7 @@ def private_directory(path: Path, called: str = "runtime directory") -> Path:
     called: the name of the directory in messages.
     """
     try:
-        make_directories(path)
-        status = path.stat(follow_symlinks=False)
+        status = _made(path)
     except OSError as error:
         raise UsageError(f"{called} {path} cannot be made: {error.strerror}; name another") from error
     if status.st_uid != os.geteuid():
@@ -46,6 +49,18 @@ def private_directory(path: Path, called: str = "runtime directory") -> Path:
             f"chmod 700 {path}, or name a directory of your own"
         )
     return path
+
+
+def _made(path: Path) -> os.stat_result:
+    """Make the directory if it is missing, and return its status. A process that stops may remove it in between while it is empty."""
+    for _ in range(TRIES_MAX - 1):
+        with suppress(
+            FileNotFoundError, FileExistsError
+        ):  # the second where it was there, and is gone when `mkdir` looks
+            make_directories(path)
+            return path.stat(follow_symlinks=False)
+    make_directories(path)
+    return path.stat(follow_symlinks=False)
 
 
 def read_private(path: Path, bytes_max: int) -> bytes:
