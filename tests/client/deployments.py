@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ class Served:
                 *(sys.executable, "-m", "transferqueue.server", "--address", f"ipc://{directory}/q.sock"),
                 *("--tcp", "127.0.0.1:0", "--arena-bytes", arena_bytes),
             ],
+            env={"TRANSFERQUEUE_SNAPSHOTS": f"{directory}/snapshots"} | os.environ,
             stdout=subprocess.PIPE,
             text=True,
         )

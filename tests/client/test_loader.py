@@ -86,12 +86,12 @@ LEASED = pytest.mark.parametrize(
 def test_batches_that_wait_are_renewed(table: Any) -> None:
     """A lease of the same length that nobody renews tells that the time has passed."""
     fill(table, 4 * BATCH)
-    with table.loader("train", rows=BATCH, lease_s=0.3, timeout_s=10) as loader:
+    with table.loader("train", rows=BATCH, lease_s=0.9, timeout_s=10) as loader:
         batches = iter(loader)
         with next(batches):
             while count(table, "leased") < 3 * BATCH:
                 pass
-            silent = table.lease("train", rows=BATCH, lease_s=0.6, time_limit_s=0)
+            silent = table.lease("train", rows=BATCH, lease_s=1.2, time_limit_s=0)
             with table.lease("train", rows=BATCH, timeout_s=10):  # once the other has expired
                 pass
         with pytest.raises(tq.LeaseExpired):
@@ -144,10 +144,10 @@ def test_errors_of_fetching_are_the_callers(table: Any) -> None:
     ],
 )
 def test_bad_arguments(table: Any, arguments: dict[str, Any], said: str) -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     with pytest.raises(tq.UsageError, match=said):
         table.loader("train", **arguments)
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before
 
 
 def test_a_closed_loader_says_so(table: Any) -> None:
@@ -173,7 +173,9 @@ def test_a_forgotten_loader_gives_back_and_its_thread_ends(name: str) -> None:
                 pass
             thread.join(20)
             assert not thread.is_alive()
-        assert count(table, "ready") == ROWS - BATCH
+        while count(table, "ready") < ROWS - BATCH:  # a lease that was cancelled is given back when its reply has come
+            pass
+        assert count(table, "leased") == 0
 
 
 def test_closing_tells_who_waits(name: str) -> None:
