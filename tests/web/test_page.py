@@ -303,18 +303,20 @@ def test_serve_prints_the_link_and_takes_the_page_along(tmp_path):
         stdout=subprocess.PIPE,
         text=True,
     ) as server:
-        assert server.stdout.readline().startswith("ready ipc://")
-        link = urlsplit(server.stdout.readline().removeprefix("web ").strip())
-        token = link.query.removeprefix("token=")
-        assert len(token) >= 32
-        service = urlsplit(server.stdout.readline().removeprefix("http ").strip())
-        assert get(link, "/", Authorization=f"Bearer {token}")[0] == 200
-        other = service.query.removeprefix("token=")
-        assert get(service, "/", Authorization=f"Bearer {other}")[0] == 200
-        for path in ("/", "/metrics"):  # each token opens its own door
-            assert get(service, path, Authorization=f"Bearer {token}")[0] == 401
-            assert get(link, path, Authorization=f"Bearer {other}")[0] == 401
-        server.kill()
+        try:
+            assert server.stdout.readline().startswith("ready ipc://")
+            link = urlsplit(server.stdout.readline().removeprefix("web ").strip())
+            token = link.query.removeprefix("token=")
+            assert len(token) >= 32
+            service = urlsplit(server.stdout.readline().removeprefix("http ").strip())
+            assert get(link, "/", Authorization=f"Bearer {token}")[0] == 200
+            other = service.query.removeprefix("token=")
+            assert get(service, "/", Authorization=f"Bearer {other}")[0] == 200
+            for path in ("/", "/metrics"):  # each token opens its own door
+                assert get(service, path, Authorization=f"Bearer {token}")[0] == 401
+                assert get(link, path, Authorization=f"Bearer {other}")[0] == 401
+        finally:
+            server.kill()
     deadline = time.monotonic() + GENEROUS_S
     while time.monotonic() < deadline:
         try:

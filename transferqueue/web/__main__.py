@@ -21,6 +21,7 @@ from transferqueue.web.access import AccessPolicy, web_place
 from transferqueue.web.connections import Server, configured
 from transferqueue.web.page.app import Gate, make_app
 from transferqueue.web.service.service import make_service
+from transferqueue.web.subprocesses import CONNECT_S
 from transferqueue.web.token import TOKEN_CHARS_MAX
 
 Make = Callable[[tq.AsyncQueue, AccessPolicy], Gate]
@@ -49,7 +50,7 @@ async def _serve(kind: str, address: str, place: TcpAddress, token: str, metrics
             f"http://{here.host}:{here.port}/\n"
         )  # before the connection: the server waits for this line, and answers only after it
         sys.stdout.flush()
-        async with tq.aconnect(address, label=f"web {kind}") as queue:
+        async with tq.aconnect(address, timeout_s=CONNECT_S, label=f"web {kind}") as queue:
             server = Server(configured(make(queue, AccessPolicy(here, token, metrics_token)), most))
             loop = asyncio.get_running_loop()
             loop.add_reader(sys.stdin.fileno(), _end, server, loop)

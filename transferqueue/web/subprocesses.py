@@ -17,7 +17,9 @@ Kind = Literal["page", "service"]
 KINDS: Final[dict[str, Kind]] = {"web": "page", "http": "service"}
 """The process that each option of `serve` starts."""
 START_S: Final = 30.0
-"""The process loads its libraries in half a second."""
+"""The process loads its libraries in half a second; where many others start at that moment, in many seconds."""
+CONNECT_S: Final = (len(KINDS) + 1) * START_S
+"""The server answers a page once all pages have started."""
 
 
 def check_installed() -> None:
