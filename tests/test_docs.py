@@ -34,7 +34,7 @@ def test_page_runs(script: Block, tmp_path: Path) -> None:
     """In a process of its own, as a reader would run it; leaving something open shows on stderr."""
     code = "\n" * (script.line - 1) + script.code
     command = [sys.executable, "-W", "default", "-c", f"exec(compile({code!r}, {str(script.page)!r}, 'exec'))"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert "Exception ignored" not in done.stderr

@@ -37,7 +37,7 @@ def _run(*command: object, cwd: Path) -> str:
     """Run as someone who never saw this checkout: nothing on PYTHONPATH, another working directory."""
     env = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(
-        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=100, check=False
+        [str(part) for part in command], cwd=cwd, env=env, capture_output=True, text=True, timeout=280, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

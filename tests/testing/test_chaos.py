@@ -216,14 +216,22 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
-@pytest.mark.parametrize("seconds", sizes(6, 20))
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("least_s", sizes(6, 20))
 @pytest.mark.parametrize(
     "options",
     [pytest.param(("--seed", "5"), marks=pytest.mark.long), ("--seed", "6", "--tcp", "--durability", "disk")],
 )
-def test_a_short_run_keeps_every_promise(options: tuple[str, ...], seconds: int, tmp_path: Path) -> None:
-    out = tmp_path / "report.json"
+def test_a_short_run_keeps_every_promise(options: tuple[str, ...], least_s: int, tmp_path: Path) -> None:
+    """How many rows are leased in a time depends on what else the machine does: a run without any is followed by a longer one."""
+    for seconds in (least_s, 4 * least_s, 10 * least_s):
+        if reported(seconds, options, tmp_path / "report.json")["verified"]:
+            return
+    pytest.fail("no run has leased a row")
+
+
+def reported(seconds: int, options: tuple[str, ...], out: Path) -> dict[str, float]:
+    """Run it, check what does not depend on time, and return its figures."""
     run = command("--seconds", str(seconds), "--out", str(out), *options)
     ended = subprocess.run(run, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -232,8 +240,8 @@ def test_a_short_run_keeps_every_promise(options: tuple[str, ...], seconds: int,
     assert record.details["kept"]
     assert found["violations"] == 0
     assert found["faults_of_processes"] >= seconds
-    assert found["verified"] > 0  # how many depends on what else the machine does
     assert f"again                 transferqueue chaos --seconds {seconds} {' '.join(options[:2])}" in ended.stdout
+    return found
 
 
 @pytest.mark.slow
