@@ -9,6 +9,8 @@ DOCSED := $(VENV)/.installed-docs
 # pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
+# Half of the time of a test is waiting, so two at once take little more than half as long. Each worker has up to 1 GB of modules.
+WORKERS ?= 2
 PEERS  := .venv-peers
 PEERED := $(PEERS)/.installed
 ENGINES  := .venv-engines
@@ -61,8 +63,8 @@ check: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo --no-cache
 
-test: check ## the checks, then the tests (minutes); ARGS goes to pytest
-	$(BIN)/python -m pytest $(ARGS)
+test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes to pytest, -n 0 in it: one after another
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
