@@ -24,6 +24,17 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+def counted(number: int, noun: str, one: str = "", many: str = "") -> str:
+    """A number with its noun, and the verb that agrees with it.
+
+    >>> counted(1, "row", "is", "are"), counted(2, "row", "is", "are"), counted(0, "group")
+    ('1 row is', '2 rows are', '0 groups')
+    """
+    words = f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+    verb = one if number == 1 else many
+    return f"{words} {verb}" if verb else words
+
+
 def visible_lines(text: str) -> str:
     """`visible` of each line of a text; line ends stay."""
     return text if text.isprintable() else "\n".join(map(visible, text.split("\n")))

@@ -226,7 +226,7 @@ def test_rows_that_could_not_be_trained_in_bound_are_not_started() -> None:
 def test_the_second_batch_of_old_weights_is_not_started() -> None:
     _, client = paced(bound=0)
     client.reserve(4, 0)
-    text = r"behind 4 outstanding rows they would be trained at clock 0 \+ 1, 1 versions after 0: above max_staleness 0"
+    text = r"behind 4 outstanding rows they would be trained at clock 0 \+ 1, 1 version after 0: above max_staleness 0"
     with pytest.raises(Full, match=text):
         client.reserve(1, 0)
 

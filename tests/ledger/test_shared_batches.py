@@ -215,7 +215,7 @@ def test_a_share_is_in_bound_when_it_is_claimed(policy: Any) -> None:
     clients[0].put(4, policy_version=[0, 0, 0, 1])
     ask(clients, 0, 4)
     if isinstance(policy, HoldClock):
-        with pytest.raises(DeadlineExceeded, match="1 rows of versions below 1"):
+        with pytest.raises(DeadlineExceeded, match="1 row of versions below 1"):
             clients[0].advance(2)
         return
     clients[0].advance(2)

@@ -48,6 +48,7 @@ from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.life_events import life_event, table_event
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
@@ -360,6 +361,7 @@ class Coordinator:
         except Exception:
             self._end(session, now, "")  # a session is open here and in the ledger, or in neither
             raise
+        life_event("session_opened", session=session.number, label=session.label, pid=hello.pid)
         return session
 
     def _welcome(self, session: OpenSession) -> m.Welcome:
@@ -382,6 +384,7 @@ class Coordinator:
         reports give; "": the same."""
         number, shard = session.number, session.hello.shard
         ending, pidfd = how or reason or CUT, session.process.pidfd
+        life_event("session_ended", session=number, label=session.label, why=ending)
         self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))
         for waiting in self.waiting.remove_session(number):
             if reason:
@@ -502,8 +505,11 @@ class Coordinator:
         try:
             operation = self.operations.by_type.get(type(request))
             if operation is not None:
-                return operation(session, call, request, now)
-            return self.ledger.apply(request, session=session.number, call=call, now=now)
+                reply = operation(session, call, request, now)
+            else:
+                reply = self.ledger.apply(request, session=session.number, call=call, now=now)
+            table_event(request, session.number)
+            return reply
         except JournalFailed:
             raise
         except InternalError as error:
@@ -549,8 +555,9 @@ class Coordinator:
                     self.waiting.wake(effect.key)
             elif type(effect) is FreeExtent:
                 self._guard("return of memory", partial(self.shards.give_back, effect, now))
-            else:
+            elif type(effect) is LeaseEnded:
                 self.counters.leases_ended += 1
+                life_event("lease_lost", lease=effect.lease, session=effect.session, why=effect.why)
 
     def _complete_waiting(self, waiting: WaitingRequest, reply: m.Reply) -> None:
         self.waiting.remove(waiting)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
+from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import arena_bytes_option, size_in_bytes
 from transferqueue.cli.screens.terminal import say, say_ready
 
@@ -93,12 +94,15 @@ def relay(
     keep: KeepOption = 2,
     wait_s: WaitSOption = None,
     over_the_network: OverTheNetworkOption = False,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Carry each version of a weight channel into this host once, and serve it here, until Ctrl-C or SIGTERM.
 
     Only tensors that changed cross. Replicas of this host pull from the relay's server. One line tells of each version carried, and of
     each error of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
     """
+    log_to_stderr(log_level, as_json=log_json)
     from transferqueue.errors import UsageError
     from transferqueue.weights import WAIT_S, RelayProcess
 

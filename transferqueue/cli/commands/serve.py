@@ -15,6 +15,7 @@ from typing import Annotated
 import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
+from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import arena_bytes_option, directory_option, runtime_option, size_in_bytes
 from transferqueue.cli.screens.terminal import say, say_ready
 from transferqueue.observe.machine.runtime import RUNTIME_VARIABLE
@@ -173,11 +174,14 @@ def serve(
     tokens: TokensOption = None,
     supervised: SupervisedOption = False,
     lifeline: LifelineOption = False,
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
     Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
     """
+    log_to_stderr(log_level, as_json=log_json)
     from transferqueue.server.process.serve import serve as serve_until_stopped
     from transferqueue.server.process.supervisor import supervise
 

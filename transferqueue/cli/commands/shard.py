@@ -9,6 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from transferqueue.cli.connection import single_address_of
+from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import AddressOption, arena_bytes_option, size_in_bytes
 from transferqueue.cli.screens.terminal import say_ready
 
@@ -75,12 +76,15 @@ def shard(
     store: StoreOption = "",
     host: HostOption = None,
     label: LabelOption = "shard",
+    log_level: LogLevelOption = None,
+    log_json: LogJsonOption = False,
 ) -> None:
     """Add this machine's memory to the server's deployment, until the shard is drained, or until Ctrl-C or SIGTERM.
 
     A put goes to the shard of its machine while that has room; a read fetches rows from wherever they are. When a shard stops, the rows in it are made again where a task gives their fields, and end as dropped ("lost") otherwise. Drain it first.
     Prints one line when it has joined: "ready", then the address at which others fetch its bytes.
     """
+    log_to_stderr(log_level, as_json=log_json)
     if context.invoked_subcommand is not None:
         return
     from transferqueue.client.session.addresses import endpoint

@@ -14,6 +14,7 @@ from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rules.explain import explain_lease, explain_room, rows_by_holder
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 
 # ---------------------------------------------------------------- observations
@@ -98,7 +99,7 @@ def _of_put(state: LedgerState, request: m.PutRequest) -> str:
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
     why = flow_control.why_reserve_waits(table, request) or "nothing prevents it now"
-    return f'{request.rows} rows are not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
+    return f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:

@@ -43,6 +43,7 @@ from transferqueue.ledger.tasks.task_state import (
     WAITING_FOR_GROUP,
     TaskState,
 )
+from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 Plain = dict[str, Any]
@@ -338,14 +339,14 @@ def _of_table(table: TableState) -> list[str]:
     lines = lost_rows(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         lines.append(
-            f"puts wait: {table.limits.rows} rows are resident or reserved, which is the limit; {rows_by_holder(table)}"
+            f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
         lines.append(f"puts wait: {table.usage.bytes} bytes are in use, of at most {most}; {rows_by_holder(table)}")
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         lines.append(
-            f'reserves wait for task "{table.pacing.task}": {table.outstanding} rows are outstanding, of at most '
+            f'reserves wait for task "{table.pacing.task}": {counted(table.outstanding, "row", "is", "are")} outstanding, of at most '
             f"{table.pacing.rows_ahead_max}"
         )
     if held := why_clock_is_held(table, table.clock + 1):
@@ -359,8 +360,8 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
     if _never_progresses(table, task):
         return explain_stranded(table, task, now)
     if task.ready_units:
-        unit = "groups" if isinstance(task, GroupTaskState) else "rows"
-        return f'task "{task.task.name}" has {task.ready_units} {unit} ready, and {task.counts[LEASED]} rows leased'
+        ready = counted(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
+        return f'task "{task.task.name}" has {ready} ready, and {counted(task.counts[LEASED], "row")} leased'
     grouped = isinstance(task, GroupTaskState)
     request = LeaseRequest(table.name, task.task.name, rows=int(not grouped), groups=int(grouped))
     return explain_lease(table, task, request, now)
@@ -369,7 +370,7 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
 def _end_lines(table: TableState) -> list[str]:
     """What the end of a sealed table waits for: tasks with a pending, held, ready or leased row."""
     return [
-        f'the end of the table waits for task "{task.task.name}": {task.open_rows} rows are not done'
+        f'the end of the table waits for task "{task.task.name}": {counted(task.open_rows, "row", "is", "are")} not done'
         for task in table.tasks.values()
         if task.open_rows
     ]

@@ -11,6 +11,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.reservations import check_reserve, why_not
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.policies import HoldClock
+from transferqueue.text import counted
 from transferqueue.wire.messages import AdvanceClock, DoneReply, Reserve, Reserved, Seal, Unreserve
 
 VERSION_MAX = 1 << 53
@@ -27,7 +28,7 @@ def reserve(table: TableState, request: Reserve, session: int, now: float) -> Re
     if why := why_reserve_waits(table, request):
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
-        raise Full(f'{request.rows} rows cannot be reserved in table "{table.name}" now: {why}')
+        raise Full(f'{counted(request.rows, "row")} cannot be reserved in table "{table.name}" now: {why}')
     table.core.last_reservation += 1
     reservation = table.flow.open(table.core.last_reservation, session, request.rows, version)
     return Reserved(reservation.id, reservation.left, version, list(reservation.refills.items()))
@@ -41,7 +42,7 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
         return why
     held = table.rows.pages.resident + table.flow.reserved
     if new and held + request.rows > table.limits.rows:
-        return f"{held} rows are resident or reserved, and {held} + {request.rows} > {table.limits.rows}"
+        return f"{counted(held, 'row', 'is', 'are')} resident or reserved, and {held} + {request.rows} > {table.limits.rows}"
     return ""
 
 
@@ -55,7 +56,7 @@ def unreserve(table: TableState, request: Unreserve, session: int, now: float) -
         )
     if request.rows > reservation.left:
         raise UsageError(
-            f"reservation {reservation.id} has {reservation.left} rows left; {request.rows} cannot be returned"
+            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; {request.rows} cannot be returned"
         )
     count = request.rows or reservation.left
     if count == reservation.left:
@@ -98,7 +99,7 @@ def why_clock_is_held(table: TableState, version: int) -> str:
     if not held:
         return ""
     return (
-        f'the clock of table "{table.name}" is held at {table.clock}: {held} rows of versions below {bound} would be '
+        f'the clock of table "{table.name}" is held at {table.clock}: {counted(held, "row")} of versions below {bound} would be '
         f'stale at {version} (max_staleness {pacing.max_staleness}) and task "{pacing.task}" has not had them'
     )
 

@@ -27,6 +27,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.text import counted
 from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, PutRows, Update
 
 # ---------------------------------------------------------------- put
@@ -106,10 +107,10 @@ def _check_reservation(table: TableState, request: PutRequest, session: int) -> 
 
 def no_room(table: TableState, rows: int, nbytes: int) -> str:
     """Why rows without a reservation cannot enter now; "" if they can."""
-    held = table.rows.pages.resident + table.flow.reserved
-    if held + rows > table.limits.rows:
+    resident = table.rows.pages.resident
+    if resident + table.flow.reserved + rows > table.limits.rows:
         return (
-            f"{rows} rows do not fit: {table.rows.pages.resident} are resident and {table.flow.reserved} reserved, "
+            f"{counted(rows, 'row', 'does', 'do')} not fit: {resident} {'is' if resident == 1 else 'are'} resident and {table.flow.reserved} reserved, "
             f"of at most {table.limits.rows}"
         )
     most = None if table.limits.bytes is None else table.limits.bytes_max

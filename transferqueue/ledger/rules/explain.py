@@ -29,6 +29,8 @@ from transferqueue.ledger.tasks.task_state import (
     TaskState,
 )
 from transferqueue.limits import HEARTBEAT_S
+from transferqueue.policies import Manual
+from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 PAGES_SAMPLED = 16
@@ -50,7 +52,7 @@ def session_name(table: TableState, session: int) -> str:
 
 def explain_lease(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> str:
     """What a waiting lease lacks."""
-    ready = _count(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
+    ready = counted(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row", "is", "are")
     wanted = _wanted(request)
     matching = " that match where" if request.where else ""
     text = f'task "{task.task.name}" of table "{table.name}" waits for {wanted}{matching}: {ready} ready'
@@ -70,7 +72,7 @@ def explain_stranded(table: TableState, task: TaskState, now: float) -> str:
 
 def lost_rows(table: TableState) -> list[str]:
     """How many rows ended because bytes were lost, by cause."""
-    return [f"{count} rows ended: {why}" for why, count in table.lost.items()]
+    return [f"{counted(count, 'row')} ended: {why}" for why, count in table.lost.items()]
 
 
 def _wanted(request: LeaseRequest) -> str:
@@ -116,11 +118,11 @@ def _leased(table: TableState, tasks: Iterable[TaskState], now: float) -> list[s
                 held[holder] = (count + units, min(since, lease.since))
         noun = "group" if isinstance(task, GroupTaskState) else "row"
         lines += [
-            f'{_count(count, noun)} leased for "{task.task.name}" by {holder}, for {now - since:.0f} s'
+            f'{counted(count, noun, "is", "are")} leased for "{task.task.name}" by {holder}, for {now - since:.0f} s'
             for holder, (count, since) in held.items()
         ]
         if unseen:
-            lines.append(f'{_count(unseen, "more row")} leased for "{task.task.name}"')
+            lines.append(counted(unseen, "more row", "is", "are") + f' leased for "{task.task.name}"')
     return lines
 
 
@@ -131,7 +133,7 @@ def _waiting_for_checkpoint(task: TaskState) -> list[str]:
         return []
     name, step = task.task.name, task.stepped.latest
     call = f'call checkpointed({step}, task="{name}") once the model is saved'
-    return [f"{_count(count, 'row')} kept until a checkpoint covers step {step}: {call}"]
+    return [f"{counted(count, 'row', 'is', 'are')} kept until a checkpoint covers step {step}: {call}"]
 
 
 def _holder(table: TableState, session: int, now: float) -> str:
@@ -146,14 +148,6 @@ def _units_left(table: TableState, task: TaskState, lease: LeaseState) -> int:
         return lease.left
     rows = lease.rows[lease.held]
     return int(np.unique(table.groups.units(rows, table.rows.pages.index(rows))).size)
-
-
-def _count(count: int, noun: str) -> str:
-    return f"{_noun(count, noun)} {'is' if count == 1 else 'are'}"
-
-
-def _noun(count: int, noun: str) -> str:
-    return f"1 {noun}" if count == 1 else f"{count} {noun}s"
 
 
 def _leases_of(table: TableState, task: TaskState) -> Iterator[LeaseState]:
@@ -177,7 +171,7 @@ def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
             lines.append(
                 f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}'
             )
-    return lines or [f"{task.counts[PENDING]} rows are not complete"]
+    return lines or [counted(task.counts[PENDING], "row", "is not complete", "are not complete")]
 
 
 def _without(table: TableState, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
@@ -228,7 +222,7 @@ def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], 
     for task in givers:
         has |= np.isin(task.state.a[at], OPEN)
     gone = int((~has).sum())
-    return [f'no task will give "{name}" of {_noun(gone, "row")} any more'] if gone else []
+    return [f'no task will give "{name}" of {counted(gone, "row")} any more'] if gone else []
 
 
 def _forming(table: TableState, task: GroupTaskState) -> list[str]:
@@ -276,6 +270,10 @@ def rows_by_holder(table: TableState) -> str:
     if table.flow.reserved:
         holders = tally(np.array([reservation.session for reservation in table.flow.reservations.values()], np.int64))
         lines.append(
-            f"{table.flow.reserved} rows are reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
+            f"{counted(table.flow.reserved, 'row', 'is', 'are')} reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
         )
-    return "; ".join(lines) or "no task takes its rows" if table.rows_live else "; ".join(lines) or "it is empty"
+    if table.rows_live and isinstance(table.retention, Manual):
+        lines.append(
+            "rows that every task has done are kept until table.delete(rows), since the table's retention is Manual"
+        )
+    return "; ".join(lines) or ("no task takes its rows" if table.rows_live else "it is empty")

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from transferqueue.errors import Impossible
 from transferqueue.policies import Pacing
+from transferqueue.text import counted
 
 
 @dataclass(slots=True)
@@ -133,15 +134,15 @@ def check_reserve(table: str, pacing: Pacing | None, rows_max: int, rows: int, v
     if rows > most:
         rule = f"({pacing.depth} + 1) * {pacing.batch_rows} rows may be ahead and " if pacing else ""
         raise Impossible(
-            f'{rows} rows can never be reserved in table "{table}": {rule}{rows_max} rows fit; reserve at most {most}'
+            f'{counted(rows, "row")} can never be reserved in table "{table}": {rule}{rows_max} rows fit; reserve at most {most}'
         )
     if pacing is None or pacing.max_staleness is None:
         return
     behind = clock + (rows - 1) // pacing.batch_rows - version
     if behind > pacing.max_staleness:
         raise Impossible(
-            f'{rows} rows of version {version} can never be trained in table "{table}": with clock {clock} the last of '
-            f"them would be {behind} versions behind, above max_staleness {pacing.max_staleness}; use newer weights"
+            f'{counted(rows, "row")} of version {version} can never be trained in table "{table}": with clock {clock} the last of '
+            f"them would be {counted(behind, 'version')} behind, above max_staleness {pacing.max_staleness}; use newer weights"
         )
 
 
@@ -151,7 +152,7 @@ def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clo
         return ""
     if outstanding + new > pacing.rows_ahead_max:
         return (
-            f"{outstanding} rows are outstanding, and {outstanding} + {new} > "
+            f"{counted(outstanding, 'row', 'is', 'are')} outstanding, and {outstanding} + {new} > "
             f"({pacing.depth} + 1) * {pacing.batch_rows} = {pacing.rows_ahead_max}"
         )
     if pacing.max_staleness is None:
@@ -159,8 +160,8 @@ def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clo
     behind = clock + (outstanding + new - 1) // pacing.batch_rows - version
     if behind > pacing.max_staleness:
         return (
-            f"behind {outstanding} outstanding rows they would be trained at clock {clock} + "
-            f"{(outstanding + new - 1) // pacing.batch_rows}, {behind} versions after {version}: above max_staleness "
+            f"behind {counted(outstanding, 'outstanding row')} they would be trained at clock {clock} + "
+            f"{(outstanding + new - 1) // pacing.batch_rows}, {counted(behind, 'version')} after {version}: above max_staleness "
             f"{pacing.max_staleness}"
         )
     return ""

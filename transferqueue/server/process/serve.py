@@ -17,6 +17,7 @@ from transferqueue.errors import UsageError
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, served_arena
+from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.control.zeromq import is_loopback
@@ -63,8 +64,10 @@ def serve(
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
         _freeze_loaded_objects()
+        life_event("server_started", address=server.address, durability=str(level))
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
         server.run(woken_by=signals)
+        life_event("server_stopped", address=server.address)
 
 
 def _freeze_loaded_objects() -> None:

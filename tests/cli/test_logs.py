@@ -1,0 +1,61 @@
+"""`serve --log-level` and `--log-json`: a line for each event of a server's life, on stderr."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+
+import transferqueue as tq
+from transferqueue.cli.app import run
+from transferqueue.cli.logs import JsonLines, TextLines, log_to_stderr
+from transferqueue.errors import UsageError
+from transferqueue.server.life_events import life_event
+
+
+@pytest.mark.slow
+def test_a_server_logs_each_event_of_its_life_as_json(tmp_path):
+    address = f"ipc://{tmp_path}/queue"
+    serve = [sys.executable, "-m", "transferqueue.cli", "serve", "--address", address, "--arena-bytes", "16MiB"]
+    with subprocess.Popen([*serve, "--log-json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as server:
+        assert server.stdout.readline().startswith("ready ")
+        with tq.connect(address, label="reward-0\x1b") as queue:
+            queue.create_table("rows").seal()
+            queue.drop_table("rows")
+        server.terminate()
+        lines = [json.loads(line) for line in server.stderr.read().splitlines() if line.startswith("{")]
+    events = [line["event"] for line in lines if "event" in line]
+    assert events == [
+        "server_started",
+        "session_opened",
+        "table_created",
+        "table_sealed",
+        "table_dropped",
+        "session_ended",
+        "server_stopped",
+    ]
+    assert lines[1]["label"] == "reward-0\\x1b"
+    assert {"time", "level", "logger", "text"} <= set(lines[0])
+
+
+def test_an_event_is_one_line_of_text_with_its_values(caplog):
+    with caplog.at_level(logging.INFO, "transferqueue.server"):
+        life_event("session_ended", session=7, label="two words", why="\x1b[2J")
+    (record,) = caplog.records
+    assert record.getMessage() == 'session_ended session=7 label="two words" why=\\x1b[2J'
+    assert TextLines().format(record).endswith("INFO transferqueue.server: " + record.getMessage())
+    assert json.loads(JsonLines().format(record))["why"] == "\\x1b[2J"
+
+
+def test_an_unknown_level_is_refused():
+    with pytest.raises(UsageError, match="--log-level loud is none; there are debug, info, warning, error"):
+        log_to_stderr("loud", as_json=False)
+
+
+@pytest.mark.parametrize("command", ["top", "inspect"])
+def test_a_missing_socket_is_told_at_once(command, tmp_path, capsys, monkeypatch):
+    """A wait for a socket file would be the connect's whole time limit."""
+    monkeypatch.setattr("transferqueue.connect", None)
+    assert run([command, "--address", f"ipc://{tmp_path}/nobody"]) == 3
+    assert "there is no such socket; start one: transferqueue serve" in capsys.readouterr().err

@@ -1,0 +1,36 @@
+"""One log line for each event in a server's life: it listens, sessions open and end, tables come and go, leases are lost.
+
+Lines are of level INFO of the logger ``transferqueue.server``: ``session_opened session=7 label=reward-0 pid=4711``. Handlers find the name
+of the event in the record's ``event`` and its values in ``values``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Final
+
+from transferqueue.text import visible
+from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.server")
+_OF_TABLES: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropped", m.Seal: "table_sealed"}
+
+
+def life_event(event: str, **values: str | int) -> None:
+    """Log one event. Texts may come from other processes: their unprintable characters are escaped. Costs a look at the level if INFO is off."""
+    if _log.isEnabledFor(logging.INFO):
+        shown = {name: visible(value) if isinstance(value, str) else value for name, value in values.items()}
+        text = " ".join([event, *(f"{name}={_quoted(value)}" for name, value in shown.items())])
+        _log.info("%s", text, extra={"event": event, "values": shown})
+
+
+def table_event(request: m.Request, session: int) -> None:
+    """Log that a request made, dropped or sealed a table, if it is one of these."""
+    event = _OF_TABLES.get(type(request))
+    if event is not None:
+        life_event(event, table=getattr(request, "name", "") or getattr(request, "table", ""), session=session)
+
+
+def _quoted(value: str | int) -> str:
+    text = str(value)
+    return f'"{text}"' if not text or " " in text else text
