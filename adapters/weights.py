@@ -64,6 +64,10 @@ class ModuleWeights(TensorWeights):
             gather = getattr(tensor, "full_tensor", None)
             yield name, gather() if callable(gather) else tensor
 
+    def sharded(self) -> Mapping[str, torch.Tensor]:
+        """Return the tensors as they are: shards are not gathered."""
+        return self._tensors
+
 
 def spec(tensor: torch.Tensor) -> TensorSpec:
     """Return shape and dtype of a tensor."""

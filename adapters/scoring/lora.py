@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from transferqueue.adapters.protocols import TensorSpec, Unsupported, WeightSource
+from transferqueue.adapters.protocols import TensorSpec, Unsupported
 from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import UsageError
 
@@ -42,6 +42,19 @@ class LoraLinear(nn.Linear):
         """Return ``W + (alpha / rank) B A`` in the dtype of W, computed in float32. Gathers shards."""
         weight, a, b = (whole(part.detach()) for part in (self.weight, self.lora_a, self.lora_b))
         return (weight.float() + self.lora_scale * (b.float() @ a.float())).to(weight.dtype)
+
+    def merged_shard(self) -> Tensor:
+        """As `merged`, sharded as W is: each rank computes its own rows. Gathers A, which is small, so every rank must call it."""
+        from torch.distributed.tensor import DTensor
+
+        weight, b = self.weight.detach(), self.lora_b.detach()
+        if not (isinstance(weight, DTensor) and isinstance(b, DTensor)):
+            return self.merged()
+        low = b.to_local().float() @ whole(self.lora_a.detach()).float()
+        local = (weight.to_local().float() + self.lora_scale * low).to(weight.dtype)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.dtype | None = None) -> list[str]:
@@ -85,7 +98,7 @@ def has_lora(model: nn.Module) -> bool:
     return any(isinstance(module, LoraLinear) for module in model.modules())
 
 
-def published_weights(model: nn.Module) -> WeightSource:
+def published_weights(model: nn.Module) -> ModuleWeights | MergedWeights:
     """Return the weights that engines take, under the names of the model without adapters. Not copied, but for merged ones: valid until the next step."""
     return MergedWeights(model) if has_lora(model) else ModuleWeights(model)
 
@@ -111,6 +124,14 @@ class MergedWeights:
             if not _is_adapter(name):
                 layer = self._layers.get(name)
                 yield name, tensor if layer is None else layer.merged()
+
+    def sharded(self) -> Mapping[str, Tensor]:
+        """Return the tensors, sharded as they are: each rank merges its own rows. Every rank must call it."""
+        return {
+            name: self._layers[name].merged_shard() if name in self._layers else tensor
+            for name, tensor in self._plain.sharded().items()
+            if not _is_adapter(name)
+        }
 
 
 def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:

@@ -66,6 +66,23 @@ def loop(context: Context) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def works_only_together(context: Context) -> Iterator[Callable[[], None]]:
+    """Factory of a loop of two processes: in their first life the second is killed, and the first waits for ever."""
+    marks, number = Path(context.settings(Settings).marks), context.instance
+    life = len(list(marks.glob(f"{number}-*")))
+    (marks / f"{number}-{life}").touch()
+
+    def work() -> None:
+        context.figures("life", instance=number, life=life)
+        if not life and number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if not life:
+            threading.Event().wait()
+
+    yield work
+
+
+@contextmanager
 def double(context: Context) -> Iterator[Work]:
     """Factory of a stage that works."""
     yield lambda batch: {"y": 2 * batch["x"].numpy()}

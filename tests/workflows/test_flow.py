@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import transferqueue as tq
@@ -163,6 +164,21 @@ def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Pat
         flow.run()
     assert len([event for event in told if isinstance(event, Figures)]) == 3
     assert flow.pids() == {}
+
+
+def test_processes_that_work_only_together_are_started_again_together(queue: tq.Queue, tmp_path: Path) -> None:
+    """The first waits for ever when the second is killed: it is ended, and both begin again."""
+    job = StageJob(
+        name="pair",
+        table="t",
+        factory=f"{HERE}:works_only_together",
+        settings={"marks": str(tmp_path)},
+        loop=True,
+        together=True,
+    )
+    told, _ = run(queue, [job, msgspec.structs.replace(job, instance=1)], tmp_path / "logs")
+    lives = [event.values for event in figures(told, "life")]
+    assert {(each["instance"], each["life"]) for each in lives} >= {(0, 1), (1, 0), (1, 1)}
 
 
 def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Queue, tmp_path: Path) -> None:

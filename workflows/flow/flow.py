@@ -16,6 +16,7 @@ Rules:
 5. Rows that were tried too often (dropped, reason ``attempts``) fail the flow, with the last failure's traceback.
 6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
    itself is killed, their lifelines close and they exit.
+   Where processes work only together (`StageJob.together`), the death of one ends the others, with SIGKILL, and all are started again.
 7. `add` and `remove` change the processes while the flow runs. A process that is removed takes no new row, ends those that it has, and exits; after the deadline
    it is killed, and its rows go to others. It is not started again, however it ends. An elastic process that its host ends by SIGTERM is removed.
 """
@@ -311,13 +312,7 @@ class Flow:
 
     def _died(self, child: ChildProcess) -> None:
         """Read the rest of its events, then start it again, fail the flow, or count it as finished."""
-        code = child.end()
-        os.set_blocking(child.events, False)
-        try:
-            while child.events in self._selector.get_map():
-                self._read(child)
-        except BlockingIOError:
-            pass  # someone else still holds the pipe: all that was told has been read
+        code = self._ended_with(child)
         self._do_what_was_asked()  # a removal that was asked for before the death counts
         last_words = "" if code == 0 else child.last_words()
         self._forget(child)
@@ -331,6 +326,33 @@ class Flow:
         if code == EXIT_FINAL or child.restarts >= self._restarts_max:
             raise _failed(child, code, last_words)
         self._start(child.job, child.restarts + 1)
+        if child.job.together:
+            self._restart_others(child)
+
+    def _ended_with(self, child: ChildProcess) -> int:
+        """End the process, read the rest of its events, and return its exit code."""
+        code = child.end()
+        os.set_blocking(child.events, False)
+        try:
+            while child.events in self._selector.get_map():
+                self._read(child)
+        except BlockingIOError:
+            pass  # someone else still holds the pipe: all that was told has been read
+        return code
+
+    def _restart_others(self, dead: ChildProcess) -> None:
+        """Start the other processes of its name again, also those that had finished."""
+        others = [job for job in self._jobs if job.name == dead.job.name and job.label != dead.job.label]
+        running = [child for job in others if (child := self._children.get(job.label)) is not None]
+        for child in running:
+            child.signal(signal.SIGKILL)
+        for child in running:
+            self._ended_with(child)
+            self._forget(child)
+        for job in others:
+            with self._lock:
+                self._labels.setdefault(job.label, job)
+            self._start(job, dead.restarts + 1)
 
     def _check_attempts(self, child: ChildProcess) -> None:
         dropped = audit(self._queue.table(child.job.table)).dropped.get("attempts", 0)

@@ -35,6 +35,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
     factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
     process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
+    together: the processes of this name work only together, such as ranks: if one dies, all are started again.
     """
 
     name: str
@@ -47,6 +48,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     loop: bool = False
     directory: str = ""
     elastic: bool = False
+    together: bool = False
 
     @property
     def label(self) -> str:

@@ -281,7 +281,13 @@ def engine_of(job: Job, instance: int) -> EngineSettings:
 
 def _process(described: StageJob, name: str, stage: Stage | None = None, instance: int = 0) -> StageJob:
     return msgspec.structs.replace(
-        described, name=name, factory=FACTORIES[name], stage=stage, instance=instance, loop=name in LOOPS
+        described,
+        name=name,
+        factory=FACTORIES[name],
+        stage=stage,
+        instance=instance,
+        loop=name in LOOPS,
+        together=name == names.TRAIN,
     )
 
 

@@ -6,6 +6,7 @@ import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from statistics import median
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
@@ -17,6 +18,8 @@ from transferqueue.workflows.job import names
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
+PUBLICATION: Final = "publication"
+"""Kind of the event that says what a publication of weights cost a rank of a trainer."""
 SPANS_MAX: Final = 200_000
 """Spans that are kept for the timeline; of a longer run the last ones."""
 _FILES: Final = {
@@ -45,6 +48,7 @@ class RunRecord:
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
         self.publish_s: list[float] = []
+        self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
         self.new_steps: list[int] = []
 
@@ -68,6 +72,8 @@ class RunRecord:
         elif event.kind == SAMPLES:
             for sample in event.values["samples"]:
                 self._write(SAMPLES, sample)
+        elif event.kind == PUBLICATION:
+            self.publications.setdefault(label, []).append(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == DISPATCH:
@@ -92,7 +98,7 @@ class RunRecord:
         if span.name == WORK:
             self._work_s[label] = self._work_s.get(label, 0.0) + span.end - span.start
         if task == names.TRAIN:
-            if span.name == PUBLISH:
+            if span.name == PUBLISH and label.endswith("-0"):
                 self.publish_s.append(span.end - span.start)
             if span.name in (WAIT, WORK) and not self.started_s:
                 self.started_s = span.start
@@ -122,6 +128,10 @@ class RunRecord:
             value = self.steps[step].get(name)
             if isinstance(value, int | float) and not isinstance(value, bool):
                 yield float(value)
+
+    def publication_costs(self) -> dict[str, dict[str, float]]:
+        """What publications of weights cost, by trainer or rank, of this start: see `RunSummary.publications`."""
+        return {label: _costs(costs) for label, costs in sorted(self.publications.items())}
 
     def staleness(self) -> dict[str, int]:
         """Rows by versions behind, over all steps."""
@@ -156,3 +166,13 @@ class RunRecord:
         if kind in self._files:
             self._files[kind].write(json.dumps(values) + "\n")
             self._files[kind].flush()
+
+
+def _costs(publications: list[dict[str, Any]]) -> dict[str, float]:
+    count = len(publications)
+    return {
+        "versions": count,
+        "bytes": round(sum(each["bytes"] for each in publications) / count),
+        "stood_still_s": round(sum(each["stood_still_s"] for each in publications) / count, 6),
+        "seconds": round(median(each["seconds"] for each in publications), 6),
+    }

@@ -25,7 +25,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     steps. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the trainer's first wait to its last
     step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
     processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for weights. publish_s: median time of a
-    publication. logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
+    publication. publications: what those of this start cost each trainer or rank (``train-0``, …): their number (versions), bytes that it wrote and seconds that it
+    stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
     versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
     (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
     """
@@ -56,6 +57,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     rows_dropped: dict[str, int]
     failures: dict[str, int]
     dispatch: dict[str, Any] = {}
+    publications: dict[str, dict[str, float]] = {}
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -77,6 +79,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ),
             ("stood still for weights", _milliseconds(self.stood_still_s, "a step")),
             ("weights published in", _milliseconds(self.publish_s, "median")),
+            *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
         ]
@@ -121,6 +124,7 @@ def summarize(record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds
         rows_dropped=dict(audit.dropped),
         failures=dict(record.failures),
         dispatch=record.plans[-1] if record.plans else {},
+        publications=record.publication_costs(),
     )
 
 
@@ -165,6 +169,13 @@ def _dispatched(figures: Mapping[str, Any]) -> str:
     return (
         f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of {figures['plans']} batches in order of length; "
         f"last: {figures['why']}"
+    )
+
+
+def _by_rank(publications: Mapping[str, Mapping[str, float]]) -> str:
+    return ", ".join(
+        f"{label} {cost['bytes'] / 1e6:,.2f} MB, stood still {cost['stood_still_s'] * 1000:.1f} ms"
+        for label, cost in publications.items()
     )
 
 

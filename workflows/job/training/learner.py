@@ -33,6 +33,7 @@ from transferqueue.workflows.job.settings.defaults import filled
 from transferqueue.workflows.job.settings.job import AlgorithmSettings, TrainerSettings
 from transferqueue.workflows.job.training.columns import RowColumns, lengths, loss_columns, rows_of, select
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks
+from transferqueue.workflows.job.training.shards import RankShards
 
 _PER_STEP: Final = frozenset({"tokens", "rows"})
 """Figures that count; the others are sums over tokens, reported as means."""
@@ -147,6 +148,11 @@ class StepLearner(ABC):
     def weights(self) -> WeightSource:
         """Return the weights by name, adapters merged; not copied. Iterating gathers shards: do it on every rank, in the same order."""
         return published_weights(self.model)
+
+    def own_weights(self) -> WeightSource:
+        """Return what this rank publishes: its shards, if weights are sharded, else all `weights`. Every rank calls it: adapters are merged."""
+        source = published_weights(self.model)
+        return RankShards(source.sharded(), self.ranks.rank) if self.ranks.parallel == "fsdp2" else source
 
     def _autocast(self) -> AbstractContextManager[Any]:
         parameter = self.trained[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -15,6 +15,8 @@ from transferqueue.workflows.job.training.checkpoint import Checkpoints
 from transferqueue.workflows.job.training.columns import RowColumns, joined, select
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner, in_minibatches
+from transferqueue.workflows.job.training.publication import Publisher
+from transferqueue.workflows.job.training.ranks import Command
 
 _NONE: Final = -1
 """Ends the rows of a pass in a command."""
@@ -26,7 +28,7 @@ class Kind(IntEnum):
     PASSES = 1
     UPDATE = 2
     DISCARD = 3
-    GATHER = 4
+    PUBLISH = 4
     SAVE = 5
     END = 6
 
@@ -75,9 +77,10 @@ class Passes:
         self._kept, self._kept_ids = [], []
         self._learner.discard()
 
-    def gather(self) -> None:
-        """Let the other ranks take part in the gathering of weights that follows on this one."""
-        self._ranks.tell(Kind.GATHER)
+    def publish(self, version: int, pending: int) -> None:
+        """Let the other ranks publish their shards, where weights are sharded. pending: number of the version."""
+        if self._ranks.parallel == "fsdp2":
+            self._ranks.tell(Kind.PUBLISH, [version, pending])
 
     def save(self, checkpoints: Checkpoints, version: int, position: StreamPosition) -> dict[str, float]:
         """Write a checkpoint with the others, who give their shards."""
@@ -130,7 +133,7 @@ def decoded(values: Sequence[int]) -> list[list[int]]:
 
 
 class RankFollower:
-    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. gather: takes part in a gathering of weights."""
+    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. publisher: publishes the shards of this rank."""
 
     def __init__(
         self,
@@ -138,28 +141,36 @@ class RankFollower:
         table: tq.Table,
         fields: Sequence[str],
         checkpoints: Checkpoints | None,
-        gather: Callable[[], object],
+        publisher: Publisher,
     ) -> None:
         self._learner, self._table, self._fields = learner, table, list(fields)
-        self._checkpoints, self._gather = checkpoints, gather
+        self._checkpoints, self._publisher = checkpoints, publisher
 
     def run(self) -> None:
         """Serve until rank 0 ends. Raises when a rank is gone."""
-        ranks = self._learner.ranks
-        while (command := ranks.hear()).kind != Kind.END:
-            match Kind(command.kind):
-                case Kind.PASSES:
-                    self._compute(decoded(command.values))
-                case Kind.UPDATE:
-                    self._learner.step(counts=bool(command.values[0]))
-                case Kind.DISCARD:
-                    self._learner.discard()
-                case Kind.GATHER:
-                    self._gather()
-                case Kind.SAVE if self._checkpoints is not None:
-                    self._checkpoints.save(self._learner, -1, StreamPosition())
-                case _:
-                    raise InternalError(f"rank {ranks.rank} was told {command}, which it cannot do")
+        try:
+            while (command := self._learner.ranks.hear()).kind != Kind.END:
+                self._carry_out(command)
+            self._publisher.wait()
+        finally:
+            self._publisher.close()
+
+    def _carry_out(self, command: Command) -> None:
+        match Kind(command.kind):
+            case Kind.PASSES:
+                self._compute(decoded(command.values))
+            case Kind.UPDATE:
+                self._publisher.wait_copied()
+                self._learner.step(counts=bool(command.values[0]))
+            case Kind.DISCARD:
+                self._learner.discard()
+            case Kind.PUBLISH:
+                version, pending = command.values
+                self._publisher.publish(version, self._learner.own_weights(), pending=pending)
+            case Kind.SAVE if self._checkpoints is not None:
+                self._checkpoints.save(self._learner, -1, StreamPosition())
+            case _:
+                raise InternalError(f"rank {self._learner.ranks.rank} was told {command}, which it cannot do")
 
     def _compute(self, passes: Sequence[Sequence[int]]) -> None:
         """Make this rank's passes; one without rows repeats those of the first rank with weight 0."""

@@ -121,10 +121,10 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
     """Return the loop of this process."""
     checkpoints = _checkpoints(context, job, task)
     state = _resumed(job, learner, checkpoints)
-    if not learner.ranks.leads:
-        gather = (lambda: sum(1 for _ in learner.weights())) if learner.ranks.parallel == "fsdp2" else (lambda: None)
-        return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, gather).run
     channel = context.queue.weights(names.POLICY if task == names.TRAIN else names.CRITIC, keep=job.weights.keep)
+    publisher = _publisher(context, job, channel, learner)
+    if not learner.ranks.leads:
+        return RankFollower(learner, context.table, _fields(context.table, task), checkpoints, publisher).run
     latest = latest_version(channel)
     version, position = (state.version, state.position) if state else (-1, StreamPosition())
     if state is None and checkpoints is None and latest > 0 and learner.ranks.world == 1:
@@ -133,8 +133,8 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         table=context.table,
         stream=_stream(context, job, task, position),
         passes=Passes(learner, job.algorithm, seed=job.seed),
-        publisher=_publisher(context, job, channel, learner),
-        weights=learner.weights,
+        publisher=publisher,
+        weights=learner.own_weights,
         checkpoints=checkpoints,
         terms=_terms(job, task, checkpoints),
         figures=context.figures,
@@ -184,8 +184,10 @@ def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: S
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
         # In sync mode the next rows need these weights. Rows that a killed trainer left may be ready before: none is leased until they are stale.
         background=job.weights.background and depth(job) > 0,
-        collective=learner.ranks.parallel == "fsdp2",
+        rank=learner.ranks.rank,
+        ranks=learner.ranks.world if learner.ranks.parallel == "fsdp2" else 1,
         emit=context.emit,
+        figures=context.figures,
     )
 
 

@@ -7,17 +7,18 @@ Rules:
 2. A thread copies, publishes the version, and only then acks the rows of the step. So whoever sees room for new rows finds the weights that learned
    from the old ones. Versions are published in order, one at a time.
 3. An error of the thread is raised by the trainer's next call here: no step follows one that could not be published.
-4. With sharded weights (FSDP2) gathering a tensor is a collective of all ranks, which must not mix with those of a pass: the copy is then made in the
-   trainer's thread, and only publication and ack run beside it.
+4. With sharded weights (FSDP2) every rank has a publisher, which copies and publishes the rank's own shards as one part of the version. Rank 0 begins
+   the version, and its part, the last, makes all visible; then the step is acked. Nothing crosses between ranks but the number of the version.
+   A version whose parts have not come after `PUBLISH_S` is given up: `VersionGivenUp` or `DeadlineExceeded` end the ranks, which start again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -26,9 +27,10 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.flow.events import PUBLISH, Event, TimeSpan
+from transferqueue.workflows.job.training.shards import RankShards
 
 PUBLISH_S: Final = 600.0
-"""Longest wait for memory for a version."""
+"""Longest wait for memory for a version, and for its parts."""
 THREAD: Final = "publication"
 
 
@@ -79,8 +81,9 @@ class HostCopy:
 class Publisher:
     """Publishes the weights of a trainer on a channel, in a thread of its own, and acks each step after its version.
 
-    dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done. collective: the weights are
-    sharded (rule 4). emit: is told how long each publication took. Call from one thread; `close` ends the thread.
+    dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done. rank, ranks: of those that publish one
+    version together (rule 4). emit: is told how long each publication took. figures: is told its bytes and seconds. Call from one thread; `close`
+    ends the thread.
     """
 
     def __init__(
@@ -89,24 +92,33 @@ class Publisher:
         *,
         dtype: torch.dtype | None = None,
         background: bool = True,
-        collective: bool = False,
+        rank: int = 0,
+        ranks: int = 1,
         clock: Callable[[], float] = time.monotonic,
         emit: Callable[[Event], None] = lambda event: None,
+        figures: Callable[..., None] = lambda kind, **values: None,
     ) -> None:
-        self._channel, self._clock, self._emit = channel, clock, emit
-        self._background, self._collective = background, collective
+        self._channel, self._clock, self._emit, self._figures = channel, clock, emit, figures
+        self._background, self._rank, self._ranks = background, rank, ranks
         self._copy = HostCopy(dtype)
         self._copied, self._done = threading.Event(), threading.Event()
         self._copied.set()
         self._done.set()
         self._error: BaseException | None = None
         self._work: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._stood_still_s = 0.0
+        self._stood_still_s = self._unreported_s = 0.0
         self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         self._thread.start()
 
-    def publish(self, version: int, source: WeightSource, then: Callable[[], object]) -> None:
-        """Publish `source` as `version`, then call `then` (in the publication's thread).
+    def begin(self, version: int) -> int:
+        """Begin a version of several ranks, once the one before is published. Rank 0 only. Returns its number; 0 where one rank publishes all."""
+        self.wait()
+        return self._channel.begin(version, parts=self._ranks, length_s=PUBLISH_S) if self._ranks > 1 else 0
+
+    def publish(
+        self, version: int, source: WeightSource, then: Callable[[], object] = lambda: None, *, pending: int = 0
+    ) -> None:
+        """Publish `source` as `version`, then call `then` (in the publication's thread). pending: number of a version of several ranks.
 
         Waits until the step before is published. `source` must not change until `wait_copied` returns.
         """
@@ -115,13 +127,10 @@ class Publisher:
         self._copied.clear()
         self._done.clear()
         self._copy.mark()
-        copies = self._copy.take(source) if self._collective else None
-        self._work.put(lambda: self._publish(version, source, copies, then))
+        self._work.put(lambda: self._publish(version, source, then, pending, started))
         if not self._background:
             self._done.wait()
-        if copies is not None or not self._background:
-            self._stood_still_s += self._clock() - started
-        if not self._background:
+            self._stood(started)
             self.wait()
 
     def ack(self, then: Callable[[], object]) -> None:
@@ -135,8 +144,13 @@ class Publisher:
         """Wait until the weights may change."""
         started = self._clock()
         self._copied.wait()
-        self._stood_still_s += self._clock() - started
+        self._stood(started)
         self._raise()
+
+    def _stood(self, since: float) -> None:
+        waited = self._clock() - since
+        self._stood_still_s += waited
+        self._unreported_s += waited
 
     def wait(self) -> None:
         """Wait until everything is published and acked; raise what went wrong."""
@@ -167,14 +181,25 @@ class Publisher:
                 self._done.set()
 
     def _publish(
-        self, version: int, source: WeightSource, copies: Mapping[str, Tensor] | None, then: Callable[[], object]
+        self, version: int, source: WeightSource, then: Callable[[], object], pending: int, asked: float
     ) -> None:
-        if copies is None:
-            copies = self._copy.take(source)
+        copies = self._copy.take(source)
         self._copied.set()
         started = self._clock()
-        self._channel.publish(version, copies, timeout_s=PUBLISH_S)
-        self._emit(TimeSpan(name=PUBLISH, start=started, end=self._clock(), version=version))
+        tensors: dict[str, Any] = source.slices(copies) if isinstance(source, RankShards) else dict(copies)
+        written = self._channel.publish(version, tensors, pending=pending, part=self._rank, timeout_s=PUBLISH_S)
+        ended = self._clock()
+        self._emit(TimeSpan(name=PUBLISH, start=started, end=ended, version=version))
+        stood, self._unreported_s = self._unreported_s, 0.0
+        self._figures(
+            "publication",
+            rank=self._rank,
+            version=version,
+            bytes=written,
+            copy_s=started - asked,
+            stood_still_s=stood,
+            seconds=ended - asked,
+        )
         then()
 
     def _finish(self, then: Callable[[], object]) -> None:

@@ -7,7 +7,8 @@ Rules:
 2. All ranks make equally many passes. One that has no rows for a pass repeats rows with weight 0, since under FSDP2 a pass is a collective.
 3. Under ``ddp`` each rank has the whole model, and gradients are summed once a step. Under ``fsdp2`` every pass adds the mean over ranks to a sharded
    gradient, and the step multiplies by the number of ranks.
-4. A rank that dies breaks the next collective of all others: they fail, and the supervisor starts all of them again.
+4. A rank that dies ends all: the supervisor sees its death at once, kills the others, and starts all of them again, from the last checkpoint
+   (`StageJob.together`). Without a supervisor the next collective of the others fails.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ MEETING: Final = f"{names.TABLE}/ranks"
 """Channel on which rank 0 publishes the port where the ranks of one life of the trainer meet."""
 MEETING_S: Final = 600.0
 """Longest wait for the other ranks to come: each loads a model."""
+CONNECT_S: Final = 5.0
+"""Longest time until an announced port answers."""
 WAIT_S: Final = 7 * 3600.0
 """Longest wait for a command or a collective: longer than rank 0 waits for rows."""
 _BUCKET: Final = 1 << 26
@@ -178,10 +181,11 @@ def _found(channel: tq.WeightChannel, world: int) -> Any:
                 tried, numbers = weights.version, weights.torch()["address"].tolist()
         except DeadlineExceeded as error:
             raise Unreachable(f"rank 0 did not announce itself within {MEETING_S:g} s; see its log") from error
-        host = ".".join(map(str, numbers[:4]))
+        host, port = ".".join(map(str, numbers[:4])), numbers[4]
         try:
-            return TCPStore(host, numbers[4], world, is_master=False, timeout=timedelta(seconds=5))
-        except dist.DistError:
+            socket.create_connection((host, port), timeout=CONNECT_S).close()  # TCPStore would try a dead port for long
+            return TCPStore(host, port, world, is_master=False, timeout=timedelta(seconds=CONNECT_S))
+        except (OSError, dist.DistError):
             continue  # that life is over; the next one announces itself
 
 

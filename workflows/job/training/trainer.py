@@ -73,7 +73,7 @@ class NoEvaluations:
 
 @dataclass
 class Trainer:
-    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives the current ones, on all ranks."""
+    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives what this rank publishes."""
 
     table: tq.Table
     stream: RowStream
@@ -162,8 +162,9 @@ class Trainer:
 
     def _publish(self, then: Callable[[], None]) -> None:
         self.latest = self.version = next_version(self.latest, self.step)
-        self.passes.gather()
-        self.publisher.publish(self.version, self.weights(), then)
+        pending = self.publisher.begin(self.version)
+        self.passes.publish(self.version, pending)
+        self.publisher.publish(self.version, self.weights(), then, pending=pending)
 
     def _save(self) -> None:
         if self.checkpoints is None or not self.terms.save_every or self._saved == self.step:
