@@ -18,11 +18,14 @@ from tests.workflows.job.policies import context_of, job_of, publish, put_prompt
 from transferqueue.adapters.protocols import PartialResult  # noqa: E402
 from transferqueue.adapters.stages.generation import BEGUN  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
+from transferqueue.workflows.dispatch.channels import live_engines  # noqa: E402
 from transferqueue.workflows.flow.events import Event, TimeSpan  # noqa: E402
+from transferqueue.workflows.flow.preference import PreferringWork  # noqa: E402
 from transferqueue.workflows.flow.runner import run_stage  # noqa: E402
 from transferqueue.workflows.flow.stage import Stage  # noqa: E402
-from transferqueue.workflows.job import names  # noqa: E402
+from transferqueue.workflows.job import graph, names  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402
+from transferqueue.workflows.job.stages.rank import rank  # noqa: E402
 from transferqueue.workflows.job.stages.rollout import rollout, sampling_of  # noqa: E402
 from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
 
@@ -162,3 +165,45 @@ def test_a_stop_text_must_be_one_token(directory: Path) -> None:
     job = job_of(directory, sampling={"group_size": 4, "tokens_max": 12, "stop": ["the end"]})
     with pytest.raises(UsageError, match=r"sampling\.stop='the end' is 7 tokens .* a text that is a single token"):
         sampling_of(job, job.engine[0])
+
+
+@pytest.mark.slow
+def test_rows_are_ranked_before_an_engine_takes_them_and_it_measures_itself(queue: tq.Queue, directory: Path) -> None:
+    """Dispatch by length with the real engine and the real ranker, which has learned nothing yet: the order stays as given."""
+    job = job_of(directory, dispatch={"kind": "length"})
+    table = table_of(queue, job)
+    put_prompts(table, 12, 4)
+    table.seal()
+    publish(queue, directory, 0)
+    ranking = threading.Thread(target=_rank, args=(queue, job, table), daemon=True)
+    ranking.start()
+    left, stop = 48, threading.Event()
+    with rollout(context_of(queue, table, job, [])) as work:
+        assert isinstance(work, PreferringWork)
+
+        def counted(batch: tq.Batch) -> Iterator[PartialResult]:
+            nonlocal left
+            for part in work(batch):
+                assert isinstance(part, PartialResult)
+                assert part.at is not None
+                left -= len(part.at)
+                if not left:
+                    stop.set()
+                yield part
+
+        stage = next(each for each in graph.stages(job) if each.task.name == names.ROLLOUT)
+        run_stage(table, stage, PreferringWork(counted, work.choice), emit=lambda event: None, stop=stop)
+        assert work.choice().where == ()
+        (engine,) = live_engines(queue, names.TABLE)
+    assert engine.curve.rows
+    rows = table.read(fields=[names.RANKER_VERSION, names.EXPECTED_TOKENS, "response_ids"])
+    assert set(rows[names.RANKER_VERSION].numpy().tolist()) == {0}
+    assert rows.tokens.tolist() == [len(ids) for ids in rows["response_ids"]]
+    table.drop(rows.rows, "test")
+    ranking.join(60)
+    assert not ranking.is_alive()
+
+
+def _rank(queue: tq.Queue, job: Job, table: tq.Table) -> None:
+    with rank(context_of(queue, table, job, [])) as loop:
+        loop()
