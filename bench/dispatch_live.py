@@ -76,7 +76,15 @@ def serve_engine(address: str, name: str, model: Path, lengths: Path, slots: int
     """Serve the service until it is sealed. lengths: folder in which a file for each prompt is named after it and has its length."""
     engine = paced_engine(lengths) if paced else vllm_engine(int(name), model, lengths, slots)
     with closing(engine), tq.connect(address, label=f"engine-{name}") as queue:
-        serve(queue, engine, Sampling(tokens_max=LONGEST), rows=1, slots=slots, dispatch=name, stall_s=START_S)
+        serve(
+            queue,
+            engine,
+            Sampling(tokens_max=LONGEST),
+            rows=max(1, slots // 4),
+            slots=slots,
+            dispatch=name,
+            stall_s=START_S,
+        )
 
 
 def paced_engine(lengths: Path) -> Any:

@@ -60,8 +60,10 @@ STALL_S: Final = 3600.0
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
-_DEALT: Final = 16
-"""Parts in which rows that are dispatched are leased, so that the first engine to ask does not get all the longest ones."""
+_DEALT: Final = 8
+"""Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the longest ones, and not single rows, whose leases cost time
+where many short ones end.
+"""
 _LEASES: Final = 4
 """Leases that fill the slots of an idle engine; each is committed in parts of its own."""
 _REWARD_ROWS: Final = 64
