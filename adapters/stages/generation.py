@@ -51,7 +51,7 @@ class Generate:
 
     Rows come back in parts of `part_rows`, each stamped with the versions of its tokens. token_versions: also give the
     version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a completion
-    at most (0: no bound, and the columns `BEGUN` are not read). A completion that was begun more than `max_staleness` versions ago
+    at most (0: no bound). parts: completions that were cut short are released with their tokens, and what was begun is read from the columns `BEGUN`; a budget implies it. A completion that was begun more than `max_staleness` versions ago
     starts again.
 
     seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt. whole_groups: the number of rows of a
@@ -69,6 +69,7 @@ class Generate:
         part_rows: int = PART_ROWS,
         token_versions: bool = False,
         budget: int = 0,
+        parts: bool = False,
         max_staleness: int | None = None,
         seed: int | None = None,
         whole_groups: int = 0,
@@ -76,10 +77,10 @@ class Generate:
     ) -> None:
         if budget < 0:
             raise UsageError(f"budget={budget} is not a number of tokens; 0 is no bound")
-        if whole_groups and (budget or seed is None):
+        if whole_groups and (budget or parts or seed is None):
             raise UsageError(
-                f"whole_groups={whole_groups} with budget={budget} and seed={seed}: rows that are generated again must draw the same, so give a "
-                "seed, and no budget"
+                f"whole_groups={whole_groups} with budget={budget}, parts={parts} and seed={seed}: rows that are generated again must draw the same, so give a "
+                "seed, no budget and no parts"
             )
         self._generator = generator
         self._sampling = sampling
@@ -87,14 +88,15 @@ class Generate:
         self._part_rows = part_rows
         self._token_versions = token_versions
         self._budget = budget
+        self._parts = parts or bool(budget)
         self._max_staleness = max_staleness
         self._seed, self._whole_groups = seed, whole_groups
         self._timeout_s = timeout_s
 
     @property
     def needs(self) -> Sequence[str]:
-        """The prompt, and with a budget the columns `BEGUN`."""
-        return (self._prompt_field, *(BEGUN * bool(self._budget)))
+        """The prompt, and with parts the columns `BEGUN`."""
+        return (self._prompt_field, *(BEGUN * self._parts))
 
     @property
     def gives(self) -> Sequence[str]:
@@ -128,7 +130,7 @@ class Generate:
         ]
 
     def _begun(self, batch: tq.Batch) -> list[Completion | None]:
-        if not self._budget:
+        if not self._parts:
             return [None] * len(batch)
         oldest = batch.version - self._max_staleness if self._max_staleness is not None else 0
         begun_columns = zip(*(batch[name] for name in BEGUN), strict=True)
@@ -169,7 +171,7 @@ class Generate:
 
     def _goes_on(self, completion: Completion) -> bool:
         short = completion.finish_reason == LENGTH and len(completion.ids) < self._sampling.tokens_max
-        return bool(self._budget) and (short or completion.finish_reason == ABORT)
+        return self._parts and (short or completion.finish_reason == ABORT)
 
     def _part(self, finished: Sequence[Completion]) -> PartialResult:
         columns = {

@@ -14,7 +14,7 @@ import transferqueue as tq
 from tests.workflows.flow_stages import Numbers
 from tests.workflows.test_flow import DOUBLE, HERE
 from transferqueue.errors import AlreadyExists, NotFound, UsageError
-from transferqueue.workflows.flow.draining import ADDED, REMOVED, Drain
+from transferqueue.workflows.flow.draining import ADDED, REMOVED, DrainRequest
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.flow.stage import Stage
@@ -202,7 +202,7 @@ def test_leaving_a_flow_ends_a_removal_and_an_elastic_process_at_once(
 
 
 def test_a_drain_runs_each_action_once_also_those_that_come_late() -> None:
-    drain, done = Drain(), threading.Semaphore(0)
+    drain, done = DrainRequest(), threading.Semaphore(0)
     with drain.when_requested(done.release):
         drain.request()
         drain.request()

@@ -22,7 +22,6 @@ from transferqueue.cli.commands import (
     inspect,
     keys,
     new_adapter,
-    plan,
     relay,
     serve,
     shard,
@@ -32,6 +31,7 @@ from transferqueue.cli.commands import (
     train,
     version,
 )
+from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.exit_codes import reported
 
 DEMO_MODULE: Final = "transferqueue.cli.commands.demo"
@@ -94,6 +94,7 @@ def _group() -> typer.Typer:
     if find_spec(DEMO_MODULE) is not None:
         group.command("demo", help=_DEMO_SUMMARY)(_never_run)
     _add(group, "train", train.train, train.EXAMPLES)
+    _add(group, "profile", profile.profile, profile.EXAMPLES)
     _add(group, "plan", plan.plan, plan.EXAMPLES)
     _add(group, "serve", serve.serve, serve.EXAMPLES)
     group.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)

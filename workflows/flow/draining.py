@@ -25,10 +25,10 @@ REMOVED: Final = "removed"
 """Kind of the event that reports a removed process. Its values: those of `Removed`."""
 
 
-class Drain:
+class DrainRequest:
     """Whether a drain was requested, and what is to be done then. Safe from any thread.
 
-    >>> drain = Drain()
+    >>> drain = DrainRequest()
     >>> with drain.when_requested(lambda: None):
     ...     drain.request()
     >>> drain.requested.is_set()

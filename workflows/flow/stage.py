@@ -29,7 +29,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult, Producer
 from transferqueue.errors import Impossible, NotFound, UsageError
-from transferqueue.workflows.flow.draining import Drain
+from transferqueue.workflows.flow.draining import DrainRequest
 from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 
 T = TypeVar("T")
@@ -132,14 +132,14 @@ class Context:
         settings: Mapping[str, Any] | None = None,
         instance: int = 0,
         directory: Path | None = None,
-        drain: Drain | None = None,
+        drain: DrainRequest | None = None,
     ) -> None:
         self.queue = queue
         self.table = table
         self.emit = emit
         self.instance = instance
         self.directory = directory
-        self.drain = drain or Drain()
+        self.drain = drain or DrainRequest()
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:

@@ -20,7 +20,7 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, Impossible, TransferQueueError, UsageError
-from transferqueue.workflows.flow.draining import EXIT_DRAINED, Drain
+from transferqueue.workflows.flow.draining import EXIT_DRAINED, DrainRequest
 from transferqueue.workflows.flow.events import Sender
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
@@ -62,13 +62,17 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def run_job(
-    job: StageJob, address: str, emit: Sender, drain: Drain | None = None, leave: Callable[[], None] = lambda: None
+    job: StageJob,
+    address: str,
+    emit: Sender,
+    drain: DrainRequest | None = None,
+    leave: Callable[[], None] = lambda: None,
 ) -> None:
     """Connect, build the function that the job names, and serve it until its table ends or `drain` is requested.
 
     leave: called, in another thread, when the drain is requested before the process has taken a row.
     """
-    drain = drain or Drain()
+    drain = drain or DrainRequest()
     with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
         table = queue.table(job.table, timeout_s=job.timeout_s)
         context = Context(
@@ -104,9 +108,9 @@ def _opened(job: StageJob, context: Context) -> Iterator[Any]:
         yield function
 
 
-def end_with(descriptor: int, drain: Drain | None = None) -> None:
+def end_with(descriptor: int, drain: DrainRequest | None = None) -> None:
     """Exit this process as soon as the other end of the pipe `descriptor` closes; request `drain` when a byte comes."""
-    drain = drain or Drain()
+    drain = drain or DrainRequest()
 
     def watch() -> None:
         while os.read(descriptor, 1):
@@ -123,7 +127,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--events", required=True, type=int, help="file descriptor for events")
     parser.add_argument("--job", required=True, help="a Job as JSON")
     options = parser.parse_args(arguments)
-    job, drain = msgspec.json.decode(options.job, type=StageJob), Drain()
+    job, drain = msgspec.json.decode(options.job, type=StageJob), DrainRequest()
     end_with(sys.stdin.fileno(), drain)
     if job.elastic:
         drain.request_at_sigterm()

@@ -114,7 +114,12 @@ def by_length(job: Job) -> bool:
 
 def in_parts(job: Job) -> bool:
     """Whether a response may be generated in several leases, under several versions."""
-    return bool(job.sampling.budget) or job.pacing.over_sample > 1
+    return bool(job.sampling.budget) or job.pacing.over_sample > 1 or hands_back(job)
+
+
+def hands_back(job: Job) -> bool:
+    """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the data, are finished instead."""
+    return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
 
 
 def task_names(job: Job) -> tuple[str, ...]:
@@ -123,6 +128,11 @@ def task_names(job: Job) -> tuple[str, ...]:
     if has_episodes(job):
         tasks = tuple(names.PLAY if task == names.ROLLOUT else task for task in tasks if task != names.REWARD)
     return (names.RANK, tasks[0], names.LENGTHS, *tasks[1:]) if by_length(job) else tasks
+
+
+def generating_task(job: Job) -> str:
+    """Return the name of the task that generates."""
+    return names.PLAY if has_episodes(job) else names.ROLLOUT
 
 
 def fields(job: Job) -> list[tq.Field]:
@@ -276,9 +286,9 @@ def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
 
 
 def engine_of(job: Job, instance: int) -> EngineSettings:
-    """Return the settings of the generating process with number `instance`."""
+    """Return the settings of the generating process with number `instance`. Those beyond the job's counts were added while it runs, and are like the last."""
     each = [engine for engine in job.engine for _ in range(engine.count)]
-    return each[instance]
+    return each[min(instance, len(each) - 1)]
 
 
 def _process(described: StageJob, name: str, stage: Stage | None = None, instance: int = 0) -> StageJob:
@@ -290,6 +300,7 @@ def _process(described: StageJob, name: str, stage: Stage | None = None, instanc
         instance=instance,
         loop=name in LOOPS,
         together=name == names.TRAIN,
+        elastic=bool(described.settings["elastic"]["max"]) and name in (names.ROLLOUT, names.PLAY),
     )
 
 

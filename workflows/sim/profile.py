@@ -1,4 +1,4 @@
-"""The profile of a job: what a planner is told, from TOML or from the timeline of a real run.
+"""The profile of a job: what a planner is told. `transferqueue profile` measures and writes it; the timeline of a real run may replace some of it.
 
 Seconds are those of one instance. A device count is of one instance, too::
 
@@ -9,6 +9,8 @@ Seconds are those of one instance. A device count is of one instance, too::
     [generation]
     devices = 4
     slots = 32                  # rows that the memory of one instance holds at once
+    slots_tried = [16, 32]      # numbers of rows to choose from (none: slots)
+    prompt_ms = 4.0             # of one prompt, before its first token; the other rows wait
     token_ms = [[1, 8.3], [32, 10.2], [512, 36.9]]   # milliseconds of a token of all, by rows at once
     lengths = [812, 3200, 12900]                     # observed output lengths, tokens
 
@@ -22,12 +24,27 @@ Seconds are those of one instance. A device count is of one instance, too::
     row_s = 0.9                 # of one unit; units share a batch
     call_s = 1.0                # of every micro-batch, however many units
     devices = 8
-    update_s = 2.0
+    step_s = 0.5                # of every step, after its last row: the optimizer
+    update_s = 2.0              # until the new weights generate; the trainer goes on meanwhile
+    instances_max = 0           # units that may share a batch (0: as many as there are devices)
+
+Devices of several kinds replace `devices`. A kind may have its own costs; `price` is of one device for an hour, in any currency::
+
+    link_s = 5.0                # until a version has reached another site
+
+    [[kinds]]
+    name = "h20"
+    devices = 32
+    price = 1.3
+    site = "a"
+    [kinds.generation]          # as above; lengths and slots_tried may be left out
+    [kinds.train]
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +62,9 @@ class GenerationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     devices: int
     slots: int
     token_ms: list[tuple[int, float]]
-    lengths: list[int]
+    lengths: list[int] = []
+    slots_tried: list[int] = []
+    prompt_ms: float = 0.0
 
     def token_s(self, rows: int) -> float:
         """Seconds to decode one token of each of `rows` rows: interpolated, and constant beyond the ends."""
@@ -60,18 +79,52 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     name: str = "train"
     call_s: float = 0.0
     devices: int = 0
+    step_s: float = 0.0
     update_s: float = 0.0
+    instances_max: int = 0
+
+
+class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Devices of one kind at one site. generation, train: costs on them (None: those of the profile). price: of one device for an hour."""
+
+    name: str
+    devices: int
+    price: float = 1.0
+    site: str = ""
+    generation: GenerationProfile | None = None
+    train: StageProfile | None = None
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Costs and budget of a job; the module docstring shows one as TOML."""
+    """Costs and budget of a job; the module docstring shows one as TOML. group_rows: of a prompt. streams: a step may begin with a part of its rows."""
 
     batch_rows: int
-    devices: int
     generation: GenerationProfile
     train: StageProfile
     stages: list[StageProfile] = []
     depths: tuple[int, ...] = (0, 1)
+    devices: int = 0
+    kinds: list[DeviceKind] = []
+    link_s: float = 0.0
+    group_rows: int = 1
+    streams: bool = True
+
+    @property
+    def all_kinds(self) -> list[DeviceKind]:
+        """The kinds, each with its costs; without any, the devices are of one kind."""
+        kinds = self.kinds or [DeviceKind(name="", devices=self.devices)]
+        return [
+            msgspec.structs.replace(kind, generation=self._generation(kind.generation), train=kind.train or self.train)
+            for kind in kinds
+        ]
+
+    def _generation(self, own: GenerationProfile | None) -> GenerationProfile:
+        generation = own or self.generation
+        return msgspec.structs.replace(
+            generation,
+            lengths=generation.lengths or self.generation.lengths,
+            slots_tried=generation.slots_tried or [generation.slots],
+        )
 
 
 def load(path: Path) -> Profile:
@@ -88,26 +141,73 @@ def load(path: Path) -> Profile:
 
 def check(profile: Profile) -> None:
     """Raise `UsageError` for values with which no plan exists."""
-    generation = profile.generation
     _need(profile.batch_rows > 0, "batch_rows", profile.batch_rows, "a positive number of rows")
     _need(bool(profile.depths) and min(profile.depths) >= 0, "depths", list(profile.depths), "numbers from 0 on")
-    _need(bool(generation.lengths) and min(generation.lengths) > 0, "generation.lengths", "", "positive tokens")
+    _need(0 <= profile.link_s < math.inf, "link_s", profile.link_s, "seconds that are not negative")
+    _need(profile.group_rows > 0, "group_rows", profile.group_rows, "a positive number of rows")
+    _check_lengths(profile)
+    _check_generation(profile.generation)
+    for stage in (*profile.stages, profile.train):
+        _check_stage(stage)
+    _need(profile.train.row_s > 0, "train.row_s", profile.train.row_s, "positive seconds")
+    _check_devices(profile)
+
+
+def _check_lengths(profile: Profile) -> None:
+    lengths = profile.generation.lengths
+    _need(bool(lengths) and min(lengths) > 0, "generation.lengths", "", "positive tokens")
+
+
+def _check_generation(generation: GenerationProfile) -> None:
     _need(generation.slots > 0, "generation.slots", generation.slots, "a positive number of rows")
+    tried = generation.slots_tried
+    rule = f"numbers from 1 to slots={generation.slots}"
+    _need(not tried or 1 <= min(tried) <= max(tried) <= generation.slots, "generation.slots_tried", tried, rule)
+    _need(0 <= generation.prompt_ms < math.inf, "generation.prompt_ms", generation.prompt_ms, "not negative")
     rows = [at for at, _ in generation.token_ms]
     rising = bool(rows) and rows == sorted(set(rows)) and min(ms for _, ms in generation.token_ms) > 0
     _need(rising, "generation.token_ms", generation.token_ms, "pairs of rows, ascending, and positive milliseconds")
-    for stage in (*profile.stages, profile.train):
-        _need(
-            min(stage.row_s, stage.call_s, stage.update_s) >= 0,
-            stage.name,
-            stage.row_s,
-            "seconds that are not negative",
-        )
-        _need(stage.devices >= 0, f"{stage.name}.devices", stage.devices, "a number from 0 on")
-    _need(profile.train.row_s > 0, "train.row_s", profile.train.row_s, "positive seconds")
-    least = generation.devices + profile.train.devices + sum(stage.devices for stage in profile.stages)
-    _need(min(generation.devices, profile.train.devices) > 0, "devices", 0, "positive for generation and train")
-    _need(least <= profile.devices, "devices", profile.devices, f"at least {least}: one instance of everything")
+    _need(generation.devices > 0, "generation.devices", generation.devices, "positive")
+
+
+def _check_stage(stage: StageProfile) -> None:
+    seconds = (stage.row_s, stage.call_s, stage.step_s, stage.update_s)
+    _need(all(0 <= each < math.inf for each in seconds), stage.name, seconds, "seconds that are not negative")
+    _need(stage.devices >= 0, f"{stage.name}.devices", stage.devices, "a number from 0 on")
+    _need(stage.instances_max >= 0, f"{stage.name}.instances_max", stage.instances_max, "a number from 0 on")
+
+
+def _check_devices(profile: Profile) -> None:
+    """Some kind must take one instance of generation, and some, perhaps the same, one of everything else."""
+    names = [kind.name for kind in profile.all_kinds]
+    _need(len(set(names)) == len(names), "kinds", names, "names that differ")
+    others = sum(stage.devices for stage in profile.stages)
+    _need(profile.train.devices > 0, "devices", 0, "positive for generation and train")
+    for kind in profile.all_kinds:
+        _need(0 < kind.price < math.inf, f"kinds.{kind.name}.price", kind.price, "positive")
+        _need(kind.devices >= 0, f"kinds.{kind.name}.devices", kind.devices, "a number from 0 on")
+        if kind.generation and kind.train:
+            _check_generation(kind.generation)
+            _check_stage(kind.train)
+            _need(
+                kind.train.row_s > 0 and kind.train.devices > 0,
+                f"kinds.{kind.name}.train",
+                0,
+                "positive seconds and devices",
+            )
+    least = min(least_devices(kind, other, others) for kind in profile.all_kinds for other in profile.all_kinds)
+    total = sum(kind.devices for kind in profile.all_kinds)
+    needed = profile.generation.devices + profile.train.devices + others
+    _need(least <= 0, "devices", total, f"at least {needed}: one instance of everything")
+
+
+def least_devices(generates: DeviceKind, trains: DeviceKind, others: int) -> int:
+    """Return how many devices are missing for one instance of everything, `others` being those of the stages, which are where the trainer is."""
+    generation = generates.generation.devices if generates.generation else 0
+    training = (trains.train.devices if trains.train else 0) + others
+    if generates.name == trains.name:
+        return generation + training - generates.devices
+    return max(generation - generates.devices, 0) + max(training - trains.devices, 0)
 
 
 def _need(holds: bool, subject: str, value: object, rule: str) -> None:

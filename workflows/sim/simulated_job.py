@@ -7,7 +7,7 @@ Rules:
 2. A generation instance decodes up to `slots` rows at once; one token of n rows takes ``token_s(n)``. An instance of a stage
    takes `call_s`, plus `row_s` for each row that it leased. The trainer is one instance.
 3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k only, as its `BatchFeed` says.
-4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and the rows are acked.
+4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and all rows of the step are acked.
    The trainer continues at once, if there are rows.
 """
 
@@ -76,7 +76,8 @@ class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
 class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What to simulate: lengths and their predictions ``[iterations, batch]``, generation, stages in order, pacing.
 
-    token_s: seconds to decode one token of each of n rows.
+    token_s: seconds to decode one token of each of n rows. prompt_s: of a row before its first token, in which the instance's other rows stand. step_s: after
+    the last row of a step, in which the trainer is busy.
     """
 
     lengths: Lengths
@@ -88,6 +89,8 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     depth: int
     token_s: Callable[[int], float]
     update_s: float = 0.0
+    prompt_s: float = 0.0
+    step_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.lengths.ndim != 2 or self.lengths.shape != self.predicted.shape or not self.lengths.size:
@@ -145,19 +148,21 @@ def simulate(job: SimulatedJob) -> Simulated:
 class _Decoder:
     """One generation instance: its rows advance together, one token each in ``token_s(rows)``."""
 
-    def __init__(self, token_s: Callable[[int], float]) -> None:
+    def __init__(self, token_s: Callable[[int], float], prompt_s: float = 0.0) -> None:
+        self._prompt_s = prompt_s
         self.running: list[tuple[float, int, float, m.Leased]] = []
         self._token_s, self._progress, self._since = token_s, 0.0, 0.0
         self.age, self.foretold = 0, 0
         """age counts changes: an end predicted at an earlier age is void. foretold: the age of the last prediction."""
 
     def _advance(self, now: float) -> None:
-        if self.running:
+        if self.running and now > self._since:
             self._progress += (now - self._since) / self._token_s(len(self.running))
-        self._since = now
+        self._since = max(now, self._since)
 
     def add(self, now: float, row: int, length: int, leased: m.Leased) -> None:
         self._advance(now)
+        self._since += self._prompt_s
         heapq.heappush(self.running, (self._progress + length, row, now, leased))
         self.age += 1
 
@@ -178,9 +183,10 @@ class _Simulation:
         self._admitted, self._begun, self._step, self._trained = 0, 0, 0, 0
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = 0
+        self._held: list[m.Leased] = []
         self._worked: list[Worked] = []
         self._steps: list[float] = []
-        self._decoders = [_Decoder(job.token_s) for _ in range(job.site.instances)]
+        self._decoders = [_Decoder(job.token_s, job.prompt_s) for _ in range(job.site.instances)]
         self._free = {stage.name: list(range(stage.instances)) for stage in (*job.stages, job.train)}
         self._open()
 
@@ -310,24 +316,25 @@ class _Simulation:
         self._free[TRAIN].pop()
         start, step, rows = self.now, self._step, len(leased.content.rows) // 8
         self._trained += rows
-        last = self._trained == self._batch
+        self._held.append(leased)
+        last, of_step = self._trained == self._batch, self._held
         if last:
-            self._step, self._trained = self._step + 1, 0
+            self._step, self._trained, self._held = self._step + 1, 0, []
 
         def end() -> None:
             self._free[TRAIN].append(0)
             self._worked.append(Worked(TRAIN, 0, start, self.now, rows))
             if last:
                 self._at(self.now + self._job.update_s, publish)
-            else:
-                self._apply(m.Ack(TABLE, leased.lease, leased.token))
 
         def publish() -> None:
             self._steps.append(self.now)
             self._apply(m.AdvanceClock(TABLE, step + 1))
-            self._apply(m.Ack(TABLE, leased.lease, leased.token))
+            for each in of_step:
+                self._apply(m.Ack(TABLE, each.lease, each.token))
 
-        self._at(start + self._job.train.call_s + self._job.train.row_s * rows, end)
+        step_s = self._job.step_s if last else 0.0
+        self._at(start + self._job.train.call_s + self._job.train.row_s * rows + step_s, end)
 
     def _terms(self, at: int) -> tuple[int, int, list[Predicate]]:
         """Return rows, at least, and a filter: the rows of this step, or the next of its prompts."""

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from transferqueue.workflows.job.run.folder import RunFolder
     from transferqueue.workflows.job.run.run import JobOutcome, RunningJob
     from transferqueue.workflows.job.settings.job import Job
+    from transferqueue.workflows.job.settings.plan import PlanFile
 
 EXAMPLES = (
     (
@@ -34,6 +35,7 @@ EXAMPLES = (
         "with other values; tables merge, arrays are replaced",
     ),
     ("transferqueue train grpo.toml --set engine.0.count=2", "with two processes of the first engine"),
+    ("transferqueue train grpo.toml --plan plan.toml", "as the planner chose, with predicted beside measured"),
     ("transferqueue train grpo.toml --resume", "go on with its latest unfinished run"),
     ("transferqueue train --resume --out runs/grpo-20260101-120000", "go on with the run in a folder"),
 )
@@ -51,6 +53,15 @@ SetOption = Annotated[
         metavar="KEY=VALUE",
         show_default=False,
         help="Change a value of the file, such as trainer.lr=2e-6; TOML, or a bare word. Repeatable.",
+    ),
+]
+PlanOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--plan",
+        metavar="PLAN.toml",
+        show_default=False,
+        help="Run as `transferqueue plan --out` chose; --set changes a value again. The summary shows the prediction.",
     ),
 ]
 DryRunOption = Annotated[
@@ -79,6 +90,7 @@ JsonOption = Annotated[
 def train(
     job: JobArgument = None,
     changes: SetOption = None,
+    plan: PlanOption = None,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
     out: OutOption = None,
@@ -90,10 +102,17 @@ def train(
     The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the end summary.json,
     learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on.
     """
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.settings.plan import read_plan
+
+    if plan and resume:
+        raise UsageError("--plan with --resume: a run goes on with the plan that it has; leave one of them out")
+    planned = None if plan is None else read_plan(plan)
+    changes = [*(planned.sets() if planned else []), *(changes or [])]
     if dry_run:
-        _show_dry_run(job, changes or [], as_json=as_json)
+        _show_dry_run(job, changes, as_json=as_json)
         return
-    settings, folder, code = _chosen(job, changes or [], resume=resume, out=out)
+    settings, folder, code = _chosen(job, changes, resume=resume, out=out)
     screen = console(stderr=as_json)
     with (
         ended_like_ctrl_c(signal.SIGTERM),
@@ -101,7 +120,7 @@ def train(
         _watched(screen, settings) as watch,
         last_words_shown(),
     ):
-        outcome = _run(settings, folder, code, watch, screen, page=_with_page(page, screen))
+        outcome = _run(settings, folder, code, watch, screen, page=_with_page(page, screen), plan=planned)
     if as_json:
         show_json(outcome.summary)
     else:
@@ -133,7 +152,14 @@ def _chosen(
 
 
 def _run(
-    settings: Job, folder: RunFolder, code: Path | None, watch: Watch, screen: Console, *, page: bool
+    settings: Job,
+    folder: RunFolder,
+    code: Path | None,
+    watch: Watch,
+    screen: Console,
+    *,
+    page: bool,
+    plan: PlanFile | None,
 ) -> JobOutcome:
     from transferqueue.workflows.job.run.run import run_job
 
@@ -143,7 +169,7 @@ def _run(
             screen.print(Text.assemble(("page", "dim"), f" {running.link}"), soft_wrap=True)
         watch.started(running.pids)
 
-    return run_job(settings, folder=folder, code=code, page=page, observe=watch, started=started)
+    return run_job(settings, folder=folder, code=code, page=page, plan=plan, observe=watch, started=started)
 
 
 def _show_dry_run(job: Path | None, changes: list[str], *, as_json: bool) -> None:

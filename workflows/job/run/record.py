@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
+from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
 from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, STEP
@@ -27,6 +29,7 @@ _FILES: Final = {
     EVALUATION: "evaluations.jsonl",
     SAMPLES: "samples.jsonl",
     DISPATCH: "dispatch.jsonl",
+    ELASTIC: "elastic.jsonl",
 }
 _COUNTERS: Final = ("reward", "loss")
 
@@ -45,6 +48,7 @@ class RunRecord:
         self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in self._earlier(STEP)}
         self.evaluations: list[dict[str, Any]] = list(self._earlier(EVALUATION))
         self.plans: list[dict[str, Any]] = list(self._earlier(DISPATCH))
+        self.elastic: list[dict[str, Any]] = list(self._earlier(ELASTIC))
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
         self.publish_s: list[float] = []
@@ -79,6 +83,9 @@ class RunRecord:
         elif event.kind == DISPATCH:
             self.plans.append(event.values)
             self._write(DISPATCH, event.values | {"at": event.at})
+        elif event.kind == ELASTIC:
+            self.elastic.append(event.values | {"at": event.at})
+            self._write(ELASTIC, self.elastic[-1])
         elif event.kind in (STEP, EVALUATION):
             self._figures(event)
 
@@ -133,6 +140,12 @@ class RunRecord:
         """What publications of weights cost, by trainer or rank, of this start: see `RunSummary.publications`."""
         return {label: _costs(costs) for label, costs in sorted(self.publications.items())}
 
+    def step_s(self) -> float | None:
+        """Median seconds from a step of this start to the next; None with fewer than two."""
+        ends = [float(self.steps[step]["at"]) for step in dict.fromkeys(self.new_steps)]
+        gaps = [after - before for before, after in pairwise(ends)]
+        return median(gaps) if gaps else None
+
     def staleness(self) -> dict[str, int]:
         """Rows by versions behind, over all steps."""
         total: Counter[str] = Counter()
@@ -148,6 +161,10 @@ class RunRecord:
         counters = [
             Figures(kind=STEP, at=step["at"], values={name: step[name] for name in _COUNTERS if name in step})
             for step in (self.steps[number] for number in dict.fromkeys(self.new_steps))
+        ]
+        counters += [
+            Figures(kind=ELASTIC, at=each["at"], values={"generators": each["generators"] + each["by"]})
+            for each in self.elastic
         ]
         write_chrome_trace(path, spans, counters)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -22,14 +22,16 @@ from typing import Final
 import msgspec
 
 import transferqueue as tq
+from transferqueue.workflows.elastic.scaler import Scaler
 from transferqueue.workflows.flow.audit import Audit, audit
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
-from transferqueue.workflows.job.graph import create_table, stage_jobs
-from transferqueue.workflows.job.run.folder import SUMMARY, RunFolder, new_folder
+from transferqueue.workflows.job.graph import create_table, generating_task, stage_jobs
+from transferqueue.workflows.job.run.elastic import scaler_of
+from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
 from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import importable, preflight
 from transferqueue.workflows.job.run.record import RunRecord
@@ -37,6 +39,7 @@ from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.run.snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
 from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.plan import PlanFile
 from transferqueue.workflows.job.settings.read import checked
 
 RESTARTS_MAX: Final = 5
@@ -70,13 +73,14 @@ def run_job(
     folder: RunFolder | None = None,
     code: Path | None = None,
     page: bool = False,
+    plan: PlanFile | None = None,
     observe: Observe = lambda label, event: None,
     started: Callable[[RunningJob], None] = lambda running: None,
 ) -> JobOutcome:
     """Run `job` to its end and return its outcome. Blocks for as long as that takes.
 
     folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name, beside the current one. page: serve the
-    queue's page too. observe: called for every event, by the supervising thread. started: called once the processes run.
+    queue's page too. plan: what `job` was changed by; it is kept in the folder, and its prediction is in the summary. observe: called for every event, by the supervising thread. started: called once the processes run.
 
     Raises `UsageError` and `Impossible` before anything starts; `AddressInUse` if another process runs the folder; `StageFailed` when a process cannot work; `InternalError` when the row
     counts do not balance at the end. Ends all processes on `KeyboardInterrupt`.
@@ -87,6 +91,8 @@ def run_job(
     folder = folder or new_folder(job)
     with folder.locked():
         folder.begin(job, code)
+        if plan is not None:
+            plan.write(folder.path / PLAN)
         with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, server):
             if server is not None:
                 restore_if_lost(queue, folder.path)
@@ -103,7 +109,14 @@ def run_job(
                 )
             audited = audit(table)
             audited.check_finished(names.TABLE)
-            summary = summarize(record, job, audited, starts=len(folder.starts()), seconds=time.monotonic() - began)
+            summary = summarize(
+                record,
+                job,
+                audited,
+                starts=len(folder.starts()),
+                seconds=time.monotonic() - began,
+                predicted=folder.predicted(),
+            )
             files = _write_files(folder.path, record, summary)
         if server is not None:
             discard_state(folder.path)
@@ -119,16 +132,23 @@ def _run_processes(
     observe: Observe,
     started: Callable[[Flow], None],
 ) -> None:
-    with Flow(
+    processes = stage_jobs(job, folder.path)
+    scaler = scaler_of(job, processes, observe)
+    flow = Flow(
         queue,
-        stage_jobs(job, folder.path),
+        processes,
         directory=folder.path / "logs",
-        observe=observe,
+        observe=scaler or observe,
         restarts_max=RESTARTS_MAX,
         environment=environment,
-    ) as flow:
+    )
+    with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
         started(flow)
         flow.run()
+
+
+def _scaling(scaler: Scaler | None, flow: Flow, table: tq.Table, job: Job) -> AbstractContextManager[None]:
+    return nullcontext() if scaler is None else scaler.running(flow, table, generating_task(job))
 
 
 @contextmanager

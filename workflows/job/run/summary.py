@@ -10,8 +10,10 @@ import msgspec
 
 from transferqueue.workflows.flow.audit import Audit
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.run.elastic import ElasticSummary, elastic_summary
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.plan import Predicted
 
 MEASURES: Final = ("reward", "kl", "loss")
 """What an evaluation may measure; of a run that of its kind."""
@@ -29,6 +31,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
     versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
     (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
+    elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
 
     name: str
@@ -58,6 +61,9 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     failures: dict[str, int]
     dispatch: dict[str, Any] = {}
     publications: dict[str, dict[str, float]] = {}
+    elastic: ElasticSummary | None = None
+    step_s: float | None = None
+    predicted: Predicted | None = None
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -82,6 +88,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
+            *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
+            *([("generating processes", self.elastic.text())] if self.elastic else []),
         ]
 
     def text(self) -> str:
@@ -91,8 +99,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
         return "".join(f"{name:<{width}}  {value}\n" for name, value in rows)
 
 
-def summarize(record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds: float) -> RunSummary:
-    """Summarise a finished run; `audit` is of its table."""
+def summarize(
+    record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds: float, predicted: Predicted | None = None
+) -> RunSummary:
+    """Summarise a finished run; `audit` is of its table. predicted: by its plan."""
     trained_s = record.trained_s()
     measure, before, after = evaluated(record.evaluations)
     first, last = _ends(record.steps)
@@ -125,6 +135,9 @@ def summarize(record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds
         failures=dict(record.failures),
         dispatch=record.plans[-1] if record.plans else {},
         publications=record.publication_costs(),
+        elastic=elastic_summary(record.elastic),
+        step_s=_rounded(record.step_s()),
+        predicted=predicted,
     )
 
 
@@ -191,6 +204,12 @@ def _change(before: float | None, after: float | None) -> str:
     if before is None or after is None:
         return "not evaluated" if before is None and after is None else f"{before} → {after}"
     return f"{before:.3f} → {after:.3f}  ({after - before:+.3f})"
+
+
+def _compared(measured: float | None, predicted: float) -> str:
+    if measured is None:
+        return f"not measured, {predicted:.3g} s"
+    return f"{measured:.3g} s, {predicted:.3g} s  ({predicted / measured - 1:+.0%})"
 
 
 def _counts(rows: Mapping[str, int]) -> str:

@@ -187,6 +187,20 @@ class DispatchSettings(_Table):
     kind: Literal["given", "length"] = "given"
 
 
+class ElasticSettings(_Table):
+    """How many generating processes there are while the job runs: `min` to `max` (0: always the counts of ``engine``). More are started like the last of ``engine``.
+
+    threshold: a process is added when generation takes longer than training by this share of what it would save. idle_s: with ``min = 0``, the last one ends
+    after so long without a row. deadline_s: a process that is removed is killed after it.
+    """
+
+    min: int = 1
+    max: int = 0
+    threshold: float = 1.0
+    idle_s: float = 60.0
+    deadline_s: float = 60.0
+
+
 class WeightsSettings(_Table):
     """How weights are published. background: only the copy to host memory stops the trainer. in_flight: engines change weights between two tokens."""
 
@@ -251,6 +265,7 @@ class Job(_Table):
     trainer: TrainerSettings = TrainerSettings()
     pacing: PacingSettings = PacingSettings()
     dispatch: DispatchSettings = DispatchSettings()
+    elastic: ElasticSettings = ElasticSettings()
     weights: WeightsSettings = WeightsSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     evaluation: EvaluationSettings = EvaluationSettings()

@@ -323,6 +323,31 @@ def _dispatch(job: Job) -> None:
         )
 
 
+# ---------------------------------------------------------------- elastic
+
+
+def _elastic(job: Job) -> None:
+    elastic, count = job.elastic, sum(engine.count for engine in job.engine)
+    if not elastic.max:
+        return
+    if job.algorithm.kind == "sft":
+        raise UsageError(f'elastic.max={elastic.max} with kind="sft", which generates nothing; leave it out')
+    if not elastic.min <= count <= elastic.max:
+        raise Impossible(
+            f"elastic.min={elastic.min}, max={elastic.max} with {count} processes of engine: the job starts with these; give a min and a max around them"
+        )
+    if job.dispatch.kind == "length":
+        raise UsageError(
+            f'elastic.max={elastic.max} with dispatch.kind="length", whose plans divide rows among a fixed number of engines; leave one of them out'
+        )
+    last = job.engine[-1]
+    if last.kind in _SERVED:
+        raise UsageError(
+            f"elastic.max={elastic.max} with engine.{len(job.engine) - 1}.kind={last.kind!r}: one more process would send requests to the same server, and "
+            "nothing more would generate; start further servers, or leave elastic out"
+        )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -399,6 +424,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _engines,
     _order,
     _dispatch,
+    _elastic,
     _pacing,
     _tokens,
     _memory,

@@ -14,7 +14,12 @@ from transferqueue.workflows.job.settings.job import Job
 
 def job_as_toml(job: Job) -> str:
     """Return `job` as TOML that `job_from_values` reads back to an equal job. Values that are None are left out."""
-    values = msgspec.to_builtins(job)
+    return as_toml(job)
+
+
+def as_toml(struct: msgspec.Struct) -> str:
+    """Return a struct as TOML, its tables after its values. Values that are None are left out."""
+    values = msgspec.to_builtins(struct)
     lines = [
         f"{_key(name)} = {_text(value)}" for name, value in values.items() if not _is_table(value) and value is not None
     ]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Final
 
@@ -15,8 +15,9 @@ from transferqueue.workflows.dispatch.channels import dispatched
 from transferqueue.workflows.flow.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
-from transferqueue.workflows.job.graph import by_length, engine_of
+from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
+from transferqueue.workflows.job.stages.hand_back import handing_back
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
 
 _PARTS: Final = 16
@@ -33,7 +34,9 @@ def rollout(context: Context) -> Iterator[Work]:
     """
     job = context.settings(Job)
     with generating(context, job) as (engine, weights, sampling, chosen):
-        yield chosen(EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots))
+        work = EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+        with handing_back(work, engine, context.drain) if hands_back(job) else nullcontext(work) as handed:
+            yield chosen(handed)
 
 
 @contextmanager
@@ -74,9 +77,10 @@ class EngineRollout:
             part_rows=max(1, min(PART_ROWS, slots // _PARTS)),
             token_versions=True,
             budget=budget,
+            parts=in_parts(job),
             max_staleness=job.pacing.max_staleness,
             seed=job.seed,
-            whole_groups=job.sampling.group_size if job.trainer.order == "ordinal" and not budget else 0,
+            whole_groups=job.sampling.group_size if job.trainer.order == "ordinal" and not in_parts(job) else 0,
         )
 
     def __call__(self, batch: tq.Batch) -> Iterator[PartialResult]:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
 from transferqueue.cli.screens.terminal import console, say
+from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from transferqueue.workflows.sim.planner import Planned
+    from transferqueue.workflows.sim.profile import Profile
 
 EXAMPLES: Final = (
     ("transferqueue plan profile.toml", "the best plans for the profile's budget"),
+    (
+        "transferqueue plan profile.toml --out plan.toml",
+        "write the best one; then: transferqueue train JOB.toml --plan plan.toml",
+    ),
+    ("transferqueue plan profile.toml --objective money", "the most samples for the price of the devices"),
     ("transferqueue plan profile.toml --calibrate timeline.json", "with stage times of a recorded run"),
 )
 SHOWN: Final = 5
@@ -31,6 +38,9 @@ def plan(
         Path | None, typer.Option(help="Timeline of a real run; its stage times replace those given.")
     ] = None,
     picture: Annotated[Path | None, typer.Option(help="Draw the best plan's timeline here (PNG).")] = None,
+    objective: Annotated[str, typer.Option(help="speed: samples a second; money: samples for the price.")] = "speed",
+    out: Annotated[Path | None, typer.Option(help="Write a plan for `train --plan` here (TOML).")] = None,
+    choose: Annotated[int, typer.Option(help="Which of the plans shown is written: 1 is the best.")] = 1,
 ) -> None:
     """Choose instances per stage, micro-batch, depth and mode.
 
@@ -39,10 +49,12 @@ def plan(
     from transferqueue.workflows.sim import planner
     from transferqueue.workflows.sim import profile as profiles
 
+    if objective not in ("speed", "money"):
+        raise UsageError(f"--objective {objective!r}: give speed or money")
     job, measured = profiles.load(profile), dict[str, float]()
     if calibrate is not None:
         job, measured = profiles.calibrated(job, calibrate)
-    plans = planner.plan(job)
+    plans = planner.plan(job, cast("planner.Objective", objective))
     _show(plans)
     for name, seconds in measured.items():
         say(f"measured: {name} {seconds:.4g} s a row")
@@ -51,22 +63,36 @@ def plan(
     if picture is not None:
         draw(picture, plans[0])
         say(f"drew {picture}")
+    if out is not None:
+        _write(out, job, plans, choose)
+        say(f"wrote {out}; next: transferqueue train JOB.toml --plan {out}")
+
+
+def _write(path: Path, profile: Profile, plans: Sequence[Planned], choose: int) -> None:
+    from transferqueue.workflows.job.settings.plan import plan_file
+
+    if not 1 <= choose <= len(plans):
+        raise UsageError(f"--choose {choose}: {len(plans)} plans were simulated; give 1 to {len(plans)}")
+    plan_file(profile, plans[choose - 1].plan).write(path)
 
 
 def _show(plans: Sequence[Planned]) -> None:
     from rich.table import Table
 
     table = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("mode", "instances", "micro-batch", "devices", "bound", "step", "idle"):
+    for title in ("mode", "instances", "slots", "micro-batch", "devices", "price", "bound", "step", "cost", "idle"):
         table.add_column(title)
     for planned in plans[:SHOWN]:
         table.add_row(
             planned.plan.mode,
-            " ".join(f"{name}={count}" for name, count in planned.plan.instances.items()),
+            _instances(planned),
+            str(planned.plan.slots),
             str(planned.plan.micro_rows),
             str(planned.plan.devices),
-            f"{planned.bound_s:.1f} s",
-            f"{planned.step_s:.1f} s",
+            f"{planned.plan.price:.3g}",
+            f"{planned.bound_s:.3g} s",
+            f"{planned.step_s:.3g} s",
+            f"{planned.cost:.3g}",
             " ".join(f"{name} {share:.0%}" for name, share in planned.idle.items()),
         )
     screen = console()
@@ -74,6 +100,15 @@ def _show(plans: Sequence[Planned]) -> None:
     screen.print("predicted timeline of the first (full block: all its instances busy)")
     for line in one_line_each(plans[0]):
         screen.print(line)
+
+
+def _instances(planned: Planned) -> str:
+    """Instances by stage, with the kinds of their devices where there are several."""
+    kinds = {"generate": planned.plan.generates_on, "train": planned.plan.trains_on}
+    return " ".join(
+        f"{name}={count}" + (f" ({kinds[name]})" if kinds.get(name) else "")
+        for name, count in planned.plan.instances.items()
+    )
 
 
 def one_line_each(best: Planned) -> list[str]:

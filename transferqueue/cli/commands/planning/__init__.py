@@ -1,0 +1,1 @@
+"""The commands that measure a job and divide devices among its stages."""

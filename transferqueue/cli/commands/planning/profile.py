@@ -1,0 +1,47 @@
+"""`transferqueue profile`: measure a job's engine, trainer and rewards here, and write what `transferqueue plan` reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final
+
+import typer
+
+from transferqueue.cli.screens.terminal import say
+
+EXAMPLES: Final = (
+    ("transferqueue profile grpo.toml", "measure on this machine, with nothing else running; writes profile.toml"),
+    ("transferqueue profile grpo.toml --devices 16 --out h100.toml", "for 16 devices like this one"),
+)
+
+
+def profile(
+    job: Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job file.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="Change a value of the file. Repeatable."),
+    ] = None,
+    devices: Annotated[int, typer.Option(help="Devices to divide; each engine and each trainer takes one.")] = 2,
+    out: Annotated[Path, typer.Option(help="The profile.")] = Path("profile.toml"),
+) -> None:
+    """Measure milliseconds of a token by rows at once, of a prompt, seconds of a trained row and of the optimizer, of a publication, of rewards, and response lengths.
+
+    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the job's weights do not change.
+    """
+    from transferqueue.workflows.job.profiling.job import profile_job
+    from transferqueue.workflows.job.settings.read import job_from_file
+    from transferqueue.workflows.job.settings.write import as_toml
+
+    measured = profile_job(job_from_file(job, set=changes or []), code=job.parent, devices=devices, say=say)
+    out.write_text(as_toml(measured), encoding="utf-8")
+    generation, train = measured.generation, measured.train
+    say(
+        f"a token: {', '.join(f'{ms:.3g} ms at {rows}' for rows, ms in generation.token_ms)} rows; a prompt {generation.prompt_ms:.3g} ms"
+    )
+    say(
+        f"a trained row {1000 * train.row_s:.3g} ms, a call {1000 * train.call_s:.3g} ms, a step {1000 * train.step_s:.3g} ms more"
+    )
+    say(f"published and loaded in {1000 * train.update_s:.3g} ms")
+    for stage in measured.stages:
+        say(f"{stage.name}: {1000 * stage.row_s:.3g} ms a row")
+    say(f"wrote {out}; next: transferqueue plan {out} --out plan.toml")

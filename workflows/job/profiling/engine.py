@@ -1,0 +1,110 @@
+"""Measures a generator: the lengths of its responses, and the time of a token and of a prompt by rows at once."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from transferqueue.adapters.protocols import Completion, Generator, Ids, Prompt, Sampling
+from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.workflows.sim.profile import GenerationProfile
+
+ROWS_MAX: Final = 256
+"""Responses whose lengths are observed at most."""
+TOKENS_MAX: Final = 64
+"""Tokens a row of one measurement of the decoding time at most."""
+REPEATS: Final = 3
+"""Measurements of one number of rows; the shortest counts, since whatever else runs only lengthens them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeasuredEngine:
+    """Costs of one engine, and what it drew to measure them."""
+
+    generation: GenerationProfile
+    prompts: list[Ids]
+    drawn: list[Completion]
+
+
+def measure_engine(
+    engine: Generator,
+    sampling: Sampling,
+    prompts: Sequence[Ids],
+    *,
+    slots: int,
+    samples: int = 1,
+    seed: int = 0,
+    clock: Callable[[], float] = time.monotonic,
+) -> MeasuredEngine:
+    """Draw responses to `prompts`, `samples` each, as the job draws them; then time 1, 2, 4, … `slots` rows at once. Blocks; nothing else should run.
+
+    Rows that are timed have all the same number of tokens: no stop token ends them.
+    """
+    rows = list(prompts)[: max(1, ROWS_MAX // samples)]
+    requested = [Prompt(ids=ids, samples=samples, seed=row_seed(seed, at)) for at, ids in enumerate(rows)]
+    drawn = [*engine.generate(requested, sampling)]
+    lengths = sorted(len(completion.ids) for completion in drawn)
+    tokens = max(2, min(sampling.tokens_max, TOKENS_MAX))
+    timed = _Timed(engine, replace(sampling, stop_ids=(), seed=seed), rows, tokens, clock)
+    counts = _counts(slots)
+    once = {count: timed.seconds(count) for count in counts}
+    return MeasuredEngine(
+        generation=GenerationProfile(
+            devices=1,
+            slots=slots,
+            token_ms=[(count, round(_token_ms(whole, first, tokens), 4)) for count, (whole, first) in once.items()],
+            lengths=lengths,
+            slots_tried=[count for count in counts if count * 8 >= slots],
+            prompt_ms=round(_prompt_ms({count: first for count, (_, first) in once.items()}), 4),
+        ),
+        prompts=rows,
+        drawn=sorted(drawn, key=lambda completion: (completion.prompt, completion.sample)),
+    )
+
+
+class _Timed:
+    """Times requests of a number of rows."""
+
+    def __init__(
+        self, engine: Generator, sampling: Sampling, rows: Sequence[Ids], tokens: int, clock: Callable[[], float]
+    ) -> None:
+        self._engine, self._sampling, self._rows, self._clock = engine, sampling, rows, clock
+        self._tokens = tokens
+
+    def seconds(self, count: int) -> tuple[float, float]:
+        """Return the time of `count` rows of all tokens, and of one token. The first try of a number of rows warms up and does not count."""
+        self._once(count, self._tokens)
+        whole = min(self._once(count, self._tokens) for _ in range(REPEATS))
+        return whole, min(self._once(count, 1) for _ in range(REPEATS))
+
+    def _once(self, count: int, tokens: int) -> float:
+        requested = [Prompt(ids=self._rows[at % len(self._rows)], seed=at) for at in range(count)]
+        started = self._clock()
+        for _ in self._engine.generate(requested, replace(self._sampling, tokens_max=tokens)):
+            pass
+        return self._clock() - started
+
+
+def _counts(slots: int) -> list[int]:
+    """Powers of two up to `slots`, and `slots`.
+
+    >>> _counts(12)
+    [1, 2, 4, 8, 12]
+    """
+    counts = [1 << power for power in range(slots.bit_length()) if 1 << power < slots]
+    return [*counts, slots]
+
+
+def _token_ms(whole_s: float, first_s: float, tokens: int) -> float:
+    """Milliseconds of a token of each row: what a request takes beyond its first token. At least a microsecond."""
+    return max(1e-3, 1000 * (whole_s - first_s) / (tokens - 1))
+
+
+def _prompt_ms(first_s: dict[int, float]) -> float:
+    """Milliseconds that one more prompt adds to a request of one token."""
+    counts = sorted(first_s)
+    if len(counts) < 2:
+        return 1000 * first_s[counts[0]]
+    return max(0.0, 1000 * (first_s[counts[-1]] - first_s[counts[0]]) / (counts[-1] - counts[0]))

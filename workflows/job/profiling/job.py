@@ -1,0 +1,132 @@
+"""The profile of a job: opens its engine and its trainer in this process, one after the other, and times them with the job's own prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from transferqueue.adapters.protocols import Completion, Generator
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.sequence import NumberedPrompt, PromptSequence
+from transferqueue.workflows.job.engines import open_engine
+from transferqueue.workflows.job.graph import has_episodes, task_names
+from transferqueue.workflows.job.profiling.engine import MeasuredEngine, measure_engine
+from transferqueue.workflows.job.profiling.scorers import scorer_row_s
+from transferqueue.workflows.job.profiling.trainer import can_stream, measure_trainer
+from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
+from transferqueue.workflows.job.run.preflight import preflight
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows
+from transferqueue.workflows.job.stages.rollout import sampling_of
+from transferqueue.workflows.job.training.process import policy_learner
+from transferqueue.workflows.sim.profile import Profile, StageProfile
+
+PROMPTS_MAX: Final = 64
+"""Prompts of the job that are drawn from."""
+OpenEngine = Callable[[], Generator]
+
+
+def profile_job(
+    job: Job,
+    *,
+    code: Path | None = None,
+    devices: int = 2,
+    open_engine_: OpenEngine | None = None,
+    say: Callable[[str], None] = lambda line: None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Profile:
+    """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its model, and some seconds more.
+
+    code: folder whose modules rewards may name. open_engine_: another way to open the engine (None: the job's). say: told each step. Nothing else should run.
+
+    Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is the environment's, and for engines of several kinds, of which a
+    plan would have to choose; `UsageError` for fewer than 2 devices.
+    """
+    job = checked(job)
+    _check(job, devices)
+    data = preflight(job, code=code)
+    prompts = PromptSequence(data, job.data, seed=job.seed).take(PROMPTS_MAX)
+    settings = job.engine[0]
+    say("the engine starts")
+    engine = open_engine_() if open_engine_ else open_engine(settings, job)
+    with closing(engine):
+        say("the engine: lengths, tokens by rows at once, prompts")
+        measured = measure_engine(
+            engine,
+            sampling_of(job, settings),
+            [prompt.ids for prompt in prompts],
+            slots=settings.slots,
+            samples=job.sampling.group_size,
+            seed=job.seed,
+            clock=clock,
+        )
+        say("the trainer: rows by micro-batch, optimizer, publication")
+        trained = measure_trainer(job, policy_learner(job), measured.prompts, measured.drawn, engine, clock=clock)
+    say("rewards and scores")
+    return Profile(
+        batch_rows=batch_rows(job),
+        generation=measured.generation,
+        train=trained.train,
+        stages=_stages(job, data.renderer.tokenizer, prompts, measured, clock),
+        depths=(0, 1),
+        devices=devices,
+        group_rows=group_rows(job),
+        streams=can_stream(job),
+    )
+
+
+def _check(job: Job, devices: int) -> None:
+    if job.algorithm.kind == "sft":
+        raise Impossible('profile of a job with kind="sft": it generates nothing, so there is nothing to divide')
+    if has_episodes(job):
+        raise Impossible(
+            "profile of a job of episodes: how long they take is the environment's affair; write a profile by hand (docs/SIMULATION.md)"
+        )
+    if len(job.engine) > 1:
+        raise Impossible(
+            f"profile of a job with {len(job.engine)} entries of engine: a plan chooses the count and slots of one; leave one"
+        )
+    if devices < 2:
+        raise UsageError(f"devices={devices}: generation and training need one each; give 2 or more")
+
+
+def _stages(
+    job: Job, tokenizer: object, prompts: Sequence[NumberedPrompt], measured: MeasuredEngine, clock: Callable[[], float]
+) -> list[StageProfile]:
+    """The stages between generation and training that take time."""
+    row_s: dict[str, float] = {}
+    tasks = task_names(job)
+    if names.REWARD in tasks:
+        row_s[names.REWARD] = _reward_row_s(job, tokenizer, prompts, measured.drawn, clock)
+    for task in (names.REFERENCE, names.PROXIMAL, names.VALUE, names.TEACHER):
+        if task in tasks:
+            row_s[task] = scorer_row_s(job, task, measured.prompts, measured.drawn, clock)
+    return [StageProfile(name=name, row_s=seconds) for name, seconds in row_s.items()]
+
+
+def _reward_row_s(
+    job: Job,
+    tokenizer: object,
+    prompts: Sequence[NumberedPrompt],
+    drawn: Sequence[Completion],
+    clock: Callable[[], float],
+) -> float:
+    scorer = RewardScorer(job, tokenizer)  # type: ignore[arg-type]
+    seconds = []
+    for _ in range(2):  # the first call loads what the functions load
+        started = clock()
+        scorer.score(
+            ids=[prompts[each.prompt].number for each in drawn],
+            data=[prompts[each.prompt].data for each in drawn],
+            prompt_ids=[prompts[each.prompt].ids for each in drawn],
+            response_ids=[np.asarray(each.ids) for each in drawn],
+        )
+        seconds.append((clock() - started) / len(drawn))
+    return seconds[-1]
