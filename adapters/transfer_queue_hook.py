@@ -18,6 +18,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Final
 
+from transferqueue.lazy import naming_extra
+
 ALIAS: Final = "transfer_queue"
 REAL: Final = "transferqueue.adapters.transfer_queue"
 FOLDER: Final = str(Path(__file__).with_name("transfer_queue_path"))
@@ -29,13 +31,15 @@ class _Alias(MetaPathFinder, Loader):
     ) -> ModuleSpec | None:
         if fullname != ALIAS and not fullname.startswith(ALIAS + "."):
             return None
-        spec = importlib.util.find_spec(REAL + fullname.removeprefix(ALIAS))
+        with naming_extra("the drop-in for transfer_queue", "drop-in"):
+            spec = importlib.util.find_spec(REAL + fullname.removeprefix(ALIAS))
         if spec is None:
             return None
         return ModuleSpec(fullname, self, origin=spec.origin, is_package=spec.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        module = importlib.import_module(REAL + spec.name.removeprefix(ALIAS))
+        with naming_extra("the drop-in for transfer_queue", "drop-in"):
+            module = importlib.import_module(REAL + spec.name.removeprefix(ALIAS))
         self._specs = {**getattr(self, "_specs", {}), spec.name: module.__spec__}
         return module
 

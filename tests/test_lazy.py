@@ -1,11 +1,15 @@
 """Names that are looked up late: every name of `__all__` is there, and old names work and warn."""
 
 import ast
+import tomllib
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+
+from tests.markdown import ROOT
+from transferqueue.lazy import EXTRAS, naming_extra
 
 PACKAGES = [
     "transferqueue",
@@ -71,3 +75,24 @@ def test_names_that_need_an_engine_are_listed_as_they_are_looked_up(package):
     looked_up = {name: f"{package}.{module}" for module, names in modules.items() for name in names.split()}
     assert looked_up == _imported_for_type_checkers(tree)
     assert sorted(looked_up) == sorted(import_module(package).__all__)
+
+
+def test_a_missing_library_names_the_extra_that_installs_it():
+    with (
+        pytest.raises(
+            ModuleNotFoundError, match=r"x needs vllm, not installed here: pip install '.*\[vllm\]'"
+        ) as caught,
+        naming_extra("x"),
+    ):
+        raise ModuleNotFoundError("No module named 'vllm.engine'", name="vllm")
+    assert caught.value.name == "vllm"  # importorskip and the like look at it
+
+
+def test_an_unknown_missing_library_keeps_its_error():
+    with pytest.raises(ModuleNotFoundError, match=r"^No module named 'mine'$"), naming_extra("x"):
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+
+def test_every_extra_that_is_named_exists():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(EXTRAS.values()) <= set(extras)

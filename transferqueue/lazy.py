@@ -4,9 +4,54 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from importlib import import_module
-from typing import Any
+from typing import Any, Final
+
+EXTRAS: Final = {
+    "aiohttp": "http",
+    "jinja2": "train",
+    "matplotlib": "demo",
+    "ml_dtypes": "web",
+    "omegaconf": "drop-in",
+    "ray": "ray",
+    "reasoning_gym": "demo",
+    "rich": "cli",
+    "safetensors": "transformers",
+    "starlette": "web",
+    "tensordict": "torch",
+    "torch": "torch",
+    "transformers": "transformers",
+    "trl": "trl",
+    "typer": "cli",
+    "uvicorn": "web",
+    "vllm": "vllm",
+}
+"""The extra of this package that installs each optional library."""
+
+
+@contextmanager
+def naming_extra(subject: str, extra: str = "") -> Iterator[None]:
+    """In an error for a missing optional library, say which extra of this package installs it. Other errors pass.
+
+    subject: what needs the library. extra: the extra to name instead of that of the library.
+
+    >>> with naming_extra("the example"):
+    ...     raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
+    Traceback (most recent call last):
+    ModuleNotFoundError: the example needs vllm, not installed here: pip install 'asyncflow-transferqueue[vllm]'
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        installs = extra or EXTRAS.get((error.name or "").partition(".")[0], "")
+        if not installs or "pip install" in str(error):
+            raise
+        remedy = f"pip install 'asyncflow-transferqueue[{installs}]'"
+        raise ModuleNotFoundError(
+            f"{subject} needs {error.name}, not installed here: {remedy}", name=error.name
+        ) from error
 
 
 def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:
@@ -21,7 +66,8 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
     def getattr_of_package(name: str) -> Any:
         if name not in modules:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(import_module(modules[name]), name)
+        with naming_extra(f"{package}.{name}"):
+            value = getattr(import_module(modules[name]), name)
         setattr(sys.modules[package], name, value)
         return value
 

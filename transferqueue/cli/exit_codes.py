@@ -24,6 +24,7 @@ from rich.text import Text
 
 from transferqueue.cli.screens.terminal import console
 from transferqueue.errors import FlowSignal, PeerError, TransferQueueError, UsageError
+from transferqueue.lazy import EXTRAS
 
 MEND: Final = 1
 BROKEN: Final = 1
@@ -34,15 +35,6 @@ DEFECT: Final = 5
 INTERRUPTED: Final = 130
 
 _CODES: Final = ((UsageError, USAGE), (PeerError, PEER), (FlowSignal, FLOW))
-_EXTRAS: Final = {
-    "torch": "torch",
-    "tensordict": "torch",
-    "reasoning_gym": "demo",
-    "matplotlib": "demo",
-    "ray": "ray",
-    "vllm": "vllm",
-}
-"""The extra of this package that installs each optional library."""
 
 
 def exit_code(error: TransferQueueError) -> int:
@@ -59,12 +51,13 @@ def reported() -> Iterator[None]:
         say_error(str(error))
         raise typer.Exit(exit_code(error)) from error
     except ModuleNotFoundError as error:
-        extra = _EXTRAS.get((error.name or "").partition(".")[0])
+        extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        say_error(
+        explained = (
             f'this command needs {error.name}, not installed here; pip install "asyncflow-transferqueue[{extra}]"'
         )
+        say_error(str(error) if "pip install" in str(error) else explained)
         raise typer.Exit(USAGE) from error
     except KeyboardInterrupt as error:
         say_error("interrupted")

@@ -21,6 +21,7 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.errors import DeadlineExceeded, TransferQueueError
+from transferqueue.lazy import naming_extra
 from transferqueue.workflows.flow.events import Failure, Receiver, Sender
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
 from transferqueue.workflows.flow.runner import StageFailedInProcess
@@ -50,7 +51,8 @@ def run_on_ray(
     (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its
     processes. Raises `StageFailed` (rule 2).
     """
-    import ray
+    with naming_extra("run_on_ray"):
+        import ray
 
     options_by_label = options or {}
     running = [

@@ -7,6 +7,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -18,6 +19,7 @@ from rich.text import Text
 from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
 from transferqueue.cli.screens.demo import Bar, Lines, Watch
 from transferqueue.cli.screens.terminal import console
+from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Observe
@@ -145,6 +147,7 @@ def demo(
     from transferqueue.workflows.flow.loggers import logged
     from transferqueue.workflows.grpo.run import run_name
 
+    _check_installed()
     settings = job_settings(
         mode,
         max_staleness,
@@ -170,6 +173,14 @@ def demo(
         run = _run_on_ray if on == "ray" else _run_here
         outcome = run(settings, directory, logged(logger, watch) if logger else watch, watch)
     show(outcome, terminal)
+
+
+def _check_installed() -> None:
+    """`UsageError` before any process starts, if a library that they all need is missing."""
+    if missing := [name for name in ("torch", "reasoning_gym") if find_spec(name) is None]:
+        raise UsageError(
+            f"the demo needs {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[demo]'"
+        )
 
 
 def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> RunOutcome:

@@ -32,4 +32,4 @@ def new_adapter(
     files = write(name, kind, directory)
     for path in files:
         say(str(path))
-    say(f"now: cd {files[0].parent} && pip install -e . && pytest")
+    say(f"now: cd {files[0].parent} && pip install -e '.[test]' && pytest")
