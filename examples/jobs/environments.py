@@ -1,4 +1,4 @@
-"""Two environments for training jobs: a tool (a calculator) and a game in Gymnasium's form.
+"""Environments in Gymnasium's form for training jobs: a tool (a calculator), a puzzle with several attempts, and a game.
 
 A job file names one by its factory::
 
@@ -66,6 +66,36 @@ class Calculator:
         """Nothing to free."""
 
 
+class Attempts:
+    """A question that may be answered again: after a wrong answer the model reads the question once more.
+
+    The right answer, of the data's column ``answer``, is worth 1 at the first attempt, and `cost` less for each one before it.
+    """
+
+    def __init__(self, cost: float = 0.3, turns: int = 3) -> None:
+        self._cost, self._turns = cost, turns
+        self._question, self._answer, self._turn = "", "", 0
+
+    def reset(
+        self, *, seed: int | None = None, options: Mapping[str, Any] | None = None
+    ) -> tuple[None, dict[str, Any]]:
+        """The question is in the prompt: there is nothing more to read."""
+        row = options or {}
+        if "question" not in row or "answer" not in row:
+            raise ValueError(f"no question and answer in {options}; the data needs these columns")
+        self._question, self._answer, self._turn = str(row["question"]), str(row["answer"]), 0
+        return None, {}
+
+    def step(self, action: str) -> Step:
+        self._turn += 1
+        if action.strip() == self._answer:
+            return "", 1.0 - self._cost * (self._turn - 1), True, False, {}
+        return self._question, 0.0, False, self._turn >= self._turns, {}
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
 class GuessNumber:
     """A number from 0 to 9, drawn by the seed, which responses to one prompt share. Each turn the model says a digit and reads ``higher`` or ``lower``.
 
@@ -99,6 +129,11 @@ def calculator(call: float = 0.2, turns: int = 3) -> Calculator:
     return Calculator(call, turns)
 
 
+def attempts(cost: float = 0.3, turns: int = 3) -> Attempts:
+    """A factory; the job's ``args`` are its arguments."""
+    return Attempts(cost, turns)
+
+
 def guess_number(cost: float = 0.1, turns: int = 5) -> GuessNumber:
     """A factory; the job's ``args`` are its arguments."""
     return GuessNumber(cost, turns)
@@ -109,6 +144,10 @@ def main() -> None:
     tool.reset(options={"question": "12+34="})
     for action in ("<12+34>", "46"):
         print("calculator:", action, "->", tool.step(action)[:3])
+    puzzle = attempts()
+    puzzle.reset(options={"question": "sort 312", "answer": "123"})
+    for action in ("132", "123"):
+        print("attempts:", action, "->", puzzle.step(action)[:3])
     game = guess_number()
     game.reset(seed=7)
     for action in ("5", "8", "7"):

@@ -82,9 +82,9 @@ def test_the_command_prints_a_dry_run_as_json(made, monkeypatch):
 
 
 @pytest.mark.parametrize("text", ["", "\x1f0", "٣", "²", "5 5", "<12+34", "<٣+٣>", "1*" * 40 + "1", "9" * 5000])
-@pytest.mark.parametrize("name", ["calculator", "guess_number"])
+@pytest.mark.parametrize("name", ["calculator", "attempts", "guess_number"])
 def test_an_environment_takes_any_text(name, text):
     environment = load_callable(f"{JOBS / 'environments.py'}:{name}", "environment")()
-    environment.reset(seed=7, options={"question": "12+34="})
+    environment.reset(seed=7, options={"question": "12+34=", "answer": "46"})
     observation, reward, ended, cut, info = environment.step(text)
     assert (type(observation), type(reward), type(ended), type(cut), info) == (str, float, bool, bool, {})

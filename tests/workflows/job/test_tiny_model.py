@@ -98,28 +98,15 @@ def test_the_answer_is_rewarded_and_nothing_else(task: str) -> None:
         exact([answer], answer=[answer] * 2)
 
 
-@pytest.mark.parametrize(("task", "role"), [("tool", "tool"), ("guess", "user")])
-def test_later_turns_are_shown_with_the_tokens_of_an_episode(task: str, role: str) -> None:
+def test_later_turns_are_shown_with_the_tokens_of_an_episode() -> None:
     tokenizer = build_tokenizer()
-    turns = ChatTurns(tokenizer, (tokenizer.eos_token_id,), role)
-    problem = max(islice(problems(task, "train", seed=1), 50), key=lambda problem: len(problem.history))
-    chat = problem.chat()
-    shown = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)
-    played = tokenizer.apply_chat_template(chat[:1], add_generation_prompt=True, return_dict=False)
-    assert len(chat) > 1
-    for turn, (said, read) in enumerate(zip(chat[1::2], chat[2::2], strict=True), 1):
-        drawn = np.array(ids_of(tokenizer, said["content"]), np.int32)
-        played = [*played, *drawn.tolist(), *turns.encode(read["content"], turn, drawn).tolist()]
-    assert played == shown
-
-
-def test_the_game_shows_hints_that_are_true_together() -> None:
-    for problem in islice(problems("guess", "train"), 100):
-        numbers = set(range(10))
-        for (_, guess), (_, hint) in zip(problem.history[::2], problem.history[1::2], strict=True):
-            numbers &= set(range(int(guess) + 1, 10)) if hint == "higher" else set(range(int(guess)))
-        assert numbers
-        assert len(problem.history) < 10
+    turns = ChatTurns(tokenizer, (tokenizer.eos_token_id,), "tool")
+    problem = next(problem for problem in problems("tool", "train", seed=1) if problem.history)
+    asked, said, read = problem.chat()
+    shown = tokenizer.apply_chat_template(problem.chat(), add_generation_prompt=True, return_dict=False)
+    prompt = tokenizer.apply_chat_template([asked], add_generation_prompt=True, return_dict=False)
+    drawn = np.array(ids_of(tokenizer, said["content"]), np.int32)
+    assert [*prompt, *drawn.tolist(), *turns.encode(read["content"], 1, drawn).tolist()] == shown
 
 
 def test_bad_arguments_are_refused_before_anything_is_written(

@@ -1,4 +1,4 @@
-"""Tasks that a tiny model can learn: a question, its only answer (of the game ``guess``, any move), and a split that keeps test questions out of training.
+"""Tasks that a tiny model can learn: a question, its only answer, and a split that keeps test questions out of training.
 
 A question belongs to the test split by a hash of its text, so the splits are disjoint whatever seed draws them.
 """
@@ -55,21 +55,11 @@ def _tool(draws: random.Random) -> TaskQuestion:
     return TaskQuestion(question, call)
 
 
-def _guess(draws: random.Random) -> TaskQuestion:
-    """A turn of a game: a digit is to be guessed, and each wrong guess is answered by higher or lower. The move is any digit: no strategy is shown."""
-    question, number = f"game {draws.randrange(100_000)}", draws.randrange(10)
-    history: tuple[tuple[str, str], ...] = ()
-    for guess in draws.sample([digit for digit in range(10) if digit != number], draws.randrange(5)):
-        history += (("assistant", str(guess)), ("user", "higher" if number > guess else "lower"))
-    return TaskQuestion(question, str(draws.randrange(10)), history)
-
-
 TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {
     "sort": _sort,
     "reverse": _reverse,
     "sum": _sum,
     "tool": _tool,
-    "guess": _guess,
 }
 """Draws a problem, by the name of its task."""
 
