@@ -22,7 +22,7 @@ from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
 from transferqueue.testing.simulator.stepped import CheckpointJob
-from transferqueue.testing.simulator.weights import CHANNEL, WeightChannelJob
+from transferqueue.testing.simulator.weights import CHANNEL, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 9.0
@@ -105,7 +105,8 @@ class SimRun:
         self.jobs = [rollouts, chance.choice(beside)]
         if self.roomy and chance.random() < 0.5:
             rollouts.account.channel = CHANNEL
-            self.jobs[1] = WeightChannelJob(chance.randint(1, 3), rollouts.account.advanced)
+            kind = chance.choice((WeightChannelJob, ShardedWeightsJob))
+            self.jobs[1] = kind(chance.randint(1, 3), rollouts.account.advanced)
 
     def _server_ended(self) -> None:
         """The server ended. At level ``memory`` its state is lost too, so all clients end and new jobs begin."""

@@ -1,12 +1,19 @@
-"""A job on a weight channel: versions are whole, none is invented, none is older than a version published before. It is the clock of a table."""
+"""Jobs on a weight channel: versions are whole, none is invented, none is older than a version published before. It is the clock of a table.
+
+In one of them two ranks publish each version together, in slices of one tensor.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import msgspec
 
 from transferqueue.errors import AlreadyExists
+from transferqueue.schema import Field
 from transferqueue.testing.simulator.job import BODY, SimJob, Steps, let_go, look, persistently, view, write
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
@@ -17,6 +24,8 @@ if TYPE_CHECKING:
 
 VERSIONS: Final = 10
 FIRST_STAMP: Final = 1_000_000
+HALF: Final = 4
+"""Rows of each slice, of 16 bytes."""
 CHANNEL: Final = "policy"
 
 
@@ -86,3 +95,60 @@ class WeightChannelJob(SimJob):
             stamp = look(process, block, 0, f"version {weights.version}")
             if stamp != FIRST_STAMP + weights.version:
                 raise PromiseBroken(f"version {weights.version} holds the bytes of {stamp - FIRST_STAMP}")
+
+
+class ShardedWeightsJob(WeightChannelJob):
+    """Two ranks publish each version in two parts, two processes pull."""
+
+    def __init__(self, keep: int, on_published: Callable[[int], None]) -> None:
+        super().__init__(keep, on_published)
+        self._begun: tuple[int, int] | None = None
+        """Version and number that rank 0 has sent to rank 1."""
+        self._second_has: tuple[int, int] | None = None
+
+    def roles(self) -> dict[str, Callable[[Process], Steps]]:
+        """See `SimJob`."""
+        return {**super().roles(), "second rank": self._publish_second}
+
+    def _publish_once(self, process: Process) -> Steps:
+        version = self._newest + 1
+        try:
+            begun = yield m.BeginVersion(CHANNEL, version, 2, process.world.random.uniform(0.5, 6.0))
+            self._begun = version, begun.pending
+            yield from self._part(process, version, begun.pending, 0)
+        except AlreadyExists:
+            pass  # an earlier try succeeded, and its reply was lost
+        self._newest = version
+        self._on_published(version)
+        yield process.world.random.uniform(0.1, 1.0)
+
+    def _publish_second(self, process: Process) -> Steps:
+        while self._newest < VERSIONS - 1:
+            yield from persistently(process, partial(self._second_once, process))
+
+    def _second_once(self, process: Process) -> Steps:
+        begun = self._begun
+        if begun is None or begun == self._second_has:
+            yield 0.05
+            return
+        with suppress(AlreadyExists):  # it came, and its reply was lost
+            yield from self._part(process, *begun, 1)
+        self._second_has = begun
+
+    def _part(self, process: Process, version: int, pending: int, part: int) -> Steps:
+        """Write and publish one half of the tensor."""
+        block = msgspec.structs.replace((yield from write(process, [FIRST_STAMP + version])), fields=[f"half.{part}"])
+        field = Field(f"half.{part}", "int64", (HALF, 2))
+        half = m.TensorSlice(field.name, "whole", HALF * part, 2 * HALF)
+        terms: dict[str, Any] = {"slices": [half], "pending": pending, "part": part}
+        try:
+            yield m.Publish(CHANNEL, version, [field], [block], self._keep, wait_s=3.0, **terms)
+        finally:
+            if process.alive:
+                process.send_unawaited(m.ReturnGrant(block.extent))
+
+    def _look(self, process: Process, weights: m.WeightsReply) -> None:
+        super()._look(process, weights)
+        halves = sorted(one.first for one in weights.slices)
+        if halves != [0, HALF] or len(weights.blocks) != len(halves):
+            raise PromiseBroken(f"version {weights.version} has the slices {halves} in {len(weights.blocks)} blocks")
