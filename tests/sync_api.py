@@ -28,7 +28,6 @@ RULES: Final = [
     (r"\bAsync(?=[A-Z])", ""),
     (r"\basync(?=contextmanager\b)", ""),
     (r"\brun_async\b", "run_sync"),
-    (r"\badvance_async\b", "advance_sync"),
     (r"\baconnect\b", "connect"),
     (r"\baclose\b", "close"),
     (r"\bclient\.aio\b", "client.sync"),

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from tests.client.scripted import ScriptedServer
+from tests.client.test_interrupted_finalizers import until
 from tests.wire.test_versions import OLD_REFUSAL
 from transferqueue.client.session.connection import Connection
 from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
@@ -132,6 +133,7 @@ def test_an_interrupted_lease_is_given_back_when_its_reply_comes(
 
     def interrupt() -> None:
         call = server.next(m.LeaseRequest)
+        until(lambda: connection._io.role.driver_waits)  # before its wait an interrupt has it connect again
         signal.pthread_kill(main, signal.SIGINT)
         leased.wait(20)
         server.answer(call.id, LEASED)

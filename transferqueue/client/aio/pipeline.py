@@ -13,7 +13,7 @@ from transferqueue.client.aio.reservation import AsyncReservation
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
-from transferqueue.client.session.run import COMMITS, Operation, T, advance_async
+from transferqueue.client.session.run import COMMITS, Operation, T, run_async
 from transferqueue.errors import TransferQueueError
 from transferqueue.limits import TIMEOUT_S_DEFAULT
 
@@ -111,7 +111,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
                 await self._finish_oldest()
         self._raise_unseen()
         promise: AsyncPromise[T] = AsyncPromise(self)
-        promise.started(await advance_async(self._client.connection, operation, hold=COMMITS))
+        promise.started(await run_async(self._client.connection, operation, hold=COMMITS))
         self._add(promise)
         return promise
 
@@ -124,9 +124,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     async def _finish_oldest(self) -> None:
         promise, held = self._take_oldest()
         try:
-            value = await advance_async(
-                self._client.connection, held.operation, answer=held.answer, deadline=held.deadline
-            )
+            value = await run_async(self._client.connection, held.operation, answer=held.answer, deadline=held.deadline)
         except TransferQueueError as error:
             promise.fail(error)
             self._failed.append(promise)

@@ -23,8 +23,7 @@ class BatchBase(RowsBase):
     """A batch without the verbs that talk to the server. A batch that is collected before its end releases its rows."""
 
     def __init__(self, lease: BatchLease, leased: m.Leased) -> None:
-        super().__init__(leased.content, lease.source)
-        self._lease = lease
+        self._content, self._source, self._lease = leased.content, lease.source, lease
         self._version = leased.version
         self._lease_s = leased.lease_s
         self._goes_on = False

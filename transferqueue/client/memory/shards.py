@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final, NoReturn, TypeVar
 
@@ -159,14 +159,6 @@ class ShardClients:
         raise error
 
     # ------------------------------------------------------------ reading
-
-    def pin(self, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]] | None:
-        """The bytes of the blocks of a reply, whose pins return when the last view of them is collected, or at once if this fails. None if
-        some lie elsewhere than in the coordinator's shard, mapped here: then ask for `columns`."""
-        own = self._own
-        if not isinstance(own, MappedMemory) or any(block.shard != OWN for block in blocks):
-            return None
-        return own.pin(OWN, blocks)
 
     def columns(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int

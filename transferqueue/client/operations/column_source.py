@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.memory.mapped import placement_of
+from transferqueue.client.memory.mapped import MappedMemory, placement_of
+from transferqueue.client.memory.shards import OWN
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
 from transferqueue.errors import NotFound, ProtocolError, listing
@@ -114,8 +115,9 @@ def content_source(
             client.connection.unpin(list(named))
             raise
         fields = terms.reply_fields(content.definitions)
-    if client.verifier is None and (memory := client.shards.pin(named.values())) is not None:
-        return ColumnSource(subject, content, fields, memory)
+    own = client.memory
+    if client.verifier is None and isinstance(own, MappedMemory) and all(at.shard == OWN for at in named.values()):
+        return ColumnSource(subject, content, fields, own.pin(OWN, named.values()))
     placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8)
     if client.verifier is not None:
         try:

@@ -48,9 +48,8 @@ class RowsBase(ProcessBound):
         "pass its values (.arrow(), dict of .numpy() or .list()), or lease the rows where they are needed"
     )
 
-    def __init__(self, content: m.ReplyRows, source: ColumnSource) -> None:
-        self._content = content
-        self._source = source
+    _content: m.ReplyRows
+    _source: ColumnSource
 
     def __len__(self) -> int:
         return len(self._content.rows) // 8
@@ -185,7 +184,7 @@ class Rows(RowsBase):
     """
 
     def __init__(self, content: m.ReplyRows, source: ColumnSource, left_out: tuple[str, ...] = ()) -> None:
-        super().__init__(content, source)
+        self._content, self._source = content, source
         self._left_out = left_out
 
     @property

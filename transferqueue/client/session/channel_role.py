@@ -7,10 +7,7 @@ wait leaves the channel *suspect*: nobody knows what it has read or written then
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterable
-from functools import partial
-from itertools import starmap
 from typing import Final
 
 from transferqueue.client.session.calls import PendingCall
@@ -64,12 +61,6 @@ class ChannelRole:
             self.drivable.end_driving()
         self.release()
         self._wakeup.set()
-
-
-def once(act: Callable[[], object]) -> Callable[[], object]:
-    """A function that calls `act` at its first call and does nothing afterwards. Each call is a single call of C code, so an interrupt comes
-    before or after it."""
-    return partial(deque, starmap(act, iter([()])), 0)
 
 
 def _nothing() -> None:

@@ -20,9 +20,8 @@ from functools import partial
 from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.channel_role import once
 from transferqueue.client.session.deadline import Deadline
-from transferqueue.client.session.driving import drive_if_free, send_if_free
+from transferqueue.client.session.driving import drive_if_free, once, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.undo import unanswered

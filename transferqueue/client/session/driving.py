@@ -9,6 +9,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from functools import partial
+from itertools import starmap
 
 from transferqueue.client.session.calls import PendingCall
 from transferqueue.client.session.io_thread import IoThread
@@ -73,6 +75,12 @@ def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release
             io.wakeup.set()
 
 
+def once(act: Callable[[], object]) -> Callable[[], object]:
+    """A function that calls `act` at its first call and does nothing afterwards. Each call is a single call of C code, so an interrupt comes
+    before or after it."""
+    return partial(deque, starmap(act, iter([()])), 0)
+
+
 def _drive(
     io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, release: Callable[[], object]
 ) -> None:
@@ -133,7 +141,7 @@ def _settle_own(io: IoThread, channel: DrivableChannel, pending: PendingCall) ->
         return False
     if answer.id != pending.id or isinstance(answer.reply, m.Failed) or io.calls.is_late(answer):
         return False
-    io.server.heard(io.clock())
+    io.server.heard_at = io.clock()
     pending.settle(answer.reply)
     io.calls.answered(answer)
     io.channel.recv_nowait()

@@ -110,7 +110,7 @@ class IoThread:
             if self.channel.ways != self.ways:
                 self._found_way(self.clock())
             while self.over is None and (frame := self.channel.recv_nowait()) is not None:
-                self.server.heard(self.clock())
+                self.server.heard_at = self.clock()
                 self._receive(self._decoded(frame))
             now = self.clock()
             if self.has_work() or now >= self.check_at:

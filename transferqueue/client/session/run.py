@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Generator
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import Any, Final, Generic, TypeVar, overload
 
 import msgspec
 
@@ -94,12 +94,21 @@ class Held(Generic[T]):
         return Unreachable(f"the answer to {m.tag_of(self._request)} was not waited for{in_doubt(self._request)}")
 
 
-def run_sync(connection: Connection, operation: Operation[T]) -> T:
-    """Run an operation in this thread."""
-    return cast("T", advance_sync(connection, operation))
+@overload
+def run_sync(
+    connection: Connection,
+    operation: Operation[T],
+    *,
+    answer: Callable[[], Any] | None = None,
+    deadline: Deadline | None = None,
+) -> T: ...
 
 
-def advance_sync(
+@overload
+def run_sync(connection: Connection, operation: Operation[T], *, hold: tuple[type[m.Message], ...]) -> T | Held[T]: ...
+
+
+def run_sync(
     connection: Connection,
     operation: Operation[T],
     *,
@@ -142,12 +151,23 @@ def advance_sync(
         sent = None  # an error holds this frame: if the frame held the error too, what was put would stay for long
 
 
-async def run_async(connection: Connection, operation: Operation[T]) -> T:
-    """Run an operation in this event loop."""
-    return cast("T", await advance_async(connection, operation))
+@overload
+async def run_async(
+    connection: Connection,
+    operation: Operation[T],
+    *,
+    answer: Callable[[], Awaitable[Any]] | None = None,
+    deadline: Deadline | None = None,
+) -> T: ...
 
 
-async def advance_async(
+@overload
+async def run_async(
+    connection: Connection, operation: Operation[T], *, hold: tuple[type[m.Message], ...]
+) -> T | Held[T]: ...
+
+
+async def run_async(
     connection: Connection,
     operation: Operation[T],
     *,
@@ -155,7 +175,7 @@ async def advance_async(
     answer: Callable[[], Awaitable[Any]] | None = None,
     deadline: Deadline | None = None,
 ) -> T | Held[T]:
-    """`advance_sync` for an event loop."""
+    """`run_sync` for an event loop."""
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
     if answer is not None:
@@ -184,7 +204,7 @@ async def advance_async(
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, sent = operation.throw, error
     finally:
-        sent = None  # as in `advance_sync`
+        sent = None  # as in `run_sync`
 
 
 def trimmed(error: E) -> E:

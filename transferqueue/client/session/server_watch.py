@@ -6,6 +6,8 @@ server that keeps a journal is started again: until then each call waits as long
 
 from __future__ import annotations
 
+import math
+
 from transferqueue.client.session.calls import PendingCall, PendingCalls
 from transferqueue.client.session.outbox import Outbox
 from transferqueue.errors import Disconnected
@@ -20,13 +22,10 @@ class ServerWatch:
     def __init__(self, channel: ClientChannel, address: str, calls: PendingCalls, outbox: Outbox, now: float) -> None:
         self._channel, self._address, self._calls, self._outbox = channel, address, calls, outbox
         self.durable = False
-        self._heard_at = now
+        self.heard_at = now
+        """When the latest frame came."""
         self._gone_since: float | None = None
-        self._probed = False
-
-    def heard(self, now: float) -> None:
-        """A frame has come."""
-        self._heard_at, self._probed = now, False
+        self._probed_at = -math.inf
 
     def check(self, now: float) -> Disconnected | None:
         """Why the session is over, if the server is gone; else None. Called at each heartbeat."""
@@ -44,11 +43,11 @@ class ServerWatch:
         return None
 
     def _probe(self, now: float) -> Disconnected | None:
-        silent_s = now - self._heard_at
+        silent_s = now - self.heard_at
         if not len(self._calls) or silent_s < SESSION_SILENCE_S:
             return None
-        if not self._probed:
-            self._probed = True
+        if self._probed_at < self.heard_at:
+            self._probed_at = now
             self._outbox.call(PendingCall(m.ListTables()), now)
         elif silent_s >= SESSION_SILENCE_S + ANSWER_S:
             return Disconnected(f"the server at {self._address} has been silent for {silent_s:.0f} s; connect again")

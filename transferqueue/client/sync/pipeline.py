@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
-from transferqueue.client.session.run import COMMITS, Operation, T, advance_sync
+from transferqueue.client.session.run import COMMITS, Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import TransferQueueError
@@ -108,7 +108,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
                 self._finish_oldest()
         self._raise_unseen()
         promise: Promise[T] = Promise(self)
-        promise.started(advance_sync(self._client.connection, operation, hold=COMMITS))
+        promise.started(run_sync(self._client.connection, operation, hold=COMMITS))
         self._add(promise)
         return promise
 
@@ -121,7 +121,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
     def _finish_oldest(self) -> None:
         promise, held = self._take_oldest()
         try:
-            value = advance_sync(self._client.connection, held.operation, answer=held.answer, deadline=held.deadline)
+            value = run_sync(self._client.connection, held.operation, answer=held.answer, deadline=held.deadline)
         except TransferQueueError as error:
             promise.fail(error)
             self._failed.append(promise)
