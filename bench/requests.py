@@ -2,7 +2,7 @@
 
     python -m bench.requests [transferqueue] [redis] [--rows 1 64] [--calls 200] [--rounds 9] [--peers .venv-peers] [--out FILE]
 
-Ours are `put`, `lease` and `ack` of rows of 64 bytes over a socket file; theirs XADD of one entry with the bytes of all these rows,
+Ours are `put`, `lease`, `ack` and a put in a pipeline, of rows of 64 bytes over a socket file; theirs XADD of one entry with the bytes of all these rows,
 XREADGROUP of that entry, XACK. Each server is a process of its own. Rounds of the two alternate, so what else the machine does meets both.
 CPU is what the kernel counts for all threads of the server's process, so it holds also while the machine is busy; times of calls do not.
 """
@@ -55,12 +55,18 @@ class Ours:
         table = self.queue.create_table(
             f"rows_{rows}", tasks=[task], limits=self.tq.Limits(rows=1 << 20), exist_ok=True
         )
-        values, batches = np.zeros((rows, ROW_BYTES), np.uint8), []
+        values, batches, pipeline = np.zeros((rows, ROW_BYTES), np.uint8), [], self._pipeline(rows)
         return {
             "put": lambda: table.put(x=values),
             "lease": lambda: batches.append(table.lease("train", rows=rows, timeout_s=30)),
             "ack": lambda: batches.pop(0).ack(),
+            "pipelined_put": lambda: pipeline.put(x=values),
         }
+
+    def _pipeline(self, rows: int) -> Any:
+        """Into a table of its own, whose rows nobody leases."""
+        table = self.queue.create_table(f"pipelined_{rows}", limits=self.tq.Limits(rows=1 << 20), exist_ok=True)
+        return table.pipeline().__enter__()
 
     def stop(self) -> None:
         self.queue.close()

@@ -13,6 +13,7 @@ from transferqueue.lazy import lazy_names, renamed_names
 if TYPE_CHECKING:
     from transferqueue.client.aio.batch import AsyncBatch
     from transferqueue.client.aio.loader import AsyncLoader
+    from transferqueue.client.aio.pipeline import AsyncPipeline
     from transferqueue.client.aio.queue import AsyncQueue
     from transferqueue.client.aio.reservation import AsyncReservation
     from transferqueue.client.aio.table import AsyncTable
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from transferqueue.client.operations.weights import Weights
     from transferqueue.client.sync.batch import Batch
     from transferqueue.client.sync.loader import Loader
+    from transferqueue.client.sync.pipeline import Pipeline
     from transferqueue.client.sync.queue import Queue
     from transferqueue.client.sync.reservation import Reservation
     from transferqueue.client.sync.table import Table
@@ -92,12 +94,14 @@ __version__ = "0.1.0"
 _MODULES: Final = {
     "client.aio.batch": "AsyncBatch",
     "client.aio.loader": "AsyncLoader",
+    "client.aio.pipeline": "AsyncPipeline",
     "client.aio.queue": "AsyncQueue",
     "client.aio.reservation": "AsyncReservation",
     "client.aio.table": "AsyncTable",
     "client.aio.weight_channel": "AsyncWeightChannel",
     "client.sync.batch": "Batch",
     "client.sync.loader": "Loader",
+    "client.sync.pipeline": "Pipeline",
     "client.sync.queue": "Queue",
     "client.sync.reservation": "Reservation",
     "client.operations.rows": "Rows",
@@ -125,6 +129,7 @@ __all__ = [
     "AlreadyExists",
     "AsyncBatch",
     "AsyncLoader",
+    "AsyncPipeline",
     "AsyncQueue",
     "AsyncReservation",
     "AsyncTable",
@@ -164,6 +169,7 @@ __all__ = [
     "Pacing",
     "PeerError",
     "PermissionDenied",
+    "Pipeline",
     "Plugin",
     "Predicate",
     "Priority",
