@@ -133,6 +133,7 @@ def test_sdist_holds_the_package_once_and_builds_the_same_wheel(built: Built) ->
     assert [name for name, times in Counter(files).items() if times > 1] == []
     others = {file for file in set(files) - _sources() if "/" not in file}
     assert others == {
+        ".dockerignore",
         ".gitignore",
         "CHANGELOG.md",
         "CONTRIBUTING.md",
@@ -145,7 +146,7 @@ def test_sdist_holds_the_package_once_and_builds_the_same_wheel(built: Built) ->
         "pyproject.toml",
     }
     folders = {file.partition("/")[0] for file in set(files) - _sources() - others}
-    assert folders == {"bench", "deploy", "docs", "examples", "tests"}, "what tests and documentation need"
+    assert folders == {".github", "bench", "deploy", "docs", "examples", "tests"}, "what tests and documentation need"
     assert _sources() - set(files) == set()
     assert sorted(_files(built.wheel_of_sdist)) == sorted(_files(built.wheel))
 

@@ -15,7 +15,7 @@ import pytest
 
 import transferqueue as tq
 from tests.cli.deployment import ANSWER_S, PROGRAM, Served, run, run_as_a_program, served
-from transferqueue.cli import connection
+from transferqueue.cli import app, connection
 
 pytestmark = pytest.mark.slow
 
@@ -159,6 +159,16 @@ def test_top_says_who_waits_for_what(deployment: Served) -> None:
     assert "  trainer · lease rollouts/train · " in text
     (wait,) = deployment.json("top", "--once", "--interval", "0.05")["stats"]["waiting"]
     assert (wait["label"], wait["request"], wait["task"]) == ("trainer", "Lease", "train")
+
+
+def test_doctor_without_an_address_explains_the_server_that_the_environment_names(
+    deployment: Served, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_ADDRESS", deployment.address)
+    assert app.run(["doctor", "--patience", "3600"]) == 0
+    shown = capsys.readouterr().out
+    assert "shared memory" in shown
+    assert "Nothing is stalled." in shown.partition("libraries")[2]
 
 
 def test_doctor_of_this_machine(deployment: Served) -> None:

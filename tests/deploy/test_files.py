@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2] / "deploy"
-YAML = sorted(ROOT.rglob("*.yaml"))
+YAML = sorted(ROOT.glob("kuberay/*.yaml"))
 SHELL = sorted(ROOT.rglob("*.sbatch"))
 KINDS = {"RayCluster": "ray.io/v1", "RayJob": "ray.io/v1", "NetworkPolicy": "networking.k8s.io/v1"}
 SRUN = '#!/bin/sh\nwhile [ "${1#--}" != "$1" ]; do shift; done\nexec "$@"\n'
@@ -39,6 +39,8 @@ def pods(value):
 def test_there_is_something_to_look_at():
     assert [path.name for path in YAML] == ["raycluster.yaml", "rayjob.yaml"]
     assert [path.name for path in SHELL] == ["ray.sbatch"]
+    others = sorted(str(path.relative_to(ROOT)) for path in ROOT.rglob("*.yaml") if path not in YAML)
+    assert others == ["container/compose.yaml", "kubernetes/queue.yaml"]
     listed = set(re.findall(r"\]\(([\w/.]+)\)", (ROOT / "README.md").read_text()))
     here = {
         str(path.relative_to(ROOT)) for path in ROOT.rglob("*") if path.is_file() and "__pycache__" not in path.parts
@@ -140,3 +142,91 @@ def test_the_slurm_script_runs_the_job_and_leaves_nothing(tmp_path):
     assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
     assert "64 rows from 1 nodes, sum 2016" in ran.stdout
     assert list((tmp_path / "work").glob(".ray-token*")) == []
+
+
+# ---------------------------------------------------------------- without Ray
+
+
+@pytest.fixture(scope="module")
+def kubernetes():
+    yaml = pytest.importorskip("yaml")
+    return list(yaml.safe_load_all((ROOT / "kubernetes/queue.yaml").read_text()))
+
+
+def test_the_server_on_kubernetes_is_confined_and_its_parts_fit(kubernetes):
+    kinds = {document["kind"]: document for document in kubernetes}
+    assert set(kinds) == {"Service", "StatefulSet", "NetworkPolicy"}
+    labels = kinds["StatefulSet"]["spec"]["selector"]["matchLabels"]
+    assert kinds["Service"]["spec"]["selector"] == labels
+    assert kinds["NetworkPolicy"]["spec"]["podSelector"]["matchLabels"] == labels
+    (pod,) = pods(kinds["StatefulSet"]["spec"])
+    assert pod["securityContext"]["runAsNonRoot"]
+    volumes = {volume["name"] for volume in pod["volumes"]} | {"state"}
+    for container in (*pod["containers"], *pod["initContainers"]):
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}}
+        assert {mount["name"] for mount in container["volumeMounts"]} <= volumes
+    (server,) = pod["containers"]
+    shared = next(volume for volume in pod["volumes"] if volume["name"] == "shared-memory")
+    arena = next(argument for argument in server["args"] if argument.startswith("--arena-bytes="))
+    arena_gib = int(re.fullmatch(r"--arena-bytes=(\d+)GiB", arena)[1])
+    shared_gib, memory_gib = (
+        gibibytes(shared["emptyDir"]["sizeLimit"]),
+        gibibytes(server["resources"]["limits"]["memory"]),
+    )
+    assert arena_gib < shared_gib < memory_gib
+
+
+def options_of(command):
+    return {option for parameter in command.params for option in parameter.opts}
+
+
+def test_every_option_in_these_files_exists(kubernetes):
+    """Also in compose.yaml and the Dockerfile."""
+    yaml, typer = pytest.importorskip("yaml"), pytest.importorskip("typer")
+    from transferqueue.cli.app import app
+
+    commands = typer.main.get_command(app).commands
+    known = options_of(commands["serve"]) | options_of(commands["top"])
+    compose = yaml.safe_load((ROOT / "container/compose.yaml").read_text())["services"]
+    dockerfile = (ROOT / "container/Dockerfile").read_text()
+    (pod,) = pods(next(document for document in kubernetes if document["kind"] == "StatefulSet")["spec"])
+    words = [
+        *pod["containers"][0]["args"],
+        *map(str, compose["queue"]["command"]),
+        *re.findall(r'"(--[a-z-]+)"', dockerfile),
+    ]
+    used = {word.partition("=")[0] for word in words if word.startswith("--")}
+    assert used <= known
+    assert len(used) >= 6
+
+
+def test_the_worker_of_the_compose_file_works(tmp_path):
+    """Its program, against a server of this test instead of the one in the other container."""
+    yaml = pytest.importorskip("yaml")
+    import transferqueue as tq
+
+    worker = yaml.safe_load((ROOT / "container/compose.yaml").read_text())["services"]["worker"]
+    with tq.connect("embedded", runtime=tmp_path) as queue:
+        program = worker["command"][0].replace("ipc:///run/transferqueue/control.sock", queue.address)
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "['hello from a container']\n"), done.stderr
+
+
+def test_the_container_is_built_from_what_is_here_and_runs_as_nobody_in_particular():
+    text = (ROOT / "container/Dockerfile").read_text()
+    for copied in re.findall(r"^COPY ([\w.]+) /", text, re.MULTILINE):
+        assert (ROOT.parent / copied).exists(), copied
+    assert "USER queue" in text
+    assert (ROOT.parent / ".dockerignore").exists()
+
+
+def test_the_workflows_run_targets_that_exist():
+    yaml = pytest.importorskip("yaml")
+    targets = set(re.findall(r"^([a-z-]+):", (ROOT.parent / "Makefile").read_text(), re.MULTILINE))
+    for path in sorted((ROOT.parent / ".github/workflows").glob("*.yml")):
+        workflow = yaml.safe_load(path.read_text())
+        assert workflow["permissions"] == {"contents": "read"}, path
+        for job in workflow["jobs"].values():
+            assert job["timeout-minutes"] <= 90, path
+            runs = [step["run"] for step in job["steps"] if "run" in step]
+            assert {target for run in runs for target in re.findall(r"\bmake ([a-z-]+)", run)} <= targets, path

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -18,6 +19,7 @@ from transferqueue.cli.options import (
     runtime_option,
     size_in_bytes,
 )
+from transferqueue.cli.screens.terminal import say
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -26,7 +28,7 @@ if TYPE_CHECKING:
     from transferqueue.observe.diagnosis import Diagnosis
 
 EXAMPLES = (
-    ("transferqueue doctor", "check this machine"),
+    ("transferqueue doctor", "check this machine, and explain what the queue of this user waits for, if one runs"),
     ("transferqueue doctor --arena-bytes 64GiB", "check it for an arena of 64 GiB"),
     ("transferqueue doctor ipc:///tmp/tq/control.sock", "explain what a running queue waits for"),
     ("transferqueue doctor tcp://trainer:7777 --table rollouts", "the same, of one table"),
@@ -50,21 +52,38 @@ def doctor(
     ] = 10.0,
     json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
 ) -> None:
-    """Check this machine; or, with an address, explain what the queue there waits for.
+    """Check this machine, and explain what this user's queue waits for if one runs; or, with an address, explain the queue there.
 
-    Without an address: shared memory and memory, kernel features (each really tried), the runtime directory,
-    limits and versions; each ok, to improve or to mend, with what to do. With one: who waits, for what, what is
+    Of the machine: shared memory and memory, kernel features (each really tried), the runtime directory,
+    limits and versions; each ok, to improve or to mend, with what to do (alone, with --json and no address). Of a queue: who waits, for what, what is
     missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
     somebody has waited there for --patience seconds, a session that holds its rows was silent for as long, the last worker of a task
     with ready rows died that long ago, or a task can never progress; or if one of several coordinators is out of reach.
     """
     if where or address or table:
         _deployment(address_of(where or address), table, patience, json=json)
-    else:
-        _machine(arena_bytes, runtime, json=json)
+        return
+    fit = _machine(arena_bytes, runtime, json=json)
+    if not (json or arena_bytes or runtime) and (running := _running_server()):
+        say("")
+        _deployment(running, "", patience, json=False)
+    if not fit:
+        raise typer.Exit(MEND)
 
 
-def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
+def _running_server() -> str | None:
+    """The address of the server that the environment names, or of this user's server if its socket is there."""
+    from transferqueue.client.session.addresses import named_server
+    from transferqueue.transport import IpcAddress, default_address, parse_address
+
+    if named_server():
+        return address_of(None)
+    own = parse_address(default_address())
+    return str(own) if isinstance(own, IpcAddress) and os.path.lexists(own.path) else None
+
+
+def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> bool:
+    """Print what was found; return whether nothing must be mended."""
     from transferqueue.cli.screens.machine import machine_lines
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.observe.machine.check import check_machine
@@ -77,8 +96,7 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> No
     else:
         terminal = console()
         show(machine_lines(sections, terminal.width), terminal)
-    if worst([check for section in sections for check in section.checks]) == "fail":
-        raise typer.Exit(MEND)
+    return worst([check for section in sections for check in section.checks]) != "fail"
 
 
 def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
