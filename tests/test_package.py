@@ -73,7 +73,7 @@ def _files(wheel: Path) -> list[str]:
 
 def _documentation() -> set[str]:
     """The pages and examples that `transferqueue docs` shows, as a wheel holds them."""
-    shown = [*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/**/*.*"), *ROOT.glob("deploy/**/*.*")]
+    shown = [*ROOT.glob("*.md"), *ROOT.glob("bench/*.md"), *ROOT.glob("examples/**/*.*"), *ROOT.glob("deploy/**/*")]
     shown += [path for path in ROOT.glob("docs/**/*.*") if {"site", "conformance"}.isdisjoint(path.parts)]
     files = [path.relative_to(ROOT) for path in shown if path.is_file() and "__pycache__" not in path.parts]
     return {f"transferqueue/documentation/{file}" for file in files}
