@@ -35,6 +35,14 @@ def test_the_numbers_of_a_step_and_no_more() -> None:
     assert figures_of(step(2)) == {"rows": 8.0, "reward": 0.5, "staleness": 0.75, "queue_age_s/train": 1.5}
 
 
+def test_figures_of_a_dispatcher_are_of_the_latest_step_of_the_trainer() -> None:
+    told = []
+    hear = logged(lambda step, figures: told.append((step, figures)))
+    hear("train-0", step(2))
+    hear("rank-0", Figures(kind="dispatch", at=0.0, values={"step": 4, "recall_20": 0.5, "why": "longest first"}))
+    assert told[1] == (2, {"dispatch/recall_20": 0.5})
+
+
 def test_an_evaluation_is_of_the_step_before_it_and_every_event_goes_on() -> None:
     told, heard = [], []
     hear = logged(lambda step, figures: told.append((step, sorted(figures))), lambda label, event: heard.append(label))

@@ -23,6 +23,7 @@ from transferqueue.workflows.dispatch.channels import (
 )
 from transferqueue.workflows.dispatch.decode import DecodeCurve
 from transferqueue.workflows.dispatch.plan import EngineLane, EngineReport, Plan
+from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.stage import Context, LeaseChoice
 from transferqueue.workflows.job import graph, names
@@ -138,6 +139,22 @@ def test_it_learns_from_finished_rows_and_puts_the_longest_first(queue: tq.Queue
     assert seen[-1][1] == sorted(seen[-1][1], reverse=True)
     assert figures[-1]["recall_20"] > 0.5
     assert newest(queue, plan_channel(names.TABLE), Plan)[1].order == "longest"
+
+
+@pytest.mark.parametrize("saved", [True, False])
+def test_a_later_life_goes_on_with_what_was_saved_and_begins_anew_with_what_is_none(
+    queue: tq.Queue, tmp_path: Path, saved: bool
+) -> None:
+    ranker = LengthRanker()
+    ranker.observe([[kind] * 4 for kind in range(1, 9)] * 8, np.tile(np.arange(2, 18, 2), 8))
+    ranker.refit()
+    arrays: dict[str, Any] = ranker.saved() if saved else {"products": np.zeros(3)}
+    np.savez(tmp_path / "ranker.npz", **arrays)
+    place = Place(queue, tmp_path)
+    place.put(0)
+    _, expected = place.generate()
+    (figures,) = place.end()
+    assert (min(expected) > 0, figures.values["ranker_version"]) == (saved, int(saved))
 
 
 def _wait_until_learned(file: Path, rows: int) -> None:

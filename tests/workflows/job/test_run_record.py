@@ -56,6 +56,34 @@ def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
         assert words in text
 
 
+def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
+    figures = {
+        "step": 3,
+        "judged_rows": 96,
+        "recall_20": 0.75,
+        "recall_10": 0.5,
+        "recall_5": 0.25,
+        "plans": 4,
+        "plans_in_order": 2,
+        "why": "longest first",
+    }
+    with RunRecord(tmp_path) as record:
+        record.add("rank-0", Figures(kind="dispatch", at=5.0, values=figures | {"plans": 3}))
+        record.add("rank-0", Figures(kind="dispatch", at=6.0, values=figures))
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert summary.dispatch == figures
+    words = (
+        "recall 0.75 / 0.50 / 0.25 at 20 / 10 / 5 % of 96 rows; 2 of 4 batches in order of length; last: longest first"
+    )
+    assert words in summary.text()
+    assert len((tmp_path / "dispatch.jsonl").read_text().splitlines()) == 2
+    assert len(RunRecord(tmp_path).plans) == 2
+    first = record.plans[0] | {"judged_rows": 0}
+    del first["recall_20"], first["recall_10"], first["recall_5"]
+    record.plans.append(first)
+    assert "recall not told at" in summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0).text()
+
+
 def test_what_nobody_reported_is_not_made_up(tmp_path):
     with RunRecord(tmp_path) as record:
         record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))
