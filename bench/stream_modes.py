@@ -160,7 +160,9 @@ def _one(
 ) -> tuple[float, float]:
     """Return seconds of a step, and the share in which the trainer waited."""
     if mode == "+ dispatch":
-        with LengthRequests(queue, service, batch_rows=options.rows, dispatcher=taught(1.0, options.rows)) as requests:
+        with LengthRequests(
+            queue, service, batch_rows=options.rows, overlapping=True, dispatcher=taught(1.0, options.rows)
+        ) as requests:
             trainer = Trainer(service, row_s, requests.learn)
             seconds = run(mode, service, requests.generate, trainer, batches)
     else:

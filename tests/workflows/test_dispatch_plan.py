@@ -234,6 +234,17 @@ def test_a_large_batch_is_thinned_and_takes_about_as_long() -> None:
     assert plan.given_s == pytest.approx(whole, rel=0.1)
 
 
+def test_batches_that_overlap_fill_the_slots_of_a_tail_so_that_no_plan_makes_engines_generate_less() -> None:
+    expected = np.random.default_rng(0).permutation(np.concatenate([np.full(230, 100), np.full(26, 4000)]))
+    engines = [engine(name, 32, DecodeCurve((1.0, 32.0), (9.0, 10.0))) for name in "ab"]
+    alone, overlapping = (plan_batch(expected, engines, NONE, overlapping=each) for each in (False, True))
+    assert alone.order == "longest"
+    assert overlapping.given_s < 0.8 * alone.given_s  # the next batch fills the tail
+    lanes = [LaneEngine(overlapping.lanes.get(each.name, EngineLane("any", 32)).slots, each.curve) for each in engines]
+    assert overlapping.order == "given" or min(lane.slots for lane in lanes) >= 16, overlapping
+    assert overlapping.predicted_s <= overlapping.given_s
+
+
 # ---------------------------------------------------------------- the dispatcher
 
 

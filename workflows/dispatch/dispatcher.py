@@ -37,7 +37,7 @@ class Expected(msgspec.Struct, frozen=True):
 
 
 class LengthDispatcher:
-    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch.
+    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch. overlapping: the next may be generated before one has ended (`plan`, rule 5).
 
     >>> dispatcher = LengthDispatcher(batch_rows=64)
     >>> dispatcher.expect([[1, 2, 3]])
@@ -46,10 +46,11 @@ class LengthDispatcher:
     'given order: 0 of 20 prompts seen'
     """
 
-    def __init__(self, *, batch_rows: int, ranker: LengthRanker | None = None) -> None:
+    def __init__(self, *, batch_rows: int, overlapping: bool = False, ranker: LengthRanker | None = None) -> None:
         if batch_rows < 1:
             raise UsageError(f"batch_rows={batch_rows} is not a positive number of rows")
         self.ranker = ranker or LengthRanker()
+        self.overlapping = overlapping
         self._window = max(WINDOW_MIN, 2 * batch_rows)
         self._refit_rows = max(REFIT_ROWS_MIN, batch_rows // REFITS)
         self._since_refit = 0
@@ -105,7 +106,7 @@ class LengthDispatcher:
         if not skill.skilled or not expected.size or expected.min() < 1:
             plan = Plan(why=f"given order: {skill.why()}")
         else:
-            plan = plan_batch(expected, engines, self._ratios(), seed=self.plans)
+            plan = plan_batch(expected, engines, self._ratios(), seed=self.plans, overlapping=self.overlapping)
         self.batches_in_order += plan.order == "longest"
         self.last = plan
         return plan

@@ -5,6 +5,8 @@ The law:
 1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row leaves when its tokens are drawn, and the engine takes the next one.
 2. An engine takes the first row of its class, and the first row of the other class if there is none: it is never idle while rows wait. The first rows are dealt in turn.
 3. Within a class the row with the most expected tokens is first, or the order given, as the plan says.
+4. Where batches overlap, the next one fills the slots that the end of this one leaves. What counts then is the time from one batch's end to the next one's (`period_s`): a plan that
+   ends a batch alone sooner, with smaller batches for long rows, may well lower what engines generate in all.
 """
 
 from __future__ import annotations
@@ -41,13 +43,30 @@ def generation_s(
 
     Raises `UsageError` for other shapes, for no engine, and for one without slots or curve.
     """
+    _check(lengths, expected, engines)
+    return _Schedule(lengths, expected, engines, longest_first, cut).run()[0]
+
+
+_COPIES = 4
+"""Batches in a row: the time from the end of the first to that of the third, while the fourth fills the slots."""
+
+
+def period_s(
+    lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], *, longest_first: bool, cut: int = 0
+) -> float:
+    """Return the seconds that each of many such batches adds, if the next is always there to fill free slots. Otherwise as `generation_s`."""
+    _check(lengths, expected, engines)
+    ends = _Schedule(lengths, expected, engines, longest_first, cut, copies=_COPIES).run()
+    return max(0.0, (ends[-2] - ends[0]) / (_COPIES - 2))
+
+
+def _check(lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine]) -> None:
     if lengths.shape != expected.shape or lengths.ndim != 1 or not lengths.size or lengths.min() < 1:
         raise UsageError(
             f"lengths {lengths.shape} and expected {expected.shape} are not positive tokens of the same rows"
         )
     if not engines or any(engine.slots < 1 or not engine.curve.rows for engine in engines):
         raise UsageError(f"{len(engines)} engines: give at least one, each with a slot and a measured curve")
-    return _Schedule(lengths, expected, engines, longest_first, cut).run()
 
 
 class _Engine:
@@ -57,34 +76,42 @@ class _Engine:
         self.slots, self.lane = engine.slots, engine.lane
         self.token_s = [0.0, *(engine.curve.token_ms(rows) / 1000 for rows in range(1, engine.slots + 1))]
         self.progress = self.since = 0.0
-        self.ends: list[float] = []
+        self.ends: list[tuple[float, int]] = []
 
     def next_s(self) -> float:
-        return self.since + max(0.0, self.ends[0] - self.progress) * self.token_s[len(self.ends)]
+        return self.since + max(0.0, self.ends[0][0] - self.progress) * self.token_s[len(self.ends)]
 
     def advance(self, now: float) -> None:
         if self.ends:
             self.progress += (now - self.since) / self.token_s[len(self.ends)]
         self.since = now
 
-    def take(self, length: int, now: float) -> None:
+    def take(self, length: int, batch: int, now: float) -> None:
         self.advance(now)
-        heapq.heappush(self.ends, self.progress + length)
+        heapq.heappush(self.ends, (self.progress + length, batch))
 
 
 class _Schedule:
     def __init__(
-        self, lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], longest_first: bool, cut: int
+        self,
+        lengths: Lengths,
+        expected: Lengths,
+        engines: Sequence[LaneEngine],
+        longest_first: bool,
+        cut: int,
+        copies: int = 1,
     ) -> None:
         self._engines = [_Engine(engine) for engine in engines]
         order = np.argsort(-expected, kind="stable") if longest_first else np.arange(expected.size)
-        rows = [(int(expected[row]) >= cut, int(lengths[row])) for row in order]
+        rows = [(int(expected[row]) >= cut, int(lengths[row]), copy) for copy in range(copies) for row in order]
         split = any(engine.lane != "any" for engine in engines)
-        self._tail = deque(length for is_tail, length in rows if split and is_tail)
-        self._rest = deque(length for is_tail, length in rows if not (split and is_tail))
+        self._tail = deque((length, copy) for is_tail, length, copy in rows if split and is_tail)
+        self._rest = deque((length, copy) for is_tail, length, copy in rows if not (split and is_tail))
+        self._copies = copies
 
-    def run(self) -> float:
-        now = 0.0
+    def run(self) -> list[float]:
+        """Return when the last row of each batch was generated."""
+        now, batch_ends = 0.0, [0.0] * self._copies
         for slot in range(max(engine.slots for engine in self._engines)):
             for engine in self._engines:
                 if slot < engine.slots:
@@ -93,13 +120,13 @@ class _Schedule:
             engine = min(running, key=_Engine.next_s)
             now = engine.next_s()
             engine.advance(now)
-            heapq.heappop(engine.ends)
+            batch_ends[heapq.heappop(engine.ends)[1]] = now
             self._fill(engine, now)
-        return now
+        return batch_ends
 
     def _fill(self, engine: _Engine, now: float) -> None:
         queues = (self._rest, self._tail) if engine.lane == "regular" else (self._tail, self._rest)
         for queue in queues:
             if queue:
-                engine.take(queue.popleft(), now)
+                engine.take(*queue.popleft(), now)
                 return

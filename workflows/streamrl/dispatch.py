@@ -28,16 +28,24 @@ from transferqueue.workflows.streamrl.service import EXPECTED, WAIT_S, Completio
 class LengthRequests:
     """Puts requests of `service` by expected length, for generators that `serve` with ``dispatch=``. A context manager; one process at a time plans for a service.
 
-    queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows` samples).
+    queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows` samples). overlapping: the next request is put before this
+    one's samples are all there, as with `pacing` of depth 1: plans then count what each request adds, not how soon one alone would end.
 
     Example: ``stream = requests.generate(prompts)``; then, for each batch of the stream: ``requests.learn(batch)`` before the ack.
     """
 
     def __init__(
-        self, queue: tq.Queue, service: StreamService, *, batch_rows: int, dispatcher: LengthDispatcher | None = None
+        self,
+        queue: tq.Queue,
+        service: StreamService,
+        *,
+        batch_rows: int,
+        overlapping: bool = False,
+        dispatcher: LengthDispatcher | None = None,
     ) -> None:
         self._queue, self._service = queue, service
         self._dispatcher = dispatcher or LengthDispatcher(batch_rows=batch_rows)
+        self._dispatcher.overlapping = overlapping
         self._changing = threading.Lock()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ranker")
         self._lessons: list[Future[None]] = []

@@ -41,7 +41,12 @@ def queue() -> Iterator[tq.Queue]:
 
 def ranked_job(*changes: str) -> Any:
     return job_of_kind(
-        "grpo", "dispatch.kind=length", f"trainer.prompts_per_step={PROMPTS}", f"steps={STEPS}", *changes
+        "grpo",
+        "dispatch.kind=length",
+        f"trainer.prompts_per_step={PROMPTS}",
+        f"steps={STEPS}",
+        "pacing.mode=sync",
+        *changes,
     )
 
 

@@ -42,7 +42,8 @@ def rank(context: Context) -> Iterator[Callable[[], None]]:
     """Factory of the process: its loop serves the tasks `rank` and `lengths` until the table ends."""
     job = context.settings(Job)
     file = None if context.directory is None else context.directory / _FILE
-    dispatcher = LengthDispatcher(batch_rows=batch_rows(job), ranker=_saved(file))
+    overlapping = job.pacing.mode == "async"  # in the other modes rows of two steps are never in an engine together
+    dispatcher = LengthDispatcher(batch_rows=batch_rows(job), overlapping=overlapping, ranker=_saved(file))
     yield RankLoop(context, job, dispatcher, file)
 
 
