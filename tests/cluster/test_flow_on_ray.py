@@ -4,12 +4,15 @@ import os
 import signal
 from pathlib import Path
 
+import msgspec
 import pytest
 
 import transferqueue as tq
+from transferqueue.errors import AlreadyExists
+from transferqueue.workflows.flow.draining import ADDED, REMOVED
 from transferqueue.workflows.flow.events import Failure, Figures
 from transferqueue.workflows.flow.flow import StageFailed
-from transferqueue.workflows.flow.on_ray import run_on_ray
+from transferqueue.workflows.flow.on_ray import RayFlow, run_on_ray
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.flow.stage_process import StageJob
 
@@ -96,3 +99,57 @@ def test_a_broken_stage_ends_the_flow_and_leaves_no_session(queue, address):
     assert raised.value.stage == "double-0"
     assert "Traceback" in raised.value.last_words
     assert any(isinstance(event, Failure) for event in told)
+
+
+def run_changing(address, factory, marks, change):
+    """Run `double` with a factory; `change(flow, kind)` hears the kinds of figures. Returns all events."""
+    told = []
+
+    def observe(label, event):
+        told.append((label, event))
+        if isinstance(event, Figures):
+            change(flow, event.kind)
+
+    with RayFlow(address, jobs(factory, marks), observe=observe, options=OPTIONS) as flow:
+        flow.run()
+    return told
+
+
+def more():
+    """One more process of the stage, which works."""
+    return msgspec.structs.replace(jobs("double")[1], instance=1)
+
+
+def test_a_job_is_added_and_one_that_drains_ends_the_rows_that_it_has(queue, address, tmp_path):
+    (tmp_path / "go").touch()
+    removed = []
+
+    def change(flow, kind):
+        if kind == "holding" and not removed:
+            removed.append(flow.remove("double-0", deadline_s=60.0))
+            flow.add(more())
+            with pytest.raises(AlreadyExists, match='"double-1" runs already'):
+                flow.add(more())
+
+    told = run_changing(address, "waits_for_a_mark", tmp_path, change)
+    assert removed[0].result(0).how == "drained"
+    kinds = [(label, event.kind) for label, event in told if isinstance(event, Figures)]
+    assert ("double-1", ADDED) in kinds
+    assert ("double-0", "finished") in kinds
+    assert ("double-0", REMOVED) in kinds
+    stats = queue.stats()["tables"]["t"]["tasks"]["double"]
+    assert (stats["done"], queue.audit()["tables"]["t"]["rows_put"]) == (32, 32)
+
+
+def test_after_the_deadline_a_job_is_killed_and_its_rows_are_done_by_others(queue, address, tmp_path):
+    removed = []
+
+    def change(flow, kind):
+        if kind == "holding" and not removed:
+            removed.append(flow.remove("double-0", deadline_s=0.0))
+            flow.add(more())
+
+    told = run_changing(address, "hangs_in_its_first_life", tmp_path, change)
+    assert removed[0].result(0).how == "killed"
+    assert [event.values["how"] for _, event in told if getattr(event, "kind", "") == REMOVED] == ["killed"]
+    assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32

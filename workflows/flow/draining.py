@@ -8,12 +8,14 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
+
+from transferqueue.errors import AlreadyExists, NotFound, UsageError
 
 EXIT_DRAINED: Final = 66
 """Exit code of a process that was asked to drain, and has."""
@@ -99,3 +101,35 @@ class Removal:
         removed = Removed(label=self.label, how=how, seconds=round(time.monotonic() - self.began, 3))
         self.ended.set_result(removed)
         return removed
+
+
+class Drainable(Protocol):
+    """What is asked of a job: see `StageJob`."""
+
+    @property
+    def label(self) -> str:
+        """Name of its process."""
+
+    @property
+    def drains(self) -> bool:
+        """Whether its process can drain."""
+
+
+def check_addition(job: Drainable, running: Mapping[str, Drainable], *, runs: bool) -> None:
+    """Raise `AlreadyExists` if a process with the label of `job` runs, `UsageError` if the flow does not."""
+    if not runs:
+        raise UsageError(f"cannot add {job.label}: the flow does not run; enter it first, or it has ended")
+    if job.label in running:
+        raise AlreadyExists(f'process "{job.label}" runs already; give the job another instance number')
+
+
+def check_removal(label: str, deadline_s: float, running: Mapping[str, Drainable], *, runs: bool) -> None:
+    """Raise `NotFound` if no such process runs; `UsageError` if it does not drain, for a bad deadline, and if the flow does not run."""
+    if not runs:
+        raise UsageError(f"cannot remove {label}: the flow does not run; enter it first, or it has ended")
+    if label not in running:
+        raise NotFound(f'process "{label}" does not run; those that do are {", ".join(sorted(running))}')
+    if not running[label].drains:
+        raise UsageError(f'process "{label}" is a source or a loop, and only the process of a stage drains')
+    if not deadline_s >= 0:
+        raise UsageError(f'remove("{label}", deadline_s={deadline_s}): give seconds from 0 on')

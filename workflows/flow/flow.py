@@ -39,10 +39,19 @@ from typing import Any, Final, Self
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import AlreadyExists, NotFound, PeerError, TransferQueueError, UsageError
+from transferqueue.errors import PeerError, TransferQueueError
 from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.child_process import ChildProcess
-from transferqueue.workflows.flow.draining import ADDED, DRAIN_S, EXIT_DRAINED, REMOVED, Removal, Removed
+from transferqueue.workflows.flow.draining import (
+    ADDED,
+    DRAIN_S,
+    EXIT_DRAINED,
+    REMOVED,
+    Removal,
+    Removed,
+    check_addition,
+    check_removal,
+)
 from transferqueue.workflows.flow.events import Event, Failure, Figures
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
@@ -132,9 +141,7 @@ class Flow:
         Raises `AlreadyExists` if a process with the label of `job` has not ended, and `UsageError` if the flow does not run.
         """
         with self._lock:
-            self._check_running(f"add {job.label}")
-            if job.label in self._labels:
-                raise AlreadyExists(f'process "{job.label}" runs already; give the job another instance number')
+            check_addition(job, self._labels, runs=self._runs)
             self._labels[job.label] = job
             self._asked.append(job)
             os.eventfd_write(self._wake, 1)
@@ -147,21 +154,14 @@ class Flow:
         """
         removal = Removal(label, deadline_s)
         with self._lock:
-            self._check_running(f"remove {label}")
-            job = self._labels.get(label)
-            if job is None:
-                raise NotFound(f'process "{label}" does not run; those that do are {", ".join(sorted(self._labels))}')
-            if not job.drains:
-                raise UsageError(f'process "{label}" is a source or a loop, and only the process of a stage drains')
-            if not deadline_s >= 0:
-                raise UsageError(f'remove("{label}", deadline_s={deadline_s}): give seconds from 0 on')
+            check_removal(label, deadline_s, self._labels, runs=self._runs)
             self._asked.append(removal)
             os.eventfd_write(self._wake, 1)
         return removal.ended
 
-    def _check_running(self, what: str) -> None:
-        if self._left or self._ended.is_set():
-            raise UsageError(f"cannot {what}: the flow does not run; enter it first, or it has ended")
+    @property
+    def _runs(self) -> bool:
+        return not (self._left or self._ended.is_set())
 
     def run(self) -> None:
         """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""

@@ -1,13 +1,15 @@
-"""A flow whose jobs are Ray tasks, anywhere in the cluster, against a deployment at one address.
+"""A flow whose jobs are Ray actors, anywhere in the cluster, against a deployment at one address.
 
 Rules, in addition to those of `flow`:
 
-1. Tasks share only the queue. Their events reach the supervisor as they are sent, in order for each task.
-2. A flow ends when all tasks have ended with success. A task whose process or node dies is started again, at most `restarts_max`
-   times; its rows have gone to other workers by then. A task that fails by itself is started again too, unless it reports that
+1. Actors share only the queue. Their events reach the supervisor as they are sent, in order for each actor.
+2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another actor, at most `restarts_max`
+   times; its rows have gone to other workers by then. A job that fails by itself is started again too, unless it reports that
    a restart is useless. After the last restart the flow fails with `StageFailed`.
 3. Times of events are on the supervisor's monotonic clock, as exact as the machines' clocks agree.
-4. When the flow ends, for any reason, its tasks are cancelled by force. Their sessions end with them.
+4. When the flow ends, for any reason, its actors are killed. Their sessions end with them.
+5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within `LOOK_S`. After the deadline of a removal its actor is killed. SIGTERM to
+   the process of an actor is Ray's affair: it ends, and rule 2 starts the job again where there is room.
 """
 
 from __future__ import annotations
@@ -15,14 +17,26 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Final
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from typing import Any, Final, Self
 
 import msgspec
 
 from transferqueue.errors import DeadlineExceeded, TransferQueueError
 from transferqueue.lazy import naming_extra
-from transferqueue.workflows.flow.events import Failure, Receiver, Sender
+from transferqueue.workflows.flow.draining import (
+    ADDED,
+    DRAIN_S,
+    REMOVED,
+    DrainRequest,
+    Removal,
+    Removed,
+    check_addition,
+    check_removal,
+)
+from transferqueue.workflows.flow.events import Failure, Figures, Receiver, Sender
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
 from transferqueue.workflows.flow.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob, run_job
@@ -37,6 +51,10 @@ class _Ended(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+LOOK_S: Final = 0.5
+"""Longest time until a request to add or remove is taken up: a wait for Ray's objects cannot be ended from outside."""
+
+
 def run_on_ray(
     address: str,
     jobs: Sequence[StageJob],
@@ -47,57 +65,167 @@ def run_on_ray(
 ) -> None:
     """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised (``ray.init``).
 
-    observe: called for each event, with the label of its job, in this thread. options: arguments of Ray's ``options``
+    observe: called for each event, with the label of its job, in this thread. options: arguments of the ``options`` of a Ray actor
     (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its
     processes. Raises `StageFailed` (rule 2).
     """
-    with naming_extra("run_on_ray"):
-        import ray
+    with RayFlow(address, jobs, observe=observe, restarts_max=restarts_max, options=options) as flow:
+        flow.run()
 
-    options_by_label = options or {}
-    running = [
-        _Running(
-            ray,
-            job,
-            address,
-            {**options_by_label.get(job.name, {}), **options_by_label.get(job.label, {})},
-            restarts_max,
-        )
-        for job in jobs
-    ]
-    try:
-        while running:
-            ready, _ = ray.wait([one.stream for one in running], num_returns=1, fetch_local=False)
-            one = next(one for one in running if one.stream is ready[0])
-            if one.hear(observe):
-                running.remove(one)
-    finally:
-        for one in running:
-            ray.cancel(one.stream, force=True)
+
+class RayFlow:
+    """Runs `jobs` as `run_on_ray` does, and lets jobs come and go meanwhile. A context manager: leaving it kills all actors.
+
+    Between entering and `run` nobody listens; call `run` soon. `add` and `remove` may be called from any thread, also from `observe`.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        jobs: Sequence[StageJob],
+        *,
+        observe: Observe,
+        restarts_max: int = RESTARTS_MAX,
+        options: Mapping[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        with naming_extra("run_on_ray"):
+            import ray
+
+        self._ray, self._address, self._jobs = ray, address, jobs
+        self._observe, self._restarts_max, self._options = observe, restarts_max, options or {}
+        self._running: dict[str, _Running] = {}
+        self._lock = threading.Lock()
+        self._labels = {job.label: job for job in jobs}
+        self._asked: deque[StageJob | Removal] = deque()
+        self._runs = False
+
+    def __enter__(self) -> Self:
+        self._runs = True
+        try:
+            for job in self._jobs:
+                self._start(job)
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self.close()
+
+    def add(self, job: StageJob) -> None:
+        """Start one more job; returns at once. Raises as `Flow.add` does."""
+        with self._lock:
+            check_addition(job, self._labels, runs=self._runs)
+            self._labels[job.label] = job
+            self._asked.append(job)
+
+    def remove(self, label: str, *, deadline_s: float = DRAIN_S) -> Future[Removed]:
+        """Ask the job to drain; returns at once. Raises as `Flow.remove` does."""
+        removal = Removal(label, deadline_s)
+        with self._lock:
+            check_removal(label, deadline_s, self._labels, runs=self._runs)
+            self._asked.append(removal)
+        return removal.ended
+
+    def run(self) -> None:
+        """Wait until every job has ended with success. Raises `StageFailed` (rule 2)."""
+        while not self._is_over():
+            self._do_what_was_asked()
+            streams = {running.stream: running for running in self._running.values()}
+            ready, _ = (
+                self._ray.wait([*streams], num_returns=1, timeout=LOOK_S, fetch_local=False) if streams else ([], [])
+            )
+            for stream in ready:
+                self._hear(streams[stream])
+            self._kill_late_drains()
+
+    def close(self) -> None:
+        """Kill every actor. A second call does nothing."""
+        with self._lock:
+            self._runs = False
+        for running in self._running.values():
+            running.kill()
+            if running.removal:
+                running.removal.end("killed")
+        self._running = {}
+
+    def _is_over(self) -> bool:
+        with self._lock:
+            self._runs = bool(self._running or self._asked)
+            return not self._runs
+
+    def _start(self, job: StageJob) -> None:
+        options = {**self._options.get(job.name, {}), **self._options.get(job.label, {})}
+        self._running[job.label] = _Running(self._ray, job, self._address, options, self._restarts_max)
+
+    def _do_what_was_asked(self) -> None:
+        while self._asked:
+            asked = self._asked.popleft()
+            if isinstance(asked, StageJob):
+                self._start(asked)
+                self._report(asked.label, ADDED, {"label": asked.label})
+            elif asked.label not in self._running:  # it ended in between
+                asked.end("drained")
+            else:
+                self._running[asked.label].drain(asked)
+
+    def _hear(self, running: _Running) -> None:
+        if not running.hear(self._observe):
+            return
+        label = running.job.label
+        with self._lock:
+            del self._running[label]
+            del self._labels[label]
+        running.kill()  # it has ended; this frees its process
+        if running.removal:
+            self._report(label, REMOVED, msgspec.to_builtins(running.removal.end(running.how)))
+
+    def _kill_late_drains(self) -> None:
+        for running in self._running.values():
+            if running.removal and running.removal.deadline <= time.monotonic():
+                running.kill()
+
+    def _report(self, label: str, kind: str, values: dict[str, Any]) -> None:
+        self._observe(label, Figures(kind=kind, at=time.monotonic(), values=values))
 
 
 class _Running:
-    """One job, and the Ray task that runs it."""
+    """One job, and the Ray actor that runs it."""
 
     def __init__(self, ray: Any, job: StageJob, address: str, options: dict[str, Any], restarts: int) -> None:
-        self._ray = ray
-        self._job = job
+        self._ray, self._address, self._options = ray, address, options
+        self.job = job
         self._restarts = restarts
         self._ends: list[str] = []
-        self._begin: Callable[[], Any] = lambda: (
-            ray.remote(serve_job)
-            .options(**{"num_cpus": 1, **options, "num_returns": "streaming", "max_retries": 0, "name": job.label})
-            .remote(msgspec.json.encode(job).decode(), address, _clock())
-        )
+        self.removal: Removal | None = None
+        self.how = "drained"
         self._start()
 
     def _start(self) -> None:
         self._receiver = Receiver()
         self._failure: Failure | None = None
-        self.stream = self._begin()
+        two = {"max_concurrency": 2}  # `drain` is called while `serve` runs
+        self._actor = (
+            self._ray.remote(StageActor).options(**{"num_cpus": 1, "max_restarts": 0, **self._options, **two}).remote()
+        )
+        self.stream = self._actor.serve.options(num_returns="streaming", name=self.job.label).remote(
+            msgspec.json.encode(self.job).decode(), self._address, _clock()
+        )
+
+    def drain(self, removal: Removal) -> None:
+        """Ask the actor to drain."""
+        if self.removal is not None:
+            self.removal.ended_too(removal)
+            return
+        self.removal = removal
+        self._actor.drain.remote()
+
+    def kill(self) -> None:
+        """Kill the actor. A second call does nothing."""
+        self._ray.kill(self._actor, no_restart=True)
 
     def hear(self, observe: Observe) -> bool:
-        """Receive its next event. Return whether it has ended with success."""
+        """Receive its next event. Return whether it has ended with success, or was removed."""
         try:
             item = self._ray.get(next(self.stream))
         except StopIteration:
@@ -107,11 +235,14 @@ class _Running:
         if isinstance(item, str):
             return self._ended(msgspec.json.decode(item, type=_Ended))
         for event in self._receiver.feed(item):
-            observe(self._job.label, event)
+            observe(self.job.label, event)
             self._failure = event if isinstance(event, Failure) else self._failure
         return False
 
     def _ended(self, how: _Ended) -> bool:
+        if self.removal is not None:
+            self.how = "drained" if how.code == 0 else "killed"
+            return True
         if how.code == 0:
             return True
         self._ends.append(how.text)
@@ -119,8 +250,8 @@ class _Running:
             last_words = self._failure.text if self._failure else how.text
             ends = "; then: ".join(dict.fromkeys(self._ends))  # what came after may follow from what came first
             raise StageFailed(
-                f'stage "{self._job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
-                stage=self._job.label,
+                f'stage "{self.job.label}" failed on Ray, and no try is left: {ends}; its log is in Ray\'s',
+                stage=self.job.label,
                 last_words=last_words,
             )
         self._restarts -= 1
@@ -133,33 +264,39 @@ def _clock() -> float:
     return time.time() - time.monotonic()
 
 
-def serve_job(job_json: str, address: str, clock: float) -> Iterator[bytes | str]:
-    """The Ray task: run a `StageJob` (as JSON). Yield its events as bytes for `Receiver`, then a JSON text that says how it ended.
+class StageActor:
+    """The Ray actor of one job. Two of its methods run at once."""
 
-    clock: `_clock` of the supervisor's machine.
-    """
-    read_end, write_end = os.pipe()
-    ended: list[_Ended] = []
-    thread = threading.Thread(
-        target=_do,
-        args=(msgspec.json.decode(job_json, type=StageJob), address, Sender(write_end, _clock() - clock), ended),
-        name="job",
-        daemon=True,
-    )
-    thread.start()
-    try:
-        while piece := os.read(read_end, _PIECE_BYTES):
-            yield piece
-    finally:
-        os.close(read_end)
-    thread.join()
-    yield msgspec.json.encode(ended[0]).decode()
+    def __init__(self) -> None:
+        self._drain = DrainRequest()
+
+    def drain(self) -> None:
+        """Ask the job to end with the rows that it has."""
+        self._drain.request()
+
+    def serve(self, job_json: str, address: str, clock: float) -> Iterator[bytes | str]:
+        """Run a `StageJob` (as JSON). Yield its events as bytes for `Receiver`, then a JSON text that says how it ended.
+
+        clock: `_clock` of the supervisor's machine.
+        """
+        read_end, write_end = os.pipe()
+        ended: list[_Ended] = []
+        job, emit = msgspec.json.decode(job_json, type=StageJob), Sender(write_end, _clock() - clock)
+        thread = threading.Thread(target=_do, args=(job, address, emit, self._drain, ended), name="job", daemon=True)
+        thread.start()
+        try:
+            while piece := os.read(read_end, _PIECE_BYTES):
+                yield piece
+        finally:
+            os.close(read_end)
+        thread.join()
+        yield msgspec.json.encode(ended[0]).decode()
 
 
-def _do(job: StageJob, address: str, emit: Sender, ended: list[_Ended]) -> None:
+def _do(job: StageJob, address: str, emit: Sender, drain: DrainRequest, ended: list[_Ended]) -> None:
     how = _Ended(1, "it raised what is no error of the queue; see its log")
     try:
-        run_job(job, address, emit)
+        run_job(job, address, emit, drain)
         how = _Ended()
     except (StageFailedInProcess, DeadlineExceeded) as error:
         how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
