@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
 from transferqueue.errors import UsageError
+from transferqueue.workflows.elastic.controller import ElasticTerms
 from transferqueue.workflows.sim.simulated_job import (
     GENERATE,
     TRAIN,
@@ -65,3 +67,34 @@ def test_a_stage_between_serves_every_row() -> None:
 
 def _rows(found: Simulated, stage: str) -> int:
     return sum(one.rows for one in found.worked if one.stage == stage)
+
+
+def test_the_live_controller_scales_a_simulated_job_whose_rows_become_longer() -> None:
+    """The middle third of 36 steps has rows three times as long: an instance is added, the step time comes back, and the instance goes."""
+    steps, batch = 36, 16
+    lengths = np.full((steps, batch), 20, np.int64)
+    lengths[12:24] *= 3
+    job = SimulatedJob(
+        lengths=lengths,
+        predicted=lengths,
+        site=Site(1, 16),
+        stages=(),
+        train=SimStage(name=TRAIN, row_s=0.6 / batch),
+        feed=BatchFeed(rows=4),
+        depth=1,
+        token_s=lambda rows: 0.004 + 0.001 * rows,
+        elastic=ElasticTerms(max=2, threshold=0.5),
+        start_s=1.0,
+    )
+    scaled = simulate(job)
+    fixed = simulate(msgspec.structs.replace(job, elastic=None))
+    by = [(change.by, step) for step, change in scaled.changes]
+    assert by[0][0] == 1
+    assert 12 <= by[0][1] <= 18
+    assert by[-1][0] == -1
+    assert by[-1][1] >= 24
+    assert sum(change for change, _ in by) == 0
+    seconds = np.diff(scaled.steps)
+    assert seconds[20:23].mean() < 0.8 * np.diff(fixed.steps)[20:23].mean()
+    assert scaled.total_s < fixed.total_s
+    assert len(scaled.steps) == steps

@@ -9,6 +9,8 @@ Rules:
 3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k only, as its `BatchFeed` says.
 4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and all rows of the step are acked.
    The trainer continues at once, if there are rows.
+5. With `elastic`, the production controller is asked after each step, as in a live job. An instance that is added generates after `start_s`; one that is
+   removed takes no new row and finishes those that it has.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from transferqueue.ledger import Ledger
 from transferqueue.policies import Compare, LongestFirst, Pacing, Predicate, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.workflows.elastic.controller import Change, ElasticController, ElasticTerms, StepTimes
 
 Lengths = NDArray[np.int64]
 """Lengths of outputs, in tokens."""
@@ -76,7 +79,7 @@ class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
 class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What to simulate: lengths and their predictions ``[iterations, batch]``, generation, stages in order, pacing.
 
-    token_s: seconds to decode one token of each of n rows. prompt_s: of a row before its first token, in which the instance's other rows stand. step_s: after
+    elastic: bounds of the number of instances (None: as `site` says); start_s: until an added one generates. token_s: seconds to decode one token of each of n rows. prompt_s: of a row before its first token, in which the instance's other rows stand. step_s: after
     the last row of a step, in which the trainer is busy.
     """
 
@@ -91,6 +94,8 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     update_s: float = 0.0
     prompt_s: float = 0.0
     step_s: float = 0.0
+    elastic: ElasticTerms | None = None
+    start_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.lengths.ndim != 2 or self.lengths.shape != self.predicted.shape or not self.lengths.size:
@@ -119,11 +124,12 @@ class Worked(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Result: the end of the run, when each step was trained and published, and every service."""
+    """Result: the end of the run, when each step was trained and published, every service, and each change of the number of instances, with its step."""
 
     total_s: float
     steps: list[float]
     worked: list[Worked]
+    changes: list[tuple[int, Change]] = []
 
     def idle(self, instances: dict[str, int]) -> dict[str, float]:
         """Share of the run in which the instances of each stage had no rows."""
@@ -153,6 +159,8 @@ class _Decoder:
         self.running: list[tuple[float, int, float, m.Leased]] = []
         self._token_s, self._progress, self._since = token_s, 0.0, 0.0
         self.age, self.foretold = 0, 0
+        self.takes_rows = True
+        self._idle_since, self._waited_s = 0.0, 0.0
         """age counts changes: an end predicted at an earlier age is void. foretold: the age of the last prediction."""
 
     def _advance(self, now: float) -> None:
@@ -162,6 +170,8 @@ class _Decoder:
 
     def add(self, now: float, row: int, length: int, leased: m.Leased) -> None:
         self._advance(now)
+        if not self.running:
+            self._waited_s += now - self._idle_since
         self._since += self._prompt_s
         heapq.heappush(self.running, (self._progress + length, row, now, leased))
         self.age += 1
@@ -173,7 +183,34 @@ class _Decoder:
         self._advance(now)
         _, row, start, leased = heapq.heappop(self.running)
         self.age += 1
+        if not self.running:
+            self._idle_since = now
         return row, start, leased
+
+    def waited_s(self, now: float) -> float:
+        """Seconds without a row since the last call."""
+        waited_s = self._waited_s + (0.0 if self.running else now - self._idle_since)
+        self._waited_s, self._idle_since = 0.0, now
+        return waited_s
+
+
+class _Scaling:
+    """The production controller of generators, and what it changed."""
+
+    def __init__(self, terms: ElasticTerms | None) -> None:
+        self._controller = None if terms is None else ElasticController(terms)
+        self.is_starting = False
+        self.changes: list[tuple[int, Change]] = []
+
+    def step(self, step: int, times: StepTimes) -> Change | None:
+        """Return the change after a step, if any. While an instance starts, steps decide nothing."""
+        if self._controller is None or self.is_starting:
+            return None
+        change = self._controller.step(times)
+        if change is not None:
+            self.is_starting = change.by > 0
+            self.changes.append((step, change))
+        return change
 
 
 class _Simulation:
@@ -187,6 +224,8 @@ class _Simulation:
         self._worked: list[Worked] = []
         self._steps: list[float] = []
         self._decoders = [_Decoder(job.token_s, job.prompt_s) for _ in range(job.site.instances)]
+        self._scaling = _Scaling(job.elastic)
+        self._trainer_since, self._trainer_wait_s = 0.0, 0.0
         self._free = {stage.name: list(range(stage.instances)) for stage in (*job.stages, job.train)}
         self._open()
 
@@ -220,7 +259,7 @@ class _Simulation:
             act()
             if not self._events or self._events[0][0] > self.now:
                 self._react()
-        return Simulated(self.now, self._steps, self._worked)
+        return Simulated(self.now, self._steps, self._worked, self._scaling.changes)
 
     def _react(self) -> None:
         """Give work to every free instance, from the first stage to the last."""
@@ -260,8 +299,9 @@ class _Simulation:
     def _generate(self) -> None:
         """Let the instance with the fewest rows take the next row; then schedule each instance's next end."""
         while True:
-            at = min(range(len(self._decoders)), key=lambda number: len(self._decoders[number].running))
-            if len(self._decoders[at].running) >= self._job.site.slots:
+            open_ = [number for number, decoder in enumerate(self._decoders) if decoder.takes_rows]
+            at = min(open_, key=lambda number: len(self._decoders[number].running), default=-1)
+            if at < 0 or len(self._decoders[at].running) >= self._job.site.slots:
                 break
             leased = self._lease(GENERATE, 1, 1, [Compare("ordinal", "<", self._generation_end())])
             if leased is None:
@@ -314,6 +354,7 @@ class _Simulation:
         if leased is None:
             return
         self._free[TRAIN].pop()
+        self._trainer_wait_s += self.now - self._trainer_since
         start, step, rows = self.now, self._step, len(leased.content.rows) // 8
         self._trained += rows
         self._held.append(leased)
@@ -323,11 +364,13 @@ class _Simulation:
 
         def end() -> None:
             self._free[TRAIN].append(0)
+            self._trainer_since = self.now
             self._worked.append(Worked(TRAIN, 0, start, self.now, rows))
             if last:
                 self._at(self.now + self._job.update_s, publish)
 
         def publish() -> None:
+            self._scale(step)
             self._steps.append(self.now)
             self._apply(m.AdvanceClock(TABLE, step + 1))
             for each in of_step:
@@ -335,6 +378,30 @@ class _Simulation:
 
         step_s = self._job.step_s if last else 0.0
         self._at(start + self._job.train.call_s + self._job.train.row_s * rows + step_s, end)
+
+    def _scale(self, step: int) -> None:
+        """Ask the controller after a step."""
+        generating = [decoder for decoder in self._decoders if decoder.takes_rows]
+        waits = [decoder.waited_s(self.now) for decoder in generating]
+        seconds = self.now - (self._steps[-1] if self._steps else 0.0)
+        times = StepTimes(
+            seconds=seconds,
+            trainer_wait_s=min(self._trainer_wait_s, seconds),
+            generator_wait_s=min(sum(waits) / max(1, len(waits)), seconds),
+            generators=len(generating),
+        )
+        self._trainer_wait_s = 0.0
+        change = self._scaling.step(step, times)
+        if change is not None and change.by < 0:
+            generating[-1].takes_rows = False
+        elif change is not None:
+            self._at(self.now + self._job.start_s, self._open_decoder)
+
+    def _open_decoder(self) -> None:
+        decoder = _Decoder(self._job.token_s, self._job.prompt_s)
+        decoder.waited_s(self.now)
+        self._decoders.append(decoder)
+        self._scaling.is_starting = False
 
     def _terms(self, at: int) -> tuple[int, int, list[Predicate]]:
         """Return rows, at least, and a filter: the rows of this step, or the next of its prompts."""
