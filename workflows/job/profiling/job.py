@@ -87,7 +87,7 @@ def _check(job: Job, devices: int) -> None:
         raise Impossible('profile of a job with kind="sft": it generates nothing, so there is nothing to divide')
     if has_episodes(job):
         raise Impossible(
-            "profile of a job of episodes: how long they take is the environment's affair; write a profile by hand (docs/SIMULATION.md)"
+            "profile of a job of episodes: how long they take is the environment's affair; write a profile by hand (`transferqueue docs simulation`)"
         )
     if len(job.engine) > 1:
         raise Impossible(
