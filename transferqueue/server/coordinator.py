@@ -48,7 +48,7 @@ from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.life_events import life_event, table_event
+from transferqueue.server.life_events import TABLE_EVENTS, life_event, table_event
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
@@ -508,7 +508,8 @@ class Coordinator:
                 reply = operation(session, call, request, now)
             else:
                 reply = self.ledger.apply(request, session=session.number, call=call, now=now)
-            table_event(request, session.number)
+            if type(request) in TABLE_EVENTS:
+                table_event(request, session.number)
             return reply
         except JournalFailed:
             raise

@@ -13,7 +13,7 @@ from transferqueue.text import visible
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
-_OF_TABLES: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropped", m.Seal: "table_sealed"}
+TABLE_EVENTS: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropped", m.Seal: "table_sealed"}
 
 
 def life_event(event: str, **values: str | int) -> None:
@@ -26,7 +26,7 @@ def life_event(event: str, **values: str | int) -> None:
 
 def table_event(request: m.Request, session: int) -> None:
     """Log that a request made, dropped or sealed a table, if it is one of these."""
-    event = _OF_TABLES.get(type(request))
+    event = TABLE_EVENTS.get(type(request))
     if event is not None:
         life_event(event, table=getattr(request, "name", "") or getattr(request, "table", ""), session=session)
 
