@@ -70,7 +70,7 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         if self._channel is None:
             raise RuntimeError("weights arrived before init_weight_transfer_engine named their channel")
         with self._channel.pull(version=update_info.version, timeout_s=update_info.timeout_s) as weights:
-            self.model.load_weights(weights.torch().items())
+            self.model.load_weights(weights.items())  # one tensor at a time is put together of its slices
 
     def finish_weight_update(self) -> None:
         """End the reload: computation from here on uses the new weights."""

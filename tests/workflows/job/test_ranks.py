@@ -19,7 +19,7 @@ from tests.workflows.job.short_run import (
     wait_for,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 pytest.importorskip("transformers", exc_type=ImportError)
 
 TWO = ("--set", "trainer.ranks=2", "--set", 'evaluation.path=""')

@@ -95,10 +95,11 @@ class Weights(ProcessBound, Mapping[str, Any]):
         self._tensors, self._changed = tensors, changed
         self._slices = {one.field: one for one in slices if one.field in tensors}
         self._only = only
+        self._places = self._fields_by_tensor()
         self._released = False
 
     def __repr__(self) -> str:
-        count = len(self._places())
+        count = len(self._places)
         return f"<Weights of channel {self.channel!r}: version {self.version}, {count} tensors>"
 
     @property
@@ -126,21 +127,21 @@ class Weights(ProcessBound, Mapping[str, Any]):
         """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
         prefix = self._prefix(adapter)
         return {
-            name[len(prefix) :]: self._field(name, at) for name, at in self._places().items() if name.startswith(prefix)
+            name[len(prefix) :]: self._field(name, at) for name, at in self._places.items() if name.startswith(prefix)
         }
 
     def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
         """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied."""
         prefix = self._prefix(adapter)
         return {
-            name[len(prefix) :]: self._torch(name, at) for name, at in self._places().items() if name.startswith(prefix)
+            name[len(prefix) :]: self._torch(name, at) for name, at in self._places.items() if name.startswith(prefix)
         }
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
         prefix = self._prefix(adapter)
         return {
-            name[len(prefix) :]: self._numpy(name, at) for name, at in self._places().items() if name.startswith(prefix)
+            name[len(prefix) :]: self._numpy(name, at) for name, at in self._places.items() if name.startswith(prefix)
         }
 
     # ------------------------------------------------------------ slices
@@ -149,7 +150,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
         """The tensor that a field is, or is a slice of."""
         return self._slices[field].tensor if field in self._slices else field
 
-    def _places(self) -> dict[str, list[str]]:
+    def _fields_by_tensor(self) -> dict[str, list[str]]:
         """Fields of each tensor, in the order of their rows."""
         found: dict[str, list[str]] = {}
         for field in self._tensors:
@@ -237,7 +238,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         full = f"{publish.BASE}{name}"
-        fields = [full] if full in self._tensors and full not in self._slices else self._places().get(full)
+        fields = self._places.get(full)
         if fields is None:
             raise NotFound(
                 f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
@@ -245,7 +246,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._torch(full, fields) if _has_torch() else self._numpy(full, fields)
 
     def __iter__(self) -> Iterator[str]:
-        return (name[1:] for name in self._places() if name.startswith(publish.BASE))
+        return (name[1:] for name in self._places if name.startswith(publish.BASE))
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
