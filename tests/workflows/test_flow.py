@@ -120,6 +120,36 @@ def test_rows_of_a_killed_process_are_done_by_its_next_life(queue: tq.Queue, tmp
     assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
 
 
+def test_processes_that_belong_together_die_together_and_start_together(queue: tq.Queue, tmp_path: Path) -> None:
+    """`prepare` is called when none of them lives."""
+    queue.create_table("u", fields=[tq.Field("x", "int64"), tq.Field("y", "int64")], tasks=[DOUBLE])
+    source, double = jobs("hangs_in_its_first_life", marks=tmp_path)
+    waits = msgspec.structs.replace(double, name="waits", table="u", factory=f"{HERE}:double")
+    pair = [msgspec.structs.replace(job, together="pair") for job in (double, waits)]
+    lives: list[dict[str, int]] = []
+    living: list[list[int]] = []
+
+    def prepare(together: str) -> None:
+        assert together == "pair"
+        living.append([pid for life in lives for label, pid in life.items() if label != "numbers-0" and not gone(pid)])
+
+    def hear(label: str, event: Event) -> None:
+        if isinstance(event, Figures) and event.kind == "holding":
+            lives.append(flow.pids())
+            os.kill(lives[0]["waits-0"], signal.SIGKILL)
+        if label == "double-0" and len(lives) == 1 and not gone(flow.pids()[label]) and len(living) == 2:
+            lives.append(flow.pids())
+            queue.table("u").seal()
+
+    flow = Flow(queue, [source, *pair], directory=tmp_path, observe=hear, prepare=prepare)
+    with flow:
+        flow.run()
+    assert living == [[], []]
+    assert lives[0]["double-0"] != lives[1]["double-0"]
+    assert lives[0]["numbers-0"] == lives[1].get("numbers-0", lives[0]["numbers-0"])
+    assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
+
+
 def test_a_generator_killed_in_the_middle_of_a_batch_loses_nothing(queue: tq.Queue, tmp_path: Path) -> None:
     """What it had given stays given, the rest of its batch comes again, and every row is done once."""
     told: list[tuple[str, Event]] = []
@@ -174,7 +204,7 @@ def test_processes_that_work_only_together_are_started_again_together(queue: tq.
         factory=f"{HERE}:works_only_together",
         settings={"marks": str(tmp_path)},
         loop=True,
-        together=True,
+        together="double",
     )
     told, _ = run(queue, [job, msgspec.structs.replace(job, instance=1)], tmp_path / "logs")
     lives = [event.values for event in figures(told, "life")]
@@ -204,6 +234,12 @@ def test_ctrl_c_that_another_thread_receives_ends_the_wait(queue: tq.Queue, tmp_
 def test_a_stage_that_refuses_a_setting_is_not_started_again(queue: tq.Queue, tmp_path: Path) -> None:
     with pytest.raises(StageFailed, match=r"exit code 65; its last words were .*UsageError: slots=0: give at least 1"):
         run(queue, jobs("refuses"), tmp_path)
+
+
+def test_words_for_people_do_not_begin_with_the_name_of_a_class(queue: tq.Queue, tmp_path: Path) -> None:
+    with pytest.raises(StageFailed, match=r"its last words were UsageError: slots=0") as failed:
+        run(queue, jobs("refuses"), tmp_path)
+    assert "StageFailedInProcess" not in failed.value.last_words
 
 
 def test_what_a_stage_started_ends_with_it(queue: tq.Queue, tmp_path: Path) -> None:

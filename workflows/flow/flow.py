@@ -17,6 +17,7 @@ Rules:
 6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
    itself is killed, their lifelines close and they exit.
    Where processes work only together (`StageJob.together`), the death of one ends the others, with SIGKILL, and all are started again.
+   `prepare` is called when none of them lives. If one with another name has finished, only those of the dead process's name are started again.
 7. `add` and `remove` change the processes while the flow runs. A process that is removed takes no new row, ends those that it has, and exits; after the deadline
    it is killed, and its rows go to others. It is not started again, however it ends. An elastic process that its host ends by SIGTERM is removed.
 """
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import selectors
 import signal
 import threading
@@ -32,6 +34,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -53,12 +56,11 @@ from transferqueue.workflows.flow.draining import (
     check_removal,
 )
 from transferqueue.workflows.flow.events import Event, Failure, Figures
+from transferqueue.workflows.flow.signals import signal_pipe
 from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
 """Restarts of a process. One that was killed from outside deserves another try; one that dies three times is broken."""
-_SIGNALS_S: Final = 0.5
-"""Longest time between two looks for signals. The system may deliver Ctrl-C to any thread, and Python handles it in the main thread, once that wakes."""
 _FAREWELL_S: Final = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
@@ -80,7 +82,8 @@ class Flow:
     """Runs `jobs`, each in a process, against `queue`. A context manager: leaving it ends all processes.
 
     directory: gets one log file a process (its stdout and stderr). queue: must accept other processes at
-    its address, and stays open. environment: variables of the processes, beside those of this one. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
+    its address, and stays open. environment: variables of the processes, beside those of this one.
+    prepare: called with a name of `StageJob.together` before the processes of that name start, first or again. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
     """
 
     def __init__(
@@ -92,6 +95,7 @@ class Flow:
         observe: Observe,
         restarts_max: int = RESTARTS_MAX,
         environment: Mapping[str, str] | None = None,
+        prepare: Callable[[str], None] = lambda together: None,
     ) -> None:
         self._queue = queue
         self._jobs = jobs
@@ -99,9 +103,10 @@ class Flow:
         self._observe = observe
         self._restarts_max = restarts_max
         self._environment = dict(environment or {})
+        self._prepare = prepare
         self._children: dict[str, ChildProcess] = {}
         self._selector = selectors.DefaultSelector()
-        self._wake = -1
+        self._wake = self._over = -1
         self._left = True
         self._lock = threading.Lock()
         self._labels = {job.label: job for job in jobs}
@@ -114,8 +119,11 @@ class Flow:
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
         self._wake, self._left = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK), False
+        self._over = os.eventfd(0, os.EFD_CLOEXEC)
         self._selector.register(self._wake, selectors.EVENT_READ)
         try:
+            for together in dict.fromkeys(job.together for job in self._jobs if job.together):
+                self._prepare(together)
             for job in self._jobs:
                 self._start(job, restarts=0)
             self._thread.start()
@@ -165,8 +173,12 @@ class Flow:
 
     def run(self) -> None:
         """Wait until every process has exited with success; raise `StageFailed` when one cannot work."""
-        while not self._ended.wait(_SIGNALS_S):
-            pass
+        with signal_pipe() as signals:
+            while not self._ended.is_set():
+                select.select([self._over, *signals], [], [])
+                for pipe in signals:
+                    with suppress(BlockingIOError):
+                        os.read(pipe, _PIPE_BYTES)
         self._tell()
 
     def close(self) -> None:
@@ -182,6 +194,7 @@ class Flow:
         self._queue.allow_waits()
         self._selector.close()
         os.close(self._wake)
+        os.close(self._over)
 
     def _tell(self) -> None:
         if self._failure is not None and not self._is_told:
@@ -203,6 +216,7 @@ class Flow:
             with self._lock:
                 self._ended.set()
             self._give_up_removals()
+            os.eventfd_write(self._over, 1)
 
     def _is_over(self) -> bool:
         with self._lock:
@@ -325,9 +339,7 @@ class Flow:
             return
         if code == EXIT_FINAL or child.restarts >= self._restarts_max:
             raise _failed(child, code, last_words)
-        self._start(child.job, child.restarts + 1)
-        if child.job.together:
-            self._restart_others(child)
+        self._start_again(child)
 
     def _ended_with(self, child: ChildProcess) -> int:
         """End the process, read the rest of its events, and return its exit code."""
@@ -340,19 +352,32 @@ class Flow:
             pass  # someone else still holds the pipe: all that was told has been read
         return code
 
-    def _restart_others(self, dead: ChildProcess) -> None:
-        """Start the other processes of its name again, also those that had finished."""
-        others = [job for job in self._jobs if job.name == dead.job.name and job.label != dead.job.label]
+    def _start_again(self, dead: ChildProcess) -> None:
+        """Start a process again, and with it those that work only together with it, also those of its name that had finished."""
+        others = self._others(dead.job)
         running = [child for job in others if (child := self._children.get(job.label)) is not None]
         for child in running:
             child.signal(signal.SIGKILL)
         for child in running:
             self._ended_with(child)
             self._forget(child)
+        if dead.job.together and len(others) + 1 == sum(job.together == dead.job.together for job in self._jobs):
+            self._prepare(dead.job.together)
+        self._start(dead.job, dead.restarts + 1)
         for job in others:
             with self._lock:
                 self._labels.setdefault(job.label, job)
             self._start(job, dead.restarts + 1)
+
+    def _others(self, dead: StageJob) -> list[StageJob]:
+        """What must start again with `dead`: all that work only together with it. If those of another name have finished, what they did stays, and
+        only those of its own name must.
+        """
+        others = [
+            job for job in self._jobs if dead.together and job.together == dead.together and job.label != dead.label
+        ]
+        whole = all(job.label in self._children for job in others if job.name != dead.name)
+        return others if whole else [job for job in others if job.name == dead.name]
 
     def _check_attempts(self, child: ChildProcess) -> None:
         dropped = audit(self._queue.table(child.job.table)).dropped.get("attempts", 0)

@@ -19,7 +19,7 @@ from typing import Any, Final
 import msgspec
 
 import transferqueue as tq
-from transferqueue.errors import DeadlineExceeded, Impossible, TransferQueueError, UsageError
+from transferqueue.errors import Corruption, DeadlineExceeded, Impossible, TransferQueueError, UsageError
 from transferqueue.workflows.flow.draining import EXIT_DRAINED, DrainRequest
 from transferqueue.workflows.flow.events import Sender
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
@@ -35,7 +35,8 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
     factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
     process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
-    together: the processes of this name work only together, such as ranks: if one dies, all are started again.
+    together: processes with the same name here work only together, such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a
+    source for room; a stage has its own.
     """
 
     name: str
@@ -48,7 +49,8 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     loop: bool = False
     directory: str = ""
     elastic: bool = False
-    together: bool = False
+    together: str = ""
+    stall_s: float = STALL_S
 
     @property
     def label(self) -> str:
@@ -90,19 +92,19 @@ def run_job(
             if job.loop:
                 function()
             elif job.stage is None:
-                run_source(table, function, emit=emit, stall_s=STALL_S)
+                run_source(table, function, emit=emit, stall_s=job.stall_s)
             else:
                 run_stage(table, job.stage, function, emit=emit, stop=drain.requested)
 
 
 @contextmanager
 def _opened(job: StageJob, context: Context) -> Iterator[Any]:
-    """Open the function of the job. A setting that its factory refuses is refused after a restart too, so it ends the flow."""
+    """Open the function of the job. A setting that its factory refuses, or a damaged file, is refused after a restart too, so it ends the flow."""
     with ExitStack() as stack:
         try:
             function = stack.enter_context(load(job.factory)(context))
-        except UsageError as error:
-            if type(error) not in (UsageError, Impossible):  # NotFound: what is missing may come
+        except (UsageError, Corruption) as error:
+            if type(error) not in (UsageError, Impossible, Corruption):  # NotFound: what is missing may come
                 raise
             raise StageFailedInProcess(f"{type(error).__name__}: {error}") from error
         yield function
@@ -133,7 +135,10 @@ def main(arguments: list[str] | None = None) -> int:
         drain.request_at_sigterm()
     try:
         run_job(job, options.address, Sender(options.events), drain, lambda: os._exit(EXIT_DRAINED))
-    except (StageFailedInProcess, DeadlineExceeded) as error:
+    except StageFailedInProcess as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_FINAL
+    except DeadlineExceeded as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return EXIT_FINAL
     except TransferQueueError as error:

@@ -52,6 +52,9 @@ FACTORIES: Final[Mapping[str, str]] = {
 }
 """Factory of each process. A process imports that module only, so that only processes with a model load torch."""
 
+TRAINERS: Final = "trainers"
+"""Name of the processes that die and start together: the trainers of policy and critic (`transferqueue.workflows.job.training.pair`)."""
+
 LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
 """Processes whose factory gives a whole loop: they lease rows themselves, or none."""
 
@@ -273,8 +276,10 @@ def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
         factory=FACTORIES[names.PROMPTS],
         settings=msgspec.json.decode(msgspec.json.encode(job)),
         directory="" if directory is None else str(directory.absolute()),
+        together=TRAINERS if names.TRAIN_CRITIC in task_names(job) else "",
+        stall_s=STALL_S,
     )
-    processes = [described]
+    processes = [_process(described, names.PROMPTS)]
     for stage in stages(job):
         name = stage.task.name
         if name == names.LENGTHS:
@@ -299,9 +304,16 @@ def _process(described: StageJob, name: str, stage: Stage | None = None, instanc
         stage=stage,
         instance=instance,
         loop=name in LOOPS,
-        together=name == names.TRAIN,
+        together=_together(described, name),
         elastic=bool(described.settings["elastic"]["max"]) and name in (names.ROLLOUT, names.PLAY),
     )
+
+
+def _together(described: StageJob, name: str) -> str:
+    """The ranks of the policy's trainer work only together; where there is a critic, it and they."""
+    if name == names.TRAIN:
+        return described.together or names.TRAIN
+    return described.together if name == names.TRAIN_CRITIC else ""
 
 
 def _count(task: str, job: Job) -> int:

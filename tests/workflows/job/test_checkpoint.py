@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import resource
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,7 @@ import torch
 
 from tests.workflows.job.test_learner import columns, learner, model
 from transferqueue.errors import Corruption, NotFound, UsageError
+from transferqueue.workflows.flow.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state, load_checkpoint
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner
@@ -47,7 +51,7 @@ def test_a_damaged_file_is_named_and_changes_nothing(name: str, saved: Path, tmp
         (damaged / file.name).write_bytes(file.read_bytes()[: 20 if file.name == name else None])
     one = learner("sft")
     before = [parameter.clone() for parameter in one.trained]
-    with pytest.raises(Corruption, match=r"cannot be read: .*; resume from another"):
+    with pytest.raises(Corruption, match=r"(cannot be read: .*|is damaged.*); put it back, or start a new run"):
         load_checkpoint(damaged, one)
     assert all(map(torch.equal, before, one.trained))
     assert one.steps_taken == 0
@@ -58,6 +62,63 @@ def test_another_format_is_refused(saved: Path, tmp_path: Path) -> None:
     (tmp_path / "state.json").write_text(text)
     with pytest.raises(UsageError, match="has format 7, and this version reads 1"):
         checkpoint_state(tmp_path)
+
+
+def flip(file: Path) -> None:
+    written = bytearray(file.read_bytes())
+    written[-3] ^= 1
+    file.write_bytes(written)
+
+
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (flip, r'model\.safetensors" is damaged: its checksum is [0-9a-f]{16}, and was'),
+        (halve, r'model\.safetensors" is damaged'),
+        (lambda file: file.write_bytes(b""), "cannot be read: cannot mmap an empty file"),
+        (lambda file: file.unlink(), "cannot be read: .*No such file"),
+    ],
+    ids=["flipped bit", "half", "empty", "gone"],
+)
+def test_a_damaged_checkpoint_is_refused_before_it_is_loaded(
+    saved: Path, tmp_path: Path, damage: Callable[[Path], object], words: str
+) -> None:
+    copy = tmp_path / saved.name
+    shutil.copytree(saved, copy)
+    damage(copy / "model.safetensors")
+    one = learner("sft")
+    before = [weight.clone() for weight in one.trained]
+    with pytest.raises(Corruption, match=f"{words}.*start a new run with checkpoint.resume at an older checkpoint"):
+        load_checkpoint(copy, one)
+    assert all(map(torch.equal, one.trained, before))
+
+
+def test_a_checkpoint_that_finds_no_room_leaves_nothing_and_the_one_before(tmp_path: Path) -> None:
+    """A limit on the size of files stands in for a full disk: the system refuses the write."""
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(trained(1), 1, POSITION)
+    whole = trained(2)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(
+            StageFailedInProcess, match=r"the checkpoint of step 2, [0-9.]+ MiB, cannot be written to .* make room"
+        ):
+            checkpoints.save(whole, 2, POSITION)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [entry.name for entry in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_what_the_other_of_a_pair_needs_is_kept(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=1, needed_from=lambda: 1)
+    for step in (0, 1, 2, 3):
+        checkpoints.save(trained(step), step, POSITION)
+    assert checkpoints.steps() == [1, 2, 3]
 
 
 def test_a_trainer_that_keeps_no_checkpoint_is_refused(tmp_path: Path) -> None:

@@ -104,3 +104,15 @@ def test_pacing_follows_the_mode():
     assert (over.rows_ahead_max, over.max_staleness) == (12, 1)
     assert graph.pacing(job("sft")).channel is None
     assert graph.limits(job("grpo", "checkpoint.every=10")).rows == 10 * 8 + 16
+
+
+def test_the_source_waits_for_room_as_long_as_others_for_rows():
+    """A step, or the start of an engine, may take longer than the five minutes of other flows."""
+    assert {process.stall_s for process in graph.stage_jobs(job("grpo"))} == {graph.STALL_S}
+
+
+def test_trainers_of_policy_and_critic_belong_together():
+    together = {process.name: process.together for process in graph.stage_jobs(job("ppo")) if process.together}
+    assert together == {"train": "trainers", "train_critic": "trainers"}
+    together = {process.name: process.together for process in graph.stage_jobs(job("grpo")) if process.together}
+    assert together == {"train": "train"}

@@ -7,9 +7,11 @@ import pytest
 
 from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer
-from transferqueue.errors import NotFound, UsageError
+from transferqueue.errors import NotFound, Unreachable, UsageError
 from transferqueue.workflows.job.data import prompt_data
 from transferqueue.workflows.job.run import preflight
+from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.settings.job import Job
 
 REWARDS = """
@@ -25,6 +27,8 @@ def place(tmp_path, monkeypatch):
     (tmp_path / "models" / "tiny" / "config.json").write_text("{}")
     rows = [{"prompt": "2+2?", "answer": "4", "number": 4}, {"prompt": "1+1?", "answer": "2", "number": 2}]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "empty.jsonl").touch()
+    (tmp_path / "empty.parquet").touch()
     (tmp_path / "preflight_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
@@ -41,9 +45,24 @@ def test_a_whole_job_passes_and_its_data_is_open(place):
     assert len(preflight.preflight(small(), code=place).rows) == 2
 
 
+def test_a_queue_that_does_not_answer_is_refused_before_the_folder_is_made(place, monkeypatch):
+    monkeypatch.setattr(preflight, "QUEUE_S", 0.2)
+    address = f"ipc://{place}/none.sock"
+    with pytest.raises(Unreachable, match=r'^queue\.address="ipc://.*none\.sock": .* start a server there'):
+        run_job(small(f"queue.address={address}"), folder=RunFolder(place / "run"), code=place)
+    assert not (place / "run").exists()
+    preflight.check_queue("")
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
     [
+        (
+            ["data.path=empty.jsonl"],
+            UsageError,
+            r"^data\.path empty\.jsonl has no rows, in empty\.jsonl; give at least one",
+        ),
+        (["data.path=empty.parquet"], UsageError, r"^empty\.parquet"),
         (["data.prompt=number"], UsageError, r'rows\.jsonl.* column "number" has int; a prompt is a text or a list'),
         (["evaluation.path=gone.jsonl"], NotFound, r"^evaluation\.path gone\.jsonl: there is no such file"),
         (["evaluation.path=models"], NotFound, r"^evaluation\.path models has no split \"test\""),

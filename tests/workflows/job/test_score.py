@@ -35,6 +35,7 @@ from transferqueue.workflows.job.tiny_model.make import make  # noqa: E402
 
 PROMPTS = [np.array([3, 4, 5], np.int32), np.array([6], np.int32)]
 RESPONSES = [np.array([7, 8], np.int32), np.array([9, 10, 11, 1], np.int32)]
+COLUMNS = {"prompt_ids": PROMPTS, "response_ids": RESPONSES}
 
 
 @pytest.fixture(scope="module")
@@ -65,13 +66,13 @@ def context(queue: tq.Queue, job: Job) -> Context:
 
 
 class Batch:
-    """Two rows at a version, as a stage reads them."""
+    """Two rows generated with a version, as a stage reads them."""
 
     def __init__(self, version: int) -> None:
-        self.version = version
+        self.policy_version = np.array([version] * len(PROMPTS), np.int64)
 
     def __getitem__(self, name: str) -> Any:
-        return {"prompt_ids": PROMPTS, "response_ids": RESPONSES}[name]
+        return COLUMNS[name]
 
 
 def scored(stage: Any, version: int = 0) -> dict[str, list[Any]]:
@@ -126,41 +127,19 @@ def test_values_are_of_the_critic_as_it_is_trained(queue: tq.Queue, models: Path
         assert_near(scored(stage, version=1)["values"], response_values(critic, PROMPTS, RESPONSES))
 
 
-def test_in_sync_mode_values_wait_until_the_critic_has_learned_from_earlier_rows(queue: tq.Queue, models: Path) -> None:
+def test_in_sync_mode_values_wait_for_the_version_that_their_rows_have(queue: tq.Queue, models: Path) -> None:
     critic = load_value_model(models / "critic", dtype="float32", device="cpu")
     given = context(queue, job(models, "ppo", "pacing.mode=sync"))
     publish(queue, names.CRITIC, 0, critic)
     with score.value(given) as stage, torch.no_grad():
-        trained_by_the_policy(given)
         critic.score.bias.add_(1.0)
-        learner = threading.Timer(0.1, critic_step, (given, 1, critic))
+        learner = threading.Timer(0.1, publish, (queue, names.CRITIC, 3, critic))
         learner.start()
-        assert_near(scored(stage, version=1)["values"], response_values(critic, PROMPTS, RESPONSES))
+        assert_near(scored(stage, version=3)["values"], response_values(critic, PROMPTS, RESPONSES))
         learner.join()
 
 
-def test_values_do_not_wait_for_a_version_of_the_critic_after_the_policy_was_killed(
-    queue: tq.Queue, models: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The policy's next life publishes version 2 for step 0. The critic is at version 1, and has nothing to learn from before these rows are scored."""
-    monkeypatch.setattr(score, "CRITIC_S", 0.2)
-    critic = load_value_model(models / "critic", dtype="float32", device="cpu")
-    given = context(queue, job(models, "ppo", "pacing.mode=sync"))
-    publish(queue, names.POLICY, 0, critic)
-    publish(queue, names.CRITIC, 0, critic)
-    with score.value(given) as stage, torch.no_grad():
-        trained_by_the_policy(given, version=1, weights=critic)
-        critic_step(given, 1, critic)
-        given.table.rollback(0, task=names.TRAIN)
-        publish(queue, names.POLICY, 2, critic)
-        walk(given.table, [names.ROLLOUT], policy_version=2)
-        with given.table.lease(names.VALUE, rows=4, timeout_s=5) as batch:
-            assert batch.version == 2
-            batch.release()
-        scored(stage, version=2)
-
-
-def test_rows_that_a_critic_never_learns_from_end_the_wait(
+def test_rows_whose_version_the_critic_never_publishes_end_the_wait(
     queue: tq.Queue, models: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(score, "CRITIC_S", 0.05)
@@ -169,49 +148,25 @@ def test_rows_that_a_critic_never_learns_from_end_the_wait(
     with pytest.raises(DeadlineExceeded, match='no weights came on channel "rollouts/critic"'), score.value(given):
         pass
     publish(queue, names.CRITIC, 0, load_value_model(models / "critic", dtype="float32", device="cpu"))
-    trained_by_the_policy(given)
     with (
         score.value(given) as stage,
-        pytest.raises(DeadlineExceeded, match='task "train_critic" has 4 rows to learn from'),
+        pytest.raises(DeadlineExceeded, match="rows of version 1 wait for that version of the critic, which is at 0"),
     ):
         scored(stage, version=1)
 
 
-BATCH = 4
-"""Rows of a step of these jobs."""
-
-
-def trained_by_the_policy(given: Context, version: int = -1, weights: Any = None) -> None:
-    """A step that the policy has published and acked, and the critic has not learned from."""
-    given.table.put(
-        prompt_ids=[np.array([3, 4], np.int32)] * BATCH, data=[{"prompt": "?"}] * BATCH, ordinal=list(range(BATCH))
-    )
-    earlier = [task for task in given.table.tasks if task not in (names.TRAIN, names.TRAIN_CRITIC)]
-    walk(given.table, earlier)
-    with given.table.lease(names.TRAIN, rows=BATCH, timeout_s=5) as batch:
-        if weights is not None:
-            publish(given.queue, names.POLICY, version, weights)
-        batch.ack(step=1)
-
-
-def critic_step(given: Context, version: int, critic: Any) -> None:
-    with given.table.lease(names.TRAIN_CRITIC, rows=BATCH, timeout_s=5) as batch:
-        publish(given.queue, names.CRITIC, version, critic)
-        batch.ack(step=1)
-
-
-def some_value(field: tq.Field) -> Any:
-    if field.dtype == "str":
-        return "stop"
-    return np.ones(2, field.dtype) if field.shape else 0.0
-
-
-def walk(table: tq.Table, tasks: list[str], policy_version: int = 0) -> None:
-    """Let tasks give their columns, whatever is in them, to the rows of a step."""
-    for task in tasks:
-        with table.lease(task, rows=BATCH, timeout_s=5) as batch:
-            columns = {name: [some_value(table.fields[name])] * BATCH for name in table.tasks[task].gives}
-            batch.ack(**columns, **({"policy_version": policy_version} if task == names.ROLLOUT else {}))
+def test_in_the_order_of_the_data_a_score_does_not_depend_on_the_rows_beside_it(
+    queue: tq.Queue, models: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which rows a lease gets depends on the time; a run must repeat bit for bit."""
+    critic = load_value_model(models / "critic", dtype="float32", device="cpu")
+    publish(queue, names.CRITIC, 0, critic)
+    with score.value(context(queue, job(models, "ppo", "trainer.order=ordinal"))) as stage:
+        both = scored(stage)["values"]
+        for row in range(len(PROMPTS)):
+            monkeypatch.setattr(Batch, "__getitem__", lambda self, name, row=row: COLUMNS[name][row : row + 1])
+            alone = next(iter(stage(Batch(0)))).columns["values"]
+            np.testing.assert_array_equal(np.asarray(alone[0]), np.asarray(both[row]))
 
 
 def test_the_proximal_policy_follows_the_trained_one(queue: tq.Queue, models: Path) -> None:

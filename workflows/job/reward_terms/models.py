@@ -22,6 +22,7 @@ from transferqueue.errors import UsageError
 from transferqueue.workflows.job.data.tokenizer import Message, TextTokenizer, load_tokenizer, render
 from transferqueue.workflows.job.reward_terms.rows import Floats, RewardRows
 from transferqueue.workflows.job.settings.job import Job, ModelSettings, RewardSettings
+from transferqueue.workflows.job.settings.sizes import pass_tokens
 
 TOKENS: Final = 8192
 """Tokens of one forward pass."""
@@ -35,7 +36,7 @@ class ModelTerm:
         self._path = settings.model
         self._model = RewardModel(
             load_classifier(settings.model, dtype=job.model.dtype, trust_remote_code=job.model.trust_remote_code),
-            tokens=TOKENS,
+            tokens=pass_tokens(job, TOKENS),
         )
         self._own = _own_tokenizer(settings.model, job, tokenizer)
         self._is_probability = settings.args.get("output") == "probability"

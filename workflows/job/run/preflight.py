@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import transferqueue as tq
 from transferqueue.adapters.stages.reward_functions import load_callable
-from transferqueue.errors import Impossible, NotFound
+from transferqueue.errors import Impossible, NotFound, PeerError, Unreachable
 from transferqueue.workflows.job.data.prompt_data import PromptData, open_held_out, open_prompts
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer
 from transferqueue.workflows.job.run.machine import check_devices, check_packages
@@ -21,6 +22,8 @@ from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import GIB, row_bytes, rows_kept
 from transferqueue.workflows.job.stages.rollout import stop_id
 
+QUEUE_S: Final = 10.0
+"""Longest wait for the server of ``queue.address`` to answer."""
 _CONFIG: Final = "config.json"
 _WEIGHTS: Final = ("*.safetensors", "pytorch_model*.bin")
 _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -62,6 +65,18 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     _check_environments(job)
     check_memory(job)
     return data
+
+
+def check_queue(address: str) -> None:
+    """Raise `UsageError` or `PeerError` if nothing answers at the address of ``queue.address`` ("": the job has a server of its own)."""
+    if not address:
+        return
+    try:
+        tq.connect(address, timeout_s=QUEUE_S, label="preflight").close()
+    except PeerError as error:
+        raise Unreachable(
+            f'queue.address="{address}": {error}; start a server there (transferqueue serve), or leave it out: the run then starts its own'
+        ) from error
 
 
 def _check_resume(path: str) -> None:

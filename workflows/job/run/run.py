@@ -29,11 +29,11 @@ from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
-from transferqueue.workflows.job.graph import create_table, generating_task, stage_jobs
+from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
 from transferqueue.workflows.job.run.plot import can_draw, draw
-from transferqueue.workflows.job.run.preflight import importable, preflight
+from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.run.snapshots import SNAPSHOTS, QueueSnapshots, restore_if_lost
@@ -41,6 +41,7 @@ from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan import PlanFile
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.training.pair import begin_pair
 
 RESTARTS_MAX: Final = 5
 """Restarts of one process of a run; a run may take days."""
@@ -87,6 +88,7 @@ def run_job(
     """
     job = checked(job)
     tokenizer = preflight(job, code=code).renderer.tokenizer
+    check_queue(job.queue.address)
     environment = importable(code) | class_environment(job.model, tokenizer)
     folder = folder or new_folder(job)
     with folder.locked():
@@ -141,6 +143,7 @@ def _run_processes(
         observe=scaler or observe,
         restarts_max=RESTARTS_MAX,
         environment=environment,
+        prepare=lambda together: _prepare(together, queue, folder, job),
     )
     with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
         started(flow)
@@ -149,6 +152,11 @@ def _run_processes(
 
 def _scaling(scaler: Scaler | None, flow: Flow, table: tq.Table, job: Job) -> AbstractContextManager[None]:
     return nullcontext() if scaler is None else scaler.running(flow, table, generating_task(job))
+
+
+def _prepare(together: str, queue: tq.Queue, folder: RunFolder, job: Job) -> None:
+    if together == TRAINERS:
+        begin_pair(queue, folder.path, job.steps)
 
 
 @contextmanager

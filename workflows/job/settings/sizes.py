@@ -82,3 +82,12 @@ def teacher_tokens(algorithm: AlgorithmSettings) -> int:
 def tokens_of_row(job: Job) -> int:
     """Tokens of the longest row."""
     return job.data.prompt_tokens_max + job.sampling.tokens_max
+
+
+def pass_tokens(job: Job, tokens: int) -> int:
+    """Return the most tokens of a forward pass of a scoring process.
+
+    In the order of the data each row has a pass of its own (1: no two rows fit). Which rows are ready together depends on the time, and the last bits of a row's
+    numbers on the rows beside it: a run would not repeat bit for bit.
+    """
+    return 1 if job.trainer.order == "ordinal" else tokens

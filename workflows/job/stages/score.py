@@ -3,13 +3,12 @@
 A process whose model is trained waits for the first version before its first row, and then takes the newest version for each lease.
 
 In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after the policy of the same step, whose
-version admits new rows. So a lease waits while task ``train_critic`` has more rows left to ack than task ``train``; a trainer publishes before it acks.
-Versions do not say whether the critic is behind: each channel counts its own, and a trainer that was killed publishes more versions than the other.
+version admits new rows. Versions of both channels are equal (`transferqueue.workflows.job.training.pair`), so a lease waits for the critic's version that its rows
+were generated with.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,18 +21,14 @@ from transferqueue.adapters.weights import WeightUpdater, copy_weights
 from transferqueue.errors import DeadlineExceeded
 from transferqueue.workflows.flow.events import SWAP
 from transferqueue.workflows.flow.stage import Context
-from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN, TRAIN_CRITIC
+from transferqueue.workflows.job.names import CRITIC, POLICY, TRAIN_CRITIC
 from transferqueue.workflows.job.settings.job import Job, ModelSettings, ScorerSettings
+from transferqueue.workflows.job.settings.sizes import pass_tokens
 
 FIRST_S: Final = 3600.0
 """Longest wait for the first weights, which the trainer publishes when its model is loaded."""
 CRITIC_S: Final = 3600.0
 """Longest wait of rows for the critic to learn from the steps before them."""
-CHECK_S: Final = 0.05
-"""How often a waiting process asks whether the critic has acked: nothing wakes it, since the ack follows the version."""
-
-_OPEN: Final = ("pending", "held", "ready", "leased")
-"""States of rows that a task has not acked."""
 
 
 @contextmanager
@@ -41,7 +36,9 @@ def reference(context: Context) -> Iterator[LogProbs]:
     """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it was)."""
     job = context.settings(Job)
     model = _scorer(load_causal_lm, job.reference, job.model)
-    yield LogProbs(model, gives="ref_logprobs", temperature=job.sampling.temperature, tokens=job.reference.tokens)
+    yield LogProbs(
+        model, gives="ref_logprobs", temperature=job.sampling.temperature, tokens=pass_tokens(job, job.reference.tokens)
+    )
 
 
 @contextmanager
@@ -55,8 +52,8 @@ def proximal(context: Context) -> Iterator[LogProbs]:
         model,
         gives="prox_logprobs",
         temperature=job.sampling.temperature,
-        tokens=policy.tokens,
-        refresh=lambda batch: newest(0.0),
+        tokens=pass_tokens(job, policy.tokens),
+        refresh=lambda batch: newest.follow(),
     )
 
 
@@ -69,10 +66,10 @@ def value(context: Context) -> Iterator[Values]:
 
     def refresh(batch: tq.Batch) -> None:
         if job.pacing.mode == "sync":
-            _wait_for_critic(context.table, newest)
-        newest(0.0)
+            _wait_for_critic(newest, int(batch.policy_version.max()))
+        newest.follow()
 
-    yield Values(model, tokens=job.critic.tokens, refresh=refresh)
+    yield Values(model, tokens=pass_tokens(job, job.critic.tokens), refresh=refresh)
 
 
 @contextmanager
@@ -83,7 +80,7 @@ def teacher(context: Context) -> Iterator[TeacherTopK]:
         _scorer(load_causal_lm, job.teacher, job.model),
         k=job.algorithm.top_k if job.algorithm.direction == "forward" else 0,
         temperature=job.sampling.temperature,
-        tokens=job.teacher.tokens,
+        tokens=pass_tokens(job, job.teacher.tokens),
     )
 
 
@@ -98,8 +95,8 @@ def _scorer(load: Callable[..., Any], scorer: ScorerSettings, policy: ModelSetti
     )
 
 
-def _followed(context: Context, channel: str, model: Any) -> Callable[[float], object]:
-    """Load the first version of `channel` into `model`; return what loads the newest, and waits for one so many seconds if there is none.
+def _followed(context: Context, channel: str, model: Any) -> WeightUpdater:
+    """Load the first version of `channel` into `model`; return what loads the newest.
 
     Raises `DeadlineExceeded` if no first version comes.
     """
@@ -113,23 +110,14 @@ def _followed(context: Context, channel: str, model: Any) -> Callable[[float], o
         raise DeadlineExceeded(
             f'no weights came on channel "{channel}" within {FIRST_S:g} s; the trainer publishes them before its first step'
         )
-    return updater.follow
+    return updater
 
 
-def _wait_for_critic(table: tq.Table, newest: Callable[[float], object]) -> None:
-    """Wait until the critic has acked as many rows as the policy. Raises `DeadlineExceeded` if it does not."""
-    deadline = time.monotonic() + CRITIC_S
-    while (behind := _rows_behind(table)) > 0:
-        if time.monotonic() > deadline:
+def _wait_for_critic(newest: WeightUpdater, version: int) -> None:
+    """Wait until the critic has that version. Raises `DeadlineExceeded` if it publishes none for `CRITIC_S`."""
+    while newest.version < version:
+        if not newest.follow(CRITIC_S):
             raise DeadlineExceeded(
-                f'task "{TRAIN_CRITIC}" has {behind} rows to learn from that task "{TRAIN}" has acked, and acked none of them for {CRITIC_S:g} s; '
-                "see the log of its process"
+                f'rows of version {version} wait for that version of the critic, which is at {newest.version}, and channel "{CRITIC}" got no other for '
+                f'{CRITIC_S:g} s; see the log of task "{TRAIN_CRITIC}"'
             )
-        newest(CHECK_S)
-
-
-def _rows_behind(table: tq.Table) -> int:
-    """How many live rows the policy has acked and the critic has not, less those of which the opposite is true."""
-    tasks = table.stats()["tasks"]
-    critic, policy = (sum(tasks[name][state] for state in _OPEN) for name in (TRAIN_CRITIC, TRAIN))
-    return int(critic - policy)

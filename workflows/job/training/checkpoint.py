@@ -6,64 +6,71 @@
     optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; states of random generators
     state.json              step, version of its weights, where the random generators are, what wrote it
 
-A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the directory is renamed. A reader takes the newest
+A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the directory is renamed. ``state.json`` has the checksum of each file, which is compared before anything is loaded. A reader takes the newest
 directory of that form, so a death at any moment leaves the checkpoint before or this one, never a part. The schedule has no state: the rate follows from the step.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
+from transferqueue.limits import MIB
+from transferqueue.storage.memory.checksum import checksum
+from transferqueue.workflows.flow.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
+from transferqueue.workflows.job.training.pair import checkpoint_path, checkpoint_steps
 
 FORMAT: Final = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
-_NAMED: Final = re.compile(r"step-(\d{8,})")
+_TENSORS: Final = (_MODEL, _OPTIMIZER)
+_REMEDY: Final = "put it back, or start a new run with checkpoint.resume at an older checkpoint: rows of its steps are final in this run"
 _RANDOM: Final = "random/"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the data were trained."""
+    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the data were trained.
+
+    checksums: of the other files by name, xxh3-64 in hexadecimal.
+    """
 
     step: int
     version: int
     position: StreamPosition = StreamPosition()
+    checksums: dict[str, str] = {}
     format: int = FORMAT
     torch: str = str(torch.__version__)
 
 
 class Checkpoints:
-    """The checkpoints of one trainer in `directory`, the newest `keep` of them."""
+    """The checkpoints of one trainer in `directory`, the newest `keep` of them. needed_from: gives a step; neither its
+    checkpoint nor a later one is removed (None: as `keep` says)."""
 
-    def __init__(self, directory: Path, keep: int = 2) -> None:
+    def __init__(self, directory: Path, keep: int = 2, *, needed_from: Callable[[], int | None] = lambda: None) -> None:
         if keep < 1:
             raise UsageError(f"keep={keep}: a trainer that dies could not go on; keep 1 checkpoint or more")
-        self.directory, self._keep = directory, keep
+        self.directory, self._keep, self._needed_from = directory, keep, needed_from
 
     def steps(self) -> list[int]:
         """Return the steps of all complete checkpoints, ascending."""
-        if not self.directory.is_dir():
-            return []
-        named = (_NAMED.fullmatch(entry.name) for entry in self.directory.iterdir())
-        return sorted(int(match.group(1)) for match in named if match)
+        return checkpoint_steps(self.directory)
 
     def path(self, step: int) -> Path:
         """Return where the checkpoint of a step is."""
-        return self.directory / f"step-{step:08}"
+        return checkpoint_path(self.directory, step)
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint."""
@@ -73,7 +80,8 @@ class Checkpoints:
     def save(self, learner: StepLearner, version: int, position: StreamPosition) -> dict[str, float]:
         """Write a checkpoint of the learner as it is now, then remove those beyond `keep`. Returns its step, seconds and bytes.
 
-        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power.
+        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power. `StageFailedInProcess` if it
+        cannot be written: what there is of it is removed, and the checkpoints before stay.
         """
         started = time.monotonic()
         tensors = learner_tensors(learner)
@@ -82,18 +90,38 @@ class Checkpoints:
         state = CheckpointState(step=learner.steps_taken, version=version, position=position)
         final = self.path(state.step)
         if not final.exists():
-            self._write(final, tensors, state)
+            self._write_or_remove(final, tensors, state)
         self._prune()
         nbytes = sum(file.stat().st_size for file in final.iterdir())
         return {"step": state.step, "seconds": time.monotonic() - started, "bytes": nbytes}
 
-    def _write(self, final: Path, tensors: tuple[dict[str, Tensor], dict[str, Tensor]], state: CheckpointState) -> None:
-        self.directory.mkdir(parents=True, exist_ok=True)
+    def _write_or_remove(
+        self, final: Path, tensors: tuple[dict[str, Tensor], dict[str, Tensor]], state: CheckpointState
+    ) -> None:
         unfinished = final.with_name(f".{final.name}.{os.getpid()}")
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            self._write(unfinished, final, tensors, state)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            nbytes = sum(tensor.nbytes for part in tensors for tensor in part.values())
+            raise StageFailedInProcess(
+                f'the checkpoint of step {state.step}, {nbytes / MIB:,.1f} MiB, cannot be written to "{self.directory}": {error}; make room there, and go on '
+                "with train --resume"
+            ) from error
+
+    def _write(
+        self,
+        unfinished: Path,
+        final: Path,
+        tensors: tuple[dict[str, Tensor], dict[str, Tensor]],
+        state: CheckpointState,
+    ) -> None:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
-        save_file(tensors[0], unfinished / _MODEL)
-        save_file(tensors[1], unfinished / _OPTIMIZER)
+        for name, part in zip(_TENSORS, tensors, strict=True):
+            save_file(part, unfinished / name)
+        state = msgspec.structs.replace(state, checksums={name: _checksum(unfinished / name) for name in _TENSORS})
         (unfinished / _STATE).write_bytes(msgspec.json.format(msgspec.json.encode(state)) + b"\n")
         for file in (*unfinished.iterdir(), unfinished):
             _synchronise(file)
@@ -101,8 +129,10 @@ class Checkpoints:
         _synchronise(self.directory)
 
     def _prune(self) -> None:
+        needed_from = self._needed_from()
         for step in self.steps()[: -self._keep]:
-            shutil.rmtree(self.path(step))
+            if needed_from is None or step < needed_from:
+                shutil.rmtree(self.path(step))
         for left in self.directory.glob(".step-*"):  # of a process that died
             shutil.rmtree(left)
 
@@ -114,9 +144,12 @@ def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
     """
     state = checkpoint_state(path)
     try:
+        _verify(path, state)
         tensors = load_file(path / _MODEL), load_file(path / _OPTIMIZER)
-    except (OSError, SafetensorError) as error:
-        raise Corruption(f'checkpoint "{path}" cannot be read: {error}; resume from another one') from error
+    except Corruption:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:  # ValueError: an empty file cannot be mapped
+        raise Corruption(f'checkpoint "{path}" cannot be read: {error}; {_REMEDY}') from error
     _set_learner_tensors(learner, *tensors, path)
     learner.steps_taken = state.step
     return state
@@ -129,12 +162,25 @@ def checkpoint_state(path: Path) -> CheckpointState:
     except FileNotFoundError as error:
         raise NotFound(f'"{path}" is no checkpoint: it has no {_STATE}; give a directory step-N of a run') from error
     except (msgspec.ValidationError, msgspec.DecodeError) as error:
-        raise Corruption(f'"{path / _STATE}" cannot be read: {error}; resume from another checkpoint') from error
+        raise Corruption(f'"{path / _STATE}" cannot be read: {error}; {_REMEDY}') from error
     if state.format != FORMAT:
         raise UsageError(
             f'checkpoint "{path}" has format {state.format}, and this version reads {FORMAT}; use the version that wrote it'
         )
     return state
+
+
+def _verify(path: Path, state: CheckpointState) -> None:
+    """Raise `Corruption` for a file that is not as it was written."""
+    for name, written in state.checksums.items():
+        if (found := _checksum(path / name)) != written:
+            raise Corruption(
+                f'"{path / name}" is damaged: its checksum is {found}, and was {written} when it was written; {_REMEDY}'
+            )
+
+
+def _checksum(file: Path) -> str:
+    return f"{checksum(np.memmap(file, np.uint8, mode='r')):016x}"
 
 
 # ---------------------------------------------------------------- tensors

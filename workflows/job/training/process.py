@@ -18,7 +18,7 @@ from transferqueue.adapters.scoring import load_causal_lm, load_value_model
 from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtype
 from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
-from transferqueue.errors import NotFound
+from transferqueue.errors import DeadlineExceeded, NotFound
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.defaults import defaults_of
@@ -29,14 +29,15 @@ from transferqueue.workflows.job.stages.evaluate import end_evaluations, request
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
+from transferqueue.workflows.job.training.pair import CHECKPOINTS, TrainerPair, checkpoint_path, latest_version
 from transferqueue.workflows.job.training.passes import Passes, RankFollower
-from transferqueue.workflows.job.training.publication import Publisher, latest_version
+from transferqueue.workflows.job.training.publication import Publisher
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
 from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
-from transferqueue.workflows.job.training.trainer import Evaluations, NoEvaluations, Trainer, TrainerTerms
+from transferqueue.workflows.job.training.trainer import Evaluations, NoEvaluations, Partner, Trainer, TrainerTerms
 
-CHECKPOINTS: Final = "checkpoints"
-"""Folder of a run that holds the checkpoints of each trainer."""
+FIRST_S: Final = 3600.0
+"""Longest wait for the other trainer of a pair, which loads its model."""
 
 
 @contextmanager
@@ -139,6 +140,7 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         terms=_terms(job, task, checkpoints),
         figures=context.figures,
         evaluations=_evaluations(context, job, task),
+        partner=_partner(context, job, task),
         step=learner.steps_taken,
         latest=latest,
         version=version,
@@ -151,7 +153,8 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
     is_policy = task == names.TRAIN
     return TrainerTerms(
         task=task,
-        steps=job.steps if is_policy else None,
+        steps=job.steps,
+        endless=not is_policy,
         save_every=0 if checkpoints is None else job.checkpoint.every,
         publish_every=job.weights.every,
         kind="step" if is_policy else "critic_step",
@@ -159,6 +162,53 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         seals=is_policy,
         evaluate_every=job.evaluation.every,
     )
+
+
+class _Partner:
+    """The other trainer of a pair, seen through its channel and the folder of the run."""
+
+    def __init__(self, context: Context, pair: TrainerPair, task: str) -> None:
+        self._queue, self._pair = context.queue, pair
+        self._other = names.CRITIC if task == names.TRAIN else names.POLICY
+
+    def newest(self) -> dict[str, int]:
+        return self._pair.newest()
+
+    def first_version(self) -> int:
+        start = self._pair.start()
+        return -1 if start is None else start.version
+
+    def wait(self, version: int) -> None:
+        if version < 0:
+            return
+        try:
+            self._queue.weights(self._other).pull(above=version - 1, timeout_s=FIRST_S).release()
+        except DeadlineExceeded as error:
+            raise DeadlineExceeded(
+                f'no version {version} came on channel "{self._other}" within {FIRST_S:g} s: its trainer publishes it when its model is loaded; see its log'
+            ) from error
+
+    def is_trained(self, row: int) -> bool:
+        try:
+            return str(self._queue.inspect(names.TABLE, row)["tasks"][names.TRAIN]["state"]) not in _OPEN
+        except NotFound:
+            return True
+
+
+_OPEN: Final = ("pending", "held", "ready", "leased")
+"""States of a row that a task has not acked."""
+
+
+def _partner(context: Context, job: Job, task: str) -> Partner | None:
+    pair = _pair(context, job)
+    return None if pair is None else _Partner(context, pair, task)
+
+
+def _pair(context: Context, job: Job) -> TrainerPair | None:
+    """Return what both trainers of a job with a critic share; None without critic, or without a folder."""
+    if names.TRAIN_CRITIC not in graph.task_names(job) or context.directory is None:
+        return None
+    return TrainerPair(context.directory, job.steps)
 
 
 class _HeldOut:
@@ -236,7 +286,9 @@ def _fields(table: tq.Table, task: str) -> tuple[str, ...]:
 def _checkpoints(context: Context, job: Job, task: str) -> Checkpoints | None:
     if context.directory is None or not job.checkpoint.every:
         return None
-    return Checkpoints(context.directory / CHECKPOINTS / task, keep=job.checkpoint.keep)
+    pair = _pair(context, job)
+    needed = (lambda: None) if pair is None else (lambda: pair.needed_from(task))
+    return Checkpoints(context.directory / CHECKPOINTS / task, keep=job.checkpoint.keep, needed_from=needed)
 
 
 def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
@@ -244,7 +296,7 @@ def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) ->
     resume = job.checkpoint.resume
     newest = checkpoints.newest() if checkpoints is not None else None
     if newest is None and resume not in ("auto", "never"):
-        newest = _named(Path(resume), learner)
+        newest = _named(Path(resume), learner, job)
     return None if newest is None else load_checkpoint(newest, learner)
 
 
@@ -260,11 +312,14 @@ def _taken_up(
         )
 
 
-def _named(path: Path, learner: StepLearner) -> Path:
-    """Return the checkpoint that `path` names: itself, or the newest of a run's folder."""
+def _named(path: Path, learner: StepLearner, job: Job) -> Path:
+    """Return the checkpoint that `path` names: itself, or the newest of a run's folder; of a run with a critic, the newest that belong together."""
     if path.name.startswith("step-"):
         return path
     task = names.TRAIN if isinstance(learner, PolicyLearner) else names.TRAIN_CRITIC
+    pair = TrainerPair(path, job.steps)
+    if names.TRAIN_CRITIC in graph.task_names(job) and (steps := pair.newest()):
+        return checkpoint_path(pair.directory(task), steps[task])
     for folder in (path / CHECKPOINTS / task, path / task, path):
         if (newest := Checkpoints(folder).newest()) is not None:
             return newest

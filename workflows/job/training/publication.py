@@ -25,7 +25,7 @@ from torch import Tensor
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import WeightSource
-from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import PUBLISH, Event, TimeSpan
 from transferqueue.workflows.job.training.shards import RankShards
 
@@ -209,15 +209,6 @@ class Publisher:
         error, self._error = self._error, None
         if error is not None:
             raise error
-
-
-def latest_version(channel: tq.WeightChannel) -> int:
-    """Return the newest version of the channel; -1 if it has none."""
-    try:
-        with channel.pull(timeout_s=0) as weights:
-            return weights.version
-    except DeadlineExceeded:
-        return -1
 
 
 def next_version(latest: int, step: int) -> int:

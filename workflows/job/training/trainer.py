@@ -8,8 +8,7 @@ Rules:
    later steps come again, and leases of an earlier life end. Versions only rise: if a version after that of c was published, the weights of c are published
    again under the next number. Rows of the lost versions are then as stale as the table's pacing says.
 3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as dropped ("surplus").
-4. The critic's trainer goes on until the table ends. When the policy's goes back to a checkpoint, the critic learns from the rows of the lost steps again, with
-   their new responses: then it takes more steps than the policy.
+4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same checkpoint (`pair`).
 """
 
 from __future__ import annotations
@@ -35,16 +34,17 @@ SURPLUS: Final = "surplus"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTerms:
-    """task: whose rows are trained. steps: of the whole run (None: until the table ends). save_every: steps between two checkpoints (0: none). publish_every: likewise.
+    """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
 
-    kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
+    endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
     two evaluations (0: before and after only).
     """
 
     task: str
-    steps: int | None
+    steps: int
     save_every: int
     publish_every: int = 1
+    endless: bool = False
     kind: str = "step"
     reward: bool = False
     seals: bool = True
@@ -59,6 +59,22 @@ class Evaluations(Protocol):
 
     def end(self) -> None:
         """No more requests will come."""
+
+
+class Partner(Protocol):
+    """The other trainer of a pair, and what both have on the disk (`transferqueue.workflows.job.training.pair`)."""
+
+    def newest(self) -> Mapping[str, int]:
+        """Return the step of the newest checkpoints that belong together, by task."""
+
+    def first_version(self) -> int:
+        """Return the version that both publish first in this life; -1 if none is agreed."""
+
+    def wait(self, version: int) -> None:
+        """Wait until the other has published that version."""
+
+    def is_trained(self, row: int) -> bool:
+        """Whether an earlier life of the policy's trainer has acked this row, or the row is gone."""
 
 
 class NoEvaluations:
@@ -84,6 +100,7 @@ class Trainer:
     terms: TrainerTerms
     figures: Callable[..., None]
     evaluations: Evaluations = field(default_factory=NoEvaluations)
+    partner: Partner | None = None
     step: int = 0
     latest: int = -1
     version: int = -1
@@ -95,12 +112,10 @@ class Trainer:
         """Bring table and channel to the step of the weights. resumed: from a checkpoint (rule 2)."""
         if self.terms.save_every:
             if resumed:
-                self.table.checkpointed(self.step, task=self.terms.task)
+                self._confirm()
                 self._saved = self.step
             self.table.rollback(self.step, task=self.terms.task)
-        if self.latest < 0 or self.version != self.latest:
-            self._publish(lambda: None)
-            self.publisher.wait()
+        self._publish_first()
         if self._evaluates(self.step):
             self.evaluations.request(self.step, self.version)
 
@@ -127,7 +142,18 @@ class Trainer:
 
     @property
     def _has_all_steps(self) -> bool:
-        return self.terms.steps is not None and self.step >= self.terms.steps
+        return self.step >= self.terms.steps and not self.terms.endless
+
+    def _publish_first(self) -> None:
+        """Publish the weights as they are, unless they are the newest. Of a pair the critic is first, and waits for the policy (`pair`, rule 3)."""
+        first = -1 if self.partner is None else self.partner.first_version()
+        if self.partner is not None and self.terms.seals:
+            self.partner.wait(first)
+        if self.latest < max(first, 0) or self.version != self.latest:
+            self._publish(lambda: None, least=first)
+            self.publisher.wait()
+        if self.partner is not None and not self.terms.seals:
+            self.partner.wait(first)
 
     # ------------------------------------------------------------ a step
 
@@ -149,7 +175,7 @@ class Trainer:
             self._publish(ack)
         else:
             self.publisher.ack(ack)
-        if self.terms.save_every and self.step % self.terms.save_every == 0:
+        if self.terms.save_every and (self.step % self.terms.save_every == 0 or self.step == self.terms.steps):
             self.publisher.wait()
             self._save()
 
@@ -160,8 +186,8 @@ class Trainer:
     def _publishes(self) -> bool:
         return self.step % self.terms.publish_every == 0 or self.step == self.terms.steps
 
-    def _publish(self, then: Callable[[], None]) -> None:
-        self.latest = self.version = next_version(self.latest, self.step)
+    def _publish(self, then: Callable[[], None], *, least: int = 0) -> None:
+        self.latest = self.version = max(least, next_version(self.latest, self.step))
         pending = self.publisher.begin(self.version)
         self.passes.publish(self.version, pending)
         self.publisher.publish(self.version, self.weights(), then, pending=pending)
@@ -170,10 +196,16 @@ class Trainer:
         if self.checkpoints is None or not self.terms.save_every or self._saved == self.step:
             return
         written = self.passes.save(self.checkpoints, self.version, self.stream.position)
-        self.table.checkpointed(self.step, task=self.terms.task)
+        self._confirm()
         self._saved = self.step
         if self.terms.seals:
             self.figures("checkpoint", **written)
+
+    def _confirm(self) -> None:
+        """Say up to which step rows are safe in a checkpoint; of a pair, for both, once both have one."""
+        safe = {self.terms.task: self.step} if self.partner is None else self.partner.newest()
+        for task, step in safe.items():
+            self.table.checkpointed(step, task=task)
 
     def _report(self, gathered: GatheredStep, metrics: Mapping[str, float], version: int) -> dict[str, Any]:
         rows = gathered.rows
@@ -192,12 +224,16 @@ class Trainer:
     # ------------------------------------------------------------ the end
 
     def _end(self) -> None:
-        """Seal the table and drop rows that this trainer has not learned from."""
+        """Seal the table and drop rows that no life of this trainer has learned from. Those that it has may be live: the critic is not done with them."""
         with suppress(Sealed):  # the source did, or an earlier life of this process
             self.table.seal()
         if not self._has_all_steps:
             return  # the table ended, so no row is left
-        trained = np.concatenate(self._trained) if self._trained else np.empty(0, np.int64)
-        while len(surplus := np.setdiff1d(self.table.read(fields=[]).rows, trained)):
+        while surplus := self._surplus():
             with suppress(NotFound):  # one of them ended in between: each time there are fewer
                 self.table.drop(surplus, SURPLUS)
+
+    def _surplus(self) -> list[int]:
+        trained = np.concatenate(self._trained) if self._trained else np.empty(0, np.int64)
+        rows = np.setdiff1d(self.table.read(fields=[]).rows, trained).tolist()
+        return rows if self.partner is None else [row for row in rows if not self.partner.is_trained(row)]
