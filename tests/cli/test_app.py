@@ -106,3 +106,17 @@ def test_help_is_light() -> None:
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["version"]) == 0
     assert capsys.readouterr().out == f"transferqueue {version()}\n"
+
+
+def test_ctrl_c_while_modules_load_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Interrupted:
+        def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+            if name == "transferqueue.cli.app":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "transferqueue.cli.app", raising=False)
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    assert main(["version"]) == 130
+    assert capsys.readouterr().err == "error: interrupted\n"

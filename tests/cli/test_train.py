@@ -34,6 +34,9 @@ def elsewhere(tmp_path, monkeypatch):
         (["job.toml"], "model.path='models/none': there is no such directory"),
         (["job.toml", "--resume"], "has no unfinished run of job 'job'"),
         (["--resume", "--out", "models"], "models is no folder of a run"),
+        (["--discard"], "train --discard gives up a run: --discard --out DIR"),
+        (["--discard", "--resume", "--out", "models"], "it takes neither --resume nor --plan nor --dry-run"),
+        (["--discard", "--out", "models"], "models is no folder of a run"),
     ],
     ids=lambda words: " ".join(words) if isinstance(words, list) else "",
 )

@@ -11,6 +11,14 @@ from importlib.util import find_spec
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one command and return its exit code (see `transferqueue.cli.exit_codes`)."""
+    try:
+        return _run(arguments)
+    except KeyboardInterrupt:  # while modules are loaded; `reported` has those of a command
+        print("error: interrupted", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: list[str] | None) -> int:
     missing = [name for name in ("typer", "rich") if find_spec(name) is None]
     if missing:
         needed = " and ".join(missing)

@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 import transferqueue as tq
-from transferqueue.errors import Unreachable
+from transferqueue.errors import AddressInUse, Unreachable, UsageError
 from transferqueue.workflows.job.run import server as server_module
+from transferqueue.workflows.job.run.discard import discard_run
+from transferqueue.workflows.job.run.folder import RunFolder, unfinished_folder
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.settings.job import QueueSettings
 
@@ -36,6 +38,11 @@ def ended(pids: list[int]) -> bool:
     return True
 
 
+def arena_of(folder: Path) -> Path:
+    """The directory in shared memory of the run's server; other servers of this user have theirs beside it."""
+    return (folder / "state" / (folder / "state" / "arena").readlink()).resolve().parent
+
+
 def test_rows_outlive_the_server_and_the_run_but_not_their_discard(tmp_path):
     with RunServer(tmp_path, SMALL) as server:
         pids = server.pids()
@@ -49,11 +56,11 @@ def test_rows_outlive_the_server_and_the_run_but_not_their_discard(tmp_path):
     assert ended(pids)
     with RunServer(tmp_path, SMALL) as server, tq.connect(server.address) as queue:
         assert queue.table("t").audit()["rows_live"] == 3
-    shared_memory = (tmp_path / "state" / "arena").resolve()
-    assert shared_memory.exists()
+    arena = arena_of(tmp_path)
+    assert arena.is_dir()
     discard_state(tmp_path)
     assert not (tmp_path / "state").exists()
-    assert not shared_memory.parent.exists()
+    assert not arena.exists()
     discard_state(tmp_path)
 
 
@@ -82,6 +89,51 @@ def test_a_server_ends_with_the_run_that_was_killed(tmp_path, also):
     with RunServer(tmp_path, SMALL) as server:
         assert server.pids()
     discard_state(tmp_path)
+
+
+def test_a_run_that_was_killed_can_be_discarded_once_its_processes_are_gone(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    with RunServer(folder.path, SMALL) as server:
+        with pytest.raises(AddressInUse, match=r"the server of the run, with its state in .*state, still runs"):
+            discard_run(folder)
+        assert server.pids()
+    ran = subprocess.run(
+        [sys.executable, "-c", _PROGRAM, folder.path, ""], capture_output=True, text=True, timeout=GENEROUS_S
+    )
+    assert ended(list(map(int, ran.stdout.split())))
+    (folder.path / "job.toml").write_text('name = "killed"')
+    sockets = Path((folder.path / "runtime").read_text())
+    assert sockets.is_dir()
+    arena = arena_of(folder.path)
+    assert arena.is_dir()
+    with folder.locked(), pytest.raises(AddressInUse, match="is going on in another process"):
+        discard_run(RunFolder(folder.path))
+    assert discard_run(folder) > 0
+    assert not arena.exists()
+    assert not sockets.exists()
+    assert {entry.name for entry in folder.path.iterdir()} == {"discarded", "job.toml", "server.log"}
+    assert discard_run(folder) == 0
+    with pytest.raises(
+        UsageError, match=r"was discarded, and its rows are gone; start a new one with --set checkpoint.resume="
+    ):
+        unfinished_folder("killed", folder.path)
+
+
+def test_a_link_that_leads_elsewhere_is_not_followed(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "arena").write_text("kept")
+    (tmp_path / "run" / "state").mkdir(parents=True)
+    (tmp_path / "run" / "state" / "arena").symlink_to(tmp_path / "mine" / "arena")
+    (tmp_path / "run" / "runtime").write_text(str(tmp_path / "mine"))
+    discard_run(RunFolder(tmp_path / "run"))
+    assert (tmp_path / "mine" / "arena").read_text() == "kept"
+    assert not (tmp_path / "run" / "state").exists()
+
+
+def test_a_finished_run_keeps_nothing_to_discard(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with pytest.raises(UsageError, match="is finished and keeps no rows"):
+        discard_run(RunFolder(tmp_path))
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

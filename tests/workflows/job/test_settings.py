@@ -186,6 +186,11 @@ REFUSED = [
     (GRPO, "pacing.mode=sync ; weights.every=2", "weights.every=2 with mode='sync'"),
     (GRPO, "pacing.mode=delayed ; weights.every=2", "weights.every=2 with mode='delayed': rows .* up to 1 steps older"),
     (
+        GRPO,
+        "pacing.mode=async ; weights.every=2",
+        "weights.every=2 with max_staleness=1: .* 2 versions old .* set pacing.max_staleness=2",
+    ),
+    (
         DISTILL,
         "checkpoint.every=400 ; queue.memory_gib=2",
         "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or checkpoint.every=",
@@ -304,6 +309,12 @@ def test_files_that_cannot_be_read_are_refused(tmp_path, job_file):
         job_from_file(job_file("model = {}"))
     with pytest.raises(UsageError, match="algorithm: it must be given"):
         job_from_file(job_file('model = { path = "x" }\ndata = { path = "y" }'))
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path, job_file):
+    marked = tmp_path / "marked.toml"
+    marked.write_bytes(b"\xef\xbb\xbf" + job_file(GRPO).read_bytes())
+    assert job_from_file(marked).algorithm.kind == "grpo"
 
 
 def test_a_job_made_in_python_passes_the_same_rules(job_file):

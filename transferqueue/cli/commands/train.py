@@ -38,6 +38,7 @@ EXAMPLES = (
     ("transferqueue train grpo.toml --plan plan.toml", "as the planner chose, with predicted beside measured"),
     ("transferqueue train grpo.toml --resume", "go on with its latest unfinished run"),
     ("transferqueue train --resume --out runs/grpo-20260101-120000", "go on with the run in a folder"),
+    ("transferqueue train --discard --out runs/grpo-20260101-120000", "give it up: its shared memory is freed"),
 )
 
 JobArgument = Annotated[
@@ -70,6 +71,12 @@ DryRunOption = Annotated[
 ResumeOption = Annotated[
     bool, typer.Option("--resume", help="Go on with a run that was ended or killed, from its last checkpoint.")
 ]
+DiscardOption = Annotated[
+    bool,
+    typer.Option(
+        "--discard", help="Give up a run that was ended or killed: free its shared memory; checkpoints and logs stay."
+    ),
+]
 OutOption = Annotated[
     Path | None, typer.Option(help="Folder of the run. Default: a new one in runs/.", show_default=False)
 ]
@@ -93,6 +100,7 @@ def train(
     plan: PlanOption = None,
     dry_run: DryRunOption = False,
     resume: ResumeOption = False,
+    discard: DiscardOption = False,
     out: OutOption = None,
     page: PageOption = None,
     as_json: JsonOption = False,
@@ -100,8 +108,12 @@ def train(
     """Train a model as a job file says: prompts, rollout, rewards, scores and trainer are processes around one queue.
 
     The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the end summary.json,
-    learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on.
+    learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on, and --discard
+    gives up the run.
     """
+    if discard:
+        _discard(job, changes or [], out, others=dry_run or resume or plan is not None)
+        return
     from transferqueue.errors import UsageError
     from transferqueue.workflows.job.settings.plan import read_plan
 
@@ -149,6 +161,22 @@ def _chosen(
     if starts and Path(starts[-1].place).is_dir():
         os.chdir(starts[-1].place)  # the paths of the job are relative to it
     return folder.job(changes), folder, Path(starts[-1].code) if starts and starts[-1].code else None
+
+
+def _discard(job: Path | None, changes: list[str], out: Path | None, *, others: bool) -> None:
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.run.discard import discard_run
+    from transferqueue.workflows.job.run.folder import unfinished_folder
+    from transferqueue.workflows.job.settings.read import job_from_file
+
+    if others or (job is None and out is None):
+        raise UsageError(
+            "train --discard gives up a run: --discard --out DIR, or JOB.toml --discard for its latest; it takes neither --resume nor --plan nor --dry-run"
+        )
+    name = "" if job is None else job_from_file(job, set=changes).name
+    folder = unfinished_folder(name, out)
+    freed = discard_run(folder)
+    say(f"discarded the run in {folder.path}: {freed / (1 << 20):,.1f} MiB freed; its checkpoints and logs stay")
 
 
 def _run(
@@ -209,7 +237,10 @@ def _resumable(folder: RunFolder) -> Iterator[None]:
         yield
     except BaseException:
         if folder.starts() and not folder.finished:
-            say(f"the run is kept; go on with: transferqueue train --resume --out {folder.path}", err=True)
+            say(
+                f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: --discard instead of --resume)",
+                err=True,
+            )
         raise
 
 

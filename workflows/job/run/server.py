@@ -20,6 +20,7 @@ from types import TracebackType
 from typing import IO, Final, Self
 
 from transferqueue.errors import Unreachable
+from transferqueue.server.files import SHARED_MEMORY
 from transferqueue.workflows.job.settings.job import QueueSettings
 from transferqueue.workflows.job.settings.sizes import GIB
 
@@ -27,6 +28,9 @@ READY_S: Final = 60.0
 """Longest start of a server. It reads its journal first, when a run is resumed."""
 STOP_S: Final = 15.0
 _LAST_LINES: Final = 5
+_PREFIX: Final = "transferqueue-run-"
+_RUNTIME: Final = "runtime"
+"""File of the run's folder that names the directory of the socket, for whoever comes after a run that was killed."""
 
 
 class RunServer:
@@ -47,7 +51,9 @@ class RunServer:
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
         # A socket's path has at most 107 bytes, which the folder of a run may exceed.
-        self._runtime = tempfile.mkdtemp(prefix="transferqueue-run-")
+        remove_runtime(self._directory)
+        self._runtime = tempfile.mkdtemp(prefix=_PREFIX)
+        (self._directory / _RUNTIME).write_text(self._runtime, encoding="utf-8")
         self.address = f"ipc://{self._runtime}/control.sock"
         try:
             self._start()
@@ -109,7 +115,7 @@ class RunServer:
         if self._process.stdin is not None:
             self._process.stdin.close()
         self._reader.join(STOP_S)
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        remove_runtime(self._directory)
 
     def _command(self) -> list[str]:
         command = [sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--lifeline"]
@@ -135,12 +141,30 @@ class RunServer:
         self._ready.set()
 
 
-def discard_state(directory: Path) -> None:
-    """Remove the state of the server of a run, its shared memory too; snapshots stay. Does nothing where there is none."""
+def discard_state(directory: Path) -> int:
+    """Remove the state of the server of a run, its shared memory too; snapshots stay. Returns the bytes that it had. Does nothing where there is none."""
     state = directory / "state"
+    freed = _backed_bytes(state)
     with suppress(OSError):
         arena = (state / (state / "arena").readlink()).resolve().parent
-        if arena != state.resolve():
+        if arena.parent == SHARED_MEMORY / f"transferqueue-{os.geteuid()}":  # nothing else that a link may lead to
+            freed += _backed_bytes(arena)
             shutil.rmtree(arena)
             arena.parent.rmdir()  # fails if other servers have arenas there
     shutil.rmtree(state, ignore_errors=True)
+    return freed
+
+
+def _backed_bytes(directory: Path) -> int:
+    """Bytes of memory or disk behind the files of a directory."""
+    return sum(512 * file.lstat().st_blocks for file in directory.rglob("*") if not file.is_dir())
+
+
+def remove_runtime(directory: Path) -> None:
+    """Remove the directory of the socket that an earlier server of the run in `directory` left; it must be gone. Does nothing where there is none."""
+    noted = directory / _RUNTIME
+    with suppress(OSError):
+        runtime = Path(noted.read_text(encoding="utf-8"))
+        if runtime.name.startswith(_PREFIX) and runtime.lstat().st_uid == os.geteuid():
+            shutil.rmtree(runtime)
+    noted.unlink(missing_ok=True)

@@ -92,6 +92,6 @@ def read_toml(path: Path) -> dict[str, Any]:
     if len(text) > FILE_BYTES_MAX:
         raise UsageError(f"job file {path} is over {FILE_BYTES_MAX:,} bytes; a job file is a page of TOML")
     try:
-        return tomllib.loads(text.decode())
+        return tomllib.loads(text.decode("utf-8-sig"))  # some editors begin a file with a byte order mark
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"job file {path} is not TOML: {error}") from error

@@ -375,6 +375,12 @@ def _pacing(job: Job) -> None:
             f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to {job.weights.every - 1} steps "
             'older than the mode allows; set 1, or mode="async"'
         )
+    if pacing.mode == "async" and pacing.max_staleness is not None and job.weights.every > pacing.max_staleness:
+        raise Impossible(
+            f"weights.every={job.weights.every} with max_staleness={pacing.max_staleness}: versions are numbered by steps, so each publication makes every row "
+            f"that was generated ahead {job.weights.every} versions old, too old to be trained; set pacing.max_staleness={job.weights.every}, or "
+            f"weights.every={pacing.max_staleness}"
+        )
 
 
 # ---------------------------------------------------------------- memory

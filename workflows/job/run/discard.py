@@ -1,0 +1,55 @@
+"""Gives up a run that was interrupted and is not to be resumed: what it left in shared memory and in the temporary directory goes.
+
+Rules:
+
+1. Nothing is removed while a process of the run lives: the run itself and its server hold locks, which the kernel releases when they are gone.
+2. Rows, weights and snapshots of its queue go. Checkpoints, figures, samples and logs stay, and ``discarded`` is left in the folder, so that nobody resumes
+   a run without its rows. A new run begins at its checkpoints with ``checkpoint.resume``.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from transferqueue.errors import AddressInUse, UsageError
+from transferqueue.transport import FileLock
+from transferqueue.workflows.job.run.folder import DISCARDED, SUMMARY, RunFolder
+from transferqueue.workflows.job.run.server import discard_state, remove_runtime
+from transferqueue.workflows.job.run.snapshots import SNAPSHOTS
+
+
+def discard_run(folder: RunFolder) -> int:
+    """Remove what the run keeps for `run_job` with ``resume``; return the bytes that are free again.
+
+    Raises `AddressInUse`, and removes nothing, while the run or its server lives; `UsageError` for a run that is finished, which keeps nothing.
+    """
+    if folder.finished:
+        raise UsageError(
+            f"the run in {folder.path} is finished and keeps no rows: {folder.path / SUMMARY} says how it went; remove the folder to remove its files"
+        )
+    with folder.locked():
+        _check_server_gone(folder.path / "state")
+        (
+            folder.path / DISCARDED
+        ).touch()  # first: a discard that is cut short can be repeated, and the run is not resumed
+        freed = discard_state(folder.path) + _size(folder.path / SNAPSHOTS)
+        shutil.rmtree(folder.path / SNAPSHOTS, ignore_errors=True)
+        remove_runtime(folder.path)
+        return freed
+
+
+def _check_server_gone(state: Path) -> None:
+    """Raise `AddressInUse` while a server holds the state."""
+    if not state.is_dir():
+        return
+    lock = FileLock(state / "lock", inherited=False)
+    if not lock.take():
+        raise AddressInUse(
+            f"the server of the run, with its state in {state}, still runs; it ends with the run: try again, or end it first"
+        )
+    lock.release(unlink=False)
+
+
+def _size(folder: Path) -> int:
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
