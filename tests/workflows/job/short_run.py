@@ -38,7 +38,7 @@ PPO = (
     BOTH
     + """
 sampling = { group_size = 1, tokens_max = 6 }
-algorithm = { kind = "ppo" }
+algorithm = { kind = "ppo", whiten = false }
 critic = { path = "critic", lr = 1e-3 }
 trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 """
@@ -46,7 +46,8 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
 """What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four seconds sooner."""
 JOBS = {"grpo": GRPO, "ppo": PPO}
-"""Sync mode, fixed seeds, rows in order: grpo ends with the same weights whatever is killed."""
+"""Sync mode, fixed seeds, rows in order: a run ends with the same weights whatever is killed. PPO without whitening: after a step is taken back, rows of the next step
+wait beside its own, and the batch that is whitened is of those that come first."""
 
 REWARDS = """
 def spread(completion_ids):
