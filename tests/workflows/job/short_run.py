@@ -46,8 +46,8 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
 """What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four seconds sooner."""
 JOBS = {"grpo": GRPO, "ppo": PPO}
-"""Sync mode, fixed seeds, rows in order: a run ends with the same weights whatever is killed. PPO without whitening: after a step is taken back, rows of the next step
-wait beside its own, and the batch that is whitened is of those that come first."""
+"""Sync mode, fixed seeds, rows in order: grpo ends with the same weights whatever is killed. PPO does not yet: after a step is taken back, rows of the next step
+wait beside its own, and the critic may learn from them too early."""
 
 REWARDS = """
 def spread(completion_ids):
