@@ -87,4 +87,4 @@ def test_one_that_is_gone_is_told_of_and_the_other_shown(monkeypatch: pytest.Mon
             assert "tables" in found[second.address]
         done = run("doctor", f"{first.address},{second.address}")
         assert done.returncode != 0
-        assert f"nothing answered at {first.address}" in " ".join(done.stderr.split())
+        assert f"no server runs at {first.address}" in " ".join(done.stderr.split())

@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[Call, type[tq.TransferQueueError], str]] = {
         "did not answer Lease",
     ),
     "Table.reserve": (lambda q, t, w, v: t.reserve(1, timeout_s=WAIT_S), tq.DeadlineExceeded, "Reserve"),
+    "Pipeline.put": (lambda q, t, w, v: pipelined(t), tq.Unreachable, UNKNOWN),
     "Table.advance": (
         lambda q, t, w, v: t.advance(1, timeout_s=WAIT_S),
         tq.Unreachable,
@@ -81,6 +82,12 @@ CALLS: dict[str, tuple[Call, type[tq.TransferQueueError], str]] = {
         UNKNOWN,
     ),
 }
+
+
+def pipelined(table: Any) -> None:
+    """Put in a pipeline, whose block waits for the answer."""
+    with table.pipeline() as pipeline:
+        pipeline.put(y=[1], timeout_s=WAIT_S)
 
 
 def enter(context: Any, queue: Any) -> object:
