@@ -9,6 +9,7 @@ DOCSED := $(VENV)/.installed-docs
 # pip would compile every module of every package, half of its processor time; Python compiles and keeps those that are imported.
 PIP    := $(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check --progress-bar off --constraint constraints.txt
 ARGS   ?=
+COMMA  := ,
 # Half of the time of a test is waiting, so two at once take little more than half as long. Each worker has up to 1 GB of modules.
 WORKERS ?= 2
 PEERS  := .venv-peers
@@ -41,21 +42,24 @@ help: ## list the targets
 
 setup: $(STAMP) ## create .venv with everything that checks, tests and the demo need
 
-# What the demo needs; `setup` adds the tools to the same environment. torch goes first: its version is pinned
-# to one that has a CPU build, and what follows must not pick another.
-$(DEMOED): pyproject.toml constraints.txt
+# torch goes first: its version is pinned to one that has a CPU build, and what follows must not pick another.
+define INSTALL
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo 'make: $(PYTHON) is missing or older than Python 3.11; name another: make PYTHON=/path/to/python3.11' >&2; exit 1; }
 	@test -x $(BIN)/python || { echo 'setup: creating $(VENV)'; $(PYTHON) -m venv $(VENV); }
-	@echo 'setup: installing torch, then the package with what the demo needs, as constraints.txt pins them'
+	@echo 'setup: installing torch, then the package with [$(1)], as constraints.txt pins them'
 	@$(PIP) torch hatchling
-	@$(PIP) --no-build-isolation --editable '.[demo]'
+	@$(PIP) --no-build-isolation --editable '.[$(1)]'
 	@touch $@
+endef
 
-$(STAMP): $(DEMOED)
-	@echo 'setup: installing what checks and tests need'
-	@$(PIP) --no-build-isolation --editable '.[dev]'
-	@touch $@
+# The demo alone needs less than the tools, which go into the same environment.
+$(DEMOED): pyproject.toml constraints.txt
+	$(call INSTALL,demo)
+
+$(STAMP): pyproject.toml constraints.txt
+	$(call INSTALL,demo$(COMMA)dev)
+	@touch $(DEMOED)
 
 check: $(STAMP) ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

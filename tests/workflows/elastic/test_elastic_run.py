@@ -10,7 +10,7 @@ import pytest
 
 from tests.workflows.job.short_run import ROWS, STEPS, finished, lines, make_place, pid_of, train, wait_for
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 pytest.importorskip("transformers", exc_type=ImportError)
 
 

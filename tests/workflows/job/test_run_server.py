@@ -158,3 +158,21 @@ def test_a_lifeline_must_be_a_pipe(tmp_path):
     ran = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=GENEROUS_S)
     assert ran.returncode == 2
     assert "--lifeline needs a pipe" in ran.stderr
+
+
+KILLED = [sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"]
+
+
+def test_a_server_that_is_killed_before_it_listens_is_started_again(tmp_path, monkeypatch):
+    deaths = iter([KILLED] * (server_module.STARTS_MAX - 1))
+    command = RunServer._command
+    monkeypatch.setattr(RunServer, "_command", lambda self: next(deaths, None) or command(self))
+    with RunServer(tmp_path, SMALL) as server, tq.connect(server.address) as queue:
+        assert queue.tables() == []
+
+
+def test_a_server_that_is_killed_each_time_is_given_up_with_the_signal(tmp_path, monkeypatch):
+    monkeypatch.setattr(RunServer, "_command", lambda self: KILLED)
+    with pytest.raises(Unreachable, match="did not start: it was killed by SIGKILL"), RunServer(tmp_path, SMALL):
+        pass
+    assert [entry.name for entry in tmp_path.iterdir()] == ["server.log"]

@@ -27,17 +27,23 @@ from transferqueue.workflows.job.settings.sizes import GIB
 READY_S: Final = 60.0
 """Longest start of a server. It reads its journal first, when a run is resumed."""
 STOP_S: Final = 15.0
+STARTS_MAX: Final = 3
+"""A server that is killed before it listens is started again so often."""
 _LAST_LINES: Final = 5
 _PREFIX: Final = "transferqueue-run-"
 _RUNTIME: Final = "runtime"
 """File of the run's folder that names the directory of the socket, for whoever comes after a run that was killed."""
 
 
+class KilledInStart(Unreachable):
+    """A signal ended the server before it listened."""
+
+
 class RunServer:
     """The server of the run in `directory`. A context manager: entering starts it and waits until it listens, leaving stops it.
 
     address: for clients. link: of the page, "" without one. page: also serve the page. Raises `Unreachable` with the
-    server's last words if it does not listen within a minute.
+    server's last words if it does not listen within a minute, or is killed three times before it does.
     """
 
     def __init__(self, directory: Path, settings: QueueSettings, *, page: bool = False) -> None:
@@ -50,6 +56,14 @@ class RunServer:
 
     def __enter__(self) -> Self:
         self._directory.mkdir(parents=True, exist_ok=True)
+        for _ in range(1, STARTS_MAX):
+            with suppress(KilledInStart):
+                self._enter()
+                return self
+        self._enter()
+        return self
+
+    def _enter(self) -> None:
         # A socket's path has at most 107 bytes, which the folder of a run may exceed.
         remove_runtime(self._directory)
         self._runtime = tempfile.mkdtemp(prefix=_PREFIX)
@@ -60,10 +74,11 @@ class RunServer:
         except BaseException:  # Ctrl-C too: what was started ends
             shutil.rmtree(self._runtime, ignore_errors=True)
             raise
-        return self
 
     def _start(self) -> None:
         """Start the server and wait until it listens."""
+        self._lines = []
+        self._ready.clear()
         self._process = subprocess.Popen(
             self._command(),
             stdin=subprocess.PIPE,
@@ -77,12 +92,21 @@ class RunServer:
         try:
             self._ready.wait(READY_S)
             if not any(line.startswith("ready") for line in self._lines):
+                killed = self._killed_by()
                 self.stop()
-                words = " | ".join(self._lines[-_LAST_LINES:]) or "it said nothing"
-                raise Unreachable(f"the server of the run in {self._directory} did not start: {words}")
+                words = killed or " | ".join(self._lines[-_LAST_LINES:]) or "it said nothing"
+                error = KilledInStart if killed else Unreachable
+                raise error(f"the server of the run in {self._directory} did not start: {words}")
         except KeyboardInterrupt:
             self.stop()
             raise
+
+    def _killed_by(self) -> str:
+        """Say which signal ended the server; nothing if it runs or ended by itself."""
+        with suppress(subprocess.TimeoutExpired):
+            if (code := self._process.wait(1.0)) < 0:
+                return f"it was killed by {signal.Signals(-code).name}"
+        return ""
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
