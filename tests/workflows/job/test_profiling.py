@@ -78,6 +78,7 @@ def test_jobs_that_have_nothing_to_divide_are_refused(kind: str, changes: tuple[
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_is_profiled_planned_and_run_with_its_prediction(tmp_path: Path) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
