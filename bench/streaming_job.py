@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
-from transferqueue.observe.measurement_record import Measurement, single, summarize
+from transferqueue.observe.measurement_record import Measurement, summarize
 
 Mode = Literal["sync", "async"]
 CASES: Final[tuple[tuple[Mode, bool], ...]] = (("sync", False), ("sync", True), ("async", False), ("async", True))
@@ -138,10 +138,9 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help="folder for the record")
     chosen = parser.parse_args()
     measurement = Measurement()
-    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="transferqueue-streaming-") as folder:
         prepare(Path(folder))
-        lines = [*results(measured(Path(folder), chosen.runs, chosen.steps)), single("load before", "", load)]
+        lines = [*results(measured(Path(folder), chosen.runs, chosen.steps))]
     for line in lines:
         print(f"{line.name:45} {line.median:8.3g} {line.unit}   (p10 {line.p10:.3g}, p90 {line.p90:.3g}, n {line.n})")
     if chosen.into is not None:
