@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.dispatch_live import Batch, taught
 from bench.published.dispatch import engines_of
 from bench.published.dispatch import generation_s as by_the_ledger
 from tests.scale import examples
@@ -37,6 +39,9 @@ def test_a_curve_refuses_what_is_none() -> None:
     for rows, ms in (((1.0,), ()), ((2.0, 1.0), (1.0, 1.0)), ((1.0,), (0.0,)), ((1.0,), (float("nan"),))):
         with pytest.raises(UsageError, match="as many positive numbers of each, ascending"):
             DecodeCurve(rows, ms)
+    for refill_ms in (-1.0, float("inf"), float("nan")):
+        with pytest.raises(UsageError, match="is no time; give 0 or more milliseconds"):
+            DecodeCurve(refill_ms=refill_ms)
     with pytest.raises(UsageError, match="has no measurement"):
         DecodeCurve().token_ms(1)
 
@@ -79,6 +84,29 @@ def test_pauses_and_aborted_completions_say_nothing() -> None:
     meter.went_on(9.0)
     meter.ended("a", 100, 10.0)
     assert meter.curve() == DecodeCurve((1.0,), (20.0,))
+
+
+def test_a_meter_learns_how_long_a_slot_is_empty_and_what_an_engine_without_rows_waits_is_no_refill() -> None:
+    meter = DecodeMeter()
+    for batch in (0.0, 100.0):
+        meter.began("long", batch)
+        for row in range(8):
+            meter.began("row", batch + row * 1.03)
+            meter.ended("row", 10, batch + row * 1.03 + 1.0)
+        meter.ended("long", 90, batch + 9.0)
+    assert meter.curve().refill_ms == pytest.approx(30.0)
+
+
+def test_of_rows_that_end_together_the_refill_is_that_of_one() -> None:
+    meter = DecodeMeter()
+    meter.began("stays", 0.0)
+    for row in range(40):
+        meter.began(row, 0.0)
+    for row in range(40):
+        meter.ended(row, 10, 1.0 + 0.01 * row)
+        if row:
+            meter.began(-row, 1.0 + 0.01 * row + 0.004)
+    assert meter.curve().refill_ms == pytest.approx(4.0)
 
 
 def test_a_bin_follows_an_engine_that_became_slower() -> None:
@@ -182,6 +210,15 @@ def test_the_schedule_is_what_the_ledger_does(
     assert ours == pytest.approx(by_the_ledger(known, known, site, plan))
 
 
+def test_rows_that_end_together_wait_for_their_slots_one_after_another() -> None:
+    slow = DecodeCurve((1.0, 4.0), (10.0, 10.0), 50.0)
+    lengths = np.array([10, 10, 10, 10])
+    assert generation_s(lengths[:2], lengths[:2], [LaneEngine(2, slow)], longest_first=False) == pytest.approx(0.1)
+    assert generation_s(lengths, lengths, [LaneEngine(2, slow)], longest_first=False) == pytest.approx(0.1 + 0.1 + 0.1)
+    apart = np.array([10, 20, 10, 10])
+    assert generation_s(apart, apart, [LaneEngine(2, slow)], longest_first=False) == pytest.approx(0.1 + 0.05 + 0.2)
+
+
 # ---------------------------------------------------------------- plans
 
 
@@ -216,6 +253,57 @@ def test_a_long_tail_goes_to_engines_with_small_batches() -> None:
     plan = plan_batch(np.random.default_rng(0).permutation(expected), [engine("a", 32), engine("b", 32)], NONE)
     assert plan.order == "longest"
     assert plan.predicted_s < 0.9 * plan.given_s
+
+
+def _published(deviation: float, seed: int, refill_ms: float) -> tuple[Plan, float, float]:
+    """The plan for a batch of published lengths by the errors of a real ranker; and the seconds by its true lengths, under the plan and in the given order."""
+    batch, dispatcher = Batch(192, deviation, seed), _of_published_prompts(deviation)
+    expected = dispatcher.expect([prompt.ids for prompt in batch.prompts]).tokens
+    curve = DecodeCurve((4.0, 9.0, 15.0), (8.9, 9.2, 9.36), refill_ms)
+    plan = dispatcher.plan(expected, [engine(name, 16, curve) for name in "ab"])
+    lanes = [plan.lanes.get(name, EngineLane("any", 16)) for name in "ab"]
+    planned = [LaneEngine(lane.slots, curve, lane.lane) for lane in lanes]
+    longest_first = plan.order == "longest"
+    seconds = generation_s(batch.lengths, expected, planned, longest_first=longest_first, cut=plan.cut)
+    given_s = generation_s(batch.lengths, expected, [LaneEngine(16, curve)] * 2, longest_first=False)
+    return plan, seconds, given_s
+
+
+@cache
+def _of_published_prompts(deviation: float) -> LengthDispatcher:
+    return taught(deviation, 192)
+
+
+@pytest.mark.parametrize(("deviation", "refill_ms"), [(1.0, 0.0), (1.0, 25.0), (0.5, 0.0), (0.5, 25.0), (0.5, 60.0)])
+def test_no_batch_of_the_published_lengths_is_slower_than_in_the_given_order(
+    deviation: float, refill_ms: float
+) -> None:
+    for seed in range(5):
+        plan, seconds, given_s = _published(deviation, seed, refill_ms)
+        assert seconds <= 1.01 * given_s, (seed, plan)
+    if refill_ms < 60.0:
+        assert plan.order == "longest"
+        assert plan.predicted_s < 0.95 * plan.given_s
+
+
+def test_engines_that_refill_slowly_keep_the_given_order_which_spreads_the_short_rows() -> None:
+    expected = np.random.default_rng(0).permutation(np.repeat([30, 60, 120], [96, 64, 32]))
+    ratios = np.exp(np.random.default_rng(1).normal(0, 0.3, 256))
+    orders = [
+        plan_batch(
+            expected, [engine(name, 16, DecodeCurve((1.0, 16.0), (9.0, 9.4), refill_ms)) for name in "ab"], ratios
+        )
+        for refill_ms in (0.0, 200.0)
+    ]
+    assert [plan.order for plan in orders] == ["longest", "given"]
+    assert "no plan is predicted to save" in orders[1].why
+
+
+def test_a_plan_whose_gain_is_within_its_error_is_not_used() -> None:
+    expected = np.random.default_rng(0).integers(90, 110, 64)
+    ratios = np.array([0.1, 0.3, 1.0, 3.0, 10.0])  # what the ranker says has little to do with the lengths
+    plans = [plan_batch(expected, [engine(name, 4, FLAT) for name in "ab"], ratios, seed=seed) for seed in range(20)]
+    assert sum(plan.order == "longest" for plan in plans) <= 5  # by one draw it was 11
 
 
 def test_an_engine_that_is_bound_to_a_class_gets_it() -> None:

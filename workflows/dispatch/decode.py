@@ -5,7 +5,10 @@ The law:
 1. While n rows are decoded, a token of each takes PTL(n) (StreamRL, section 5). An engine tells only when a completion ends, so each completion is one observation: its time
    divided by its tokens, at the mean number of rows that ran beside it. Time in which the engine was paused does not count. The first token's prefill is part of it.
 2. Observations fall into bins of about one power of two of rows, weighted by tokens; a bin keeps the latest `BIN_TOKENS` tokens or so, so that it follows the machine.
-3. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled). Between bins it is linear. Outside what was measured it
+3. Between two rows a slot is empty: the last row is committed, the next one leased and begun. An engine does this for one row after another, so rows that end together wait for each
+   other. `refill_ms` is the median time from a row's end to the next begin, each begin counted from the latest end that has none yet: where ends queue up, that is the time of one of
+   them. What an engine without rows waits is no refill.
+4. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled). Between bins it is linear. Outside what was measured it
    promises nothing: fewer rows are no faster than the smallest batch measured, and more rows cost as many times more as they are more.
 """
 
@@ -14,7 +17,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from statistics import median
 from typing import Final
 
 import msgspec
@@ -36,10 +41,12 @@ BIN_TOKENS: Final = 20_000.0
 """Tokens that a bin remembers: some minutes of one row, seconds of a full batch."""
 REPORT_EVERY: Final = 32
 """Completions after which a metered engine tells its curve again."""
+REFILLS: Final = 64
+"""Refills of which the median is taken."""
 
 
 class DecodeCurve(msgspec.Struct, frozen=True):
-    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured.
+    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured. refill_ms: of a slot between two rows, one slot after another.
 
     >>> curve = DecodeCurve((1.0, 4.0), (10.0, 13.0))
     >>> [curve.token_ms(rows) for rows in (0.5, 1, 2, 4, 8)]
@@ -48,6 +55,7 @@ class DecodeCurve(msgspec.Struct, frozen=True):
 
     rows: tuple[float, ...] = ()
     ms: tuple[float, ...] = ()
+    refill_ms: float = 0.0
 
     def __post_init__(self) -> None:
         good = all(value > 0 and math.isfinite(value) for value in (*self.rows, *self.ms))
@@ -55,6 +63,8 @@ class DecodeCurve(msgspec.Struct, frozen=True):
             raise UsageError(
                 f"curve of rows {self.rows} and ms {self.ms}: give as many positive numbers of each, ascending"
             )
+        if not 0 <= self.refill_ms < math.inf:
+            raise UsageError(f"refill_ms={self.refill_ms} is no time; give 0 or more milliseconds")
 
     def token_ms(self, rows: float) -> float:
         """Return the milliseconds of a token of each of `rows` rows. Raises `UsageError` if nothing was measured."""
@@ -101,11 +111,17 @@ class DecodeMeter:
         self._begun: dict[object, tuple[float, float]] = {}
         self._now = self._active_s = self._row_s = 0.0
         self._stops = 0
+        self._ends_s: deque[float] = deque(maxlen=REFILLS)
+        self._refills_s: deque[float] = deque(maxlen=REFILLS)
         self.completions = 0
 
     def began(self, key: object, now: float) -> None:
         """The engine has begun a completion."""
         self._advance(now)
+        if not self._begun:
+            self._ends_s.clear()
+        if self._ends_s:
+            self._refills_s.append(self._active_s - self._ends_s.pop())
         self._begun[key] = (self._active_s, self._row_s)
 
     def ended(self, key: object, tokens: int, now: float) -> None:
@@ -116,6 +132,7 @@ class DecodeMeter:
         )
         if tokens > 0 and active_s > 0:
             rows = row_s / active_s
+            self._ends_s.append(self._active_s)
             self._bins.setdefault(round(math.log2(rows)), _Bin()).add(tokens, rows, 1000 * active_s)
             self.completions += 1
 
@@ -144,6 +161,7 @@ class DecodeMeter:
         return DecodeCurve(
             tuple(round(rows / tokens, 3) for tokens, rows, _ in pooled),
             tuple(round(ms / tokens, 4) for tokens, _, ms in pooled),
+            round(1000 * median(self._refills_s), 3) if self._refills_s else 0.0,
         )
 
     def _advance(self, now: float) -> None:

@@ -2,7 +2,8 @@
 
 The law:
 
-1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row leaves when its tokens are drawn, and the engine takes the next one.
+1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row leaves when its tokens are drawn, and the engine takes the next one
+   into its slot after `refill_ms`, for one slot after another. So rows that end together, as short ones at the end of longest first, leave slots empty for longer. The first rows are there.
 2. An engine takes the first row of its class, and the first row of the other class if there is none: it is never idle while rows wait. The first rows are dealt in turn.
 3. Within a class the row with the most expected tokens is first, or the order given, as the plan says.
 4. Where batches overlap, the next one fills the slots that the end of this one leaves. What counts then is the time from one batch's end to the next one's (`period_s`): a plan that
@@ -12,6 +13,7 @@ The law:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -77,9 +79,33 @@ class _Engine:
         self.token_s = [0.0, *(engine.curve.token_ms(rows) / 1000 for rows in range(1, engine.slots + 1))]
         self.progress = self.since = 0.0
         self.ends: list[tuple[float, int]] = []
+        self._refill_s = engine.curve.refill_ms / 1000
+        self._refills: deque[float] = deque()
+        self._refilled_s = 0.0
+
+    @property
+    def busy(self) -> bool:
+        return bool(self.ends or self._refills)
 
     def next_s(self) -> float:
-        return self.since + max(0.0, self.ends[0][0] - self.progress) * self.token_s[len(self.ends)]
+        refill_s = self._refills[0] if self._refills else math.inf
+        if not self.ends:
+            return refill_s
+        return min(refill_s, self.since + max(0.0, self.ends[0][0] - self.progress) * self.token_s[len(self.ends)])
+
+    def refilled(self, now: float) -> bool:
+        """Whether a slot has just been made ready for its next row."""
+        if not self._refills or self._refills[0] > now:
+            return False
+        self._refills.popleft()
+        return True
+
+    def freed(self, now: float) -> bool:
+        """Free the slot of a row that ended; return whether it takes its next row at once."""
+        if self._refill_s:
+            self._refilled_s = max(now, self._refilled_s) + self._refill_s
+            self._refills.append(self._refilled_s)
+        return not self._refill_s
 
     def advance(self, now: float) -> None:
         if self.ends:
@@ -116,11 +142,14 @@ class _Schedule:
             for engine in self._engines:
                 if slot < engine.slots:
                     self._fill(engine, now)
-        while running := [engine for engine in self._engines if engine.ends]:
-            engine = min(running, key=_Engine.next_s)
+        while busy := [engine for engine in self._engines if engine.busy]:
+            engine = min(busy, key=_Engine.next_s)
             now = engine.next_s()
             engine.advance(now)
-            batch_ends[heapq.heappop(engine.ends)[1]] = now
+            if not engine.refilled(now):
+                batch_ends[heapq.heappop(engine.ends)[1]] = now
+                if not engine.freed(now):
+                    continue
             self._fill(engine, now)
         return batch_ends
 
