@@ -7,9 +7,10 @@ reads bytes only to compare checksums; tensors that the caller has already are n
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,6 +31,8 @@ from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
     import torch
+
+T = TypeVar("T")
 
 TRIES: Final = 2
 """How often a pull is tried if bytes do not match their checksums."""
@@ -125,24 +128,20 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def fields(self, adapter: str | None = None) -> dict[str, Field]:
         """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
-        prefix = self._prefix(adapter)
-        return {
-            name[len(prefix) :]: self._field(name, at) for name, at in self._places.items() if name.startswith(prefix)
-        }
+        return self._of_each(adapter, self._field)
 
     def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
         """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied."""
-        prefix = self._prefix(adapter)
-        return {
-            name[len(prefix) :]: self._torch(name, at) for name, at in self._places.items() if name.startswith(prefix)
-        }
+        return self._of_each(adapter, self._torch)
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
+        return self._of_each(adapter, self._numpy)
+
+    def _of_each(self, adapter: str | None, value_of: Callable[[str, list[str]], T]) -> dict[str, T]:
+        """`value_of` each tensor of the base (or of an adapter) and its fields, by the tensor's name in this mapping."""
         prefix = self._prefix(adapter)
-        return {
-            name[len(prefix) :]: self._numpy(name, at) for name, at in self._places.items() if name.startswith(prefix)
-        }
+        return {name[len(prefix) :]: value_of(name, at) for name, at in self._places.items() if name.startswith(prefix)}
 
     # ------------------------------------------------------------ slices
 
@@ -175,23 +174,23 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def _torch(self, name: str, fields: list[str]) -> Any:
         values = [self._tensors[field].column.torch()[0] for field in fields]
-        rows = self._range(name, fields)
-        if rows is None:
-            return values[0]
-        parts = self._cut(rows, fields, values)
-        if len(parts) == 1:
-            return parts[0]
-        return _join(values[0].new_empty((len(rows), *values[0].shape[1:])), parts)
+        return self._put_together(name, fields, values, values[0].new_empty)
 
     def _numpy(self, name: str, fields: list[str]) -> Any:
         values = [self._tensors[field].column.numpy()[0] for field in fields]
+        return self._put_together(name, fields, values, partial(np.empty, dtype=values[0].dtype))
+
+    def _put_together(
+        self, name: str, fields: list[str], values: list[Any], empty: Callable[[tuple[int, ...]], Any]
+    ) -> Any:
+        """The tensor whose fields have these values: a view if one of them has all wanted rows, else a copy into an `empty` one."""
         rows = self._range(name, fields)
         if rows is None:
             return values[0]
         parts = self._cut(rows, fields, values)
         if len(parts) == 1:
             return parts[0]
-        return _join(np.empty((len(rows), *values[0].shape[1:]), values[0].dtype), parts)
+        return _join(empty((len(rows), *values[0].shape[1:])), parts)
 
     def _cut(self, rows: range, fields: list[str], values: list[Any]) -> list[Any]:
         """Views of the wanted rows of each field that has some."""
