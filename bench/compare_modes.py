@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from bench.run_record import RECORDS, stamped
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.grpo import comparison
@@ -58,14 +59,12 @@ def main() -> None:
     options.add_argument("--seeds", default="0,1,2", help="seeds, with commas between")
     options.add_argument("--steps", type=int, default=STEPS_DEFAULT, help="trainer steps of each run")
     options.add_argument("--rollouts", type=int, default=1, help="generating processes")
-    options.add_argument(
-        "--out", type=Path, default=Path(__file__).parent / "records", help="folder of record and picture"
-    )
+    options.add_argument("--out", type=Path, default=RECORDS, help="folder of record and picture")
     options.add_argument("--runs", type=Path, default=Path("runs"), help="folder of the runs' own files")
     chosen = options.parse_args()
     seeds = parse_seeds(chosen.seeds)
     measurement = Measurement()
-    name = f"compare-modes-{measurement.start:%Y%m%d-%H%M%S}"
+    name = stamped("compare-modes", measurement)
     learning = replace(settings_for(), steps=chosen.steps)
     runs = comparison.run_all(learning, seeds, directory=chosen.runs / name, rollouts=chosen.rollouts, told=show_run)
     figures = comparison.compare(runs)

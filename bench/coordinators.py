@@ -27,7 +27,7 @@ from pathlib import Path
 import transferqueue as tq
 from bench.harness import Result
 from bench.limits import child
-from bench.run_record import ByHand
+from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 from transferqueue.wire.home_coordinator import home_coordinator
 
@@ -107,8 +107,7 @@ def main() -> None:
     parser.add_argument("--clients", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--seconds", type=float, default=4.0)
     parser.add_argument("--times", type=int, default=3)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
+    by_hand_options(parser)
     chosen = parser.parse_args()
     run_by_hand = ByHand(SCENARIO)
     results = [one for clients in chosen.clients for one in measure(clients, chosen.seconds, chosen.times)]

@@ -37,6 +37,7 @@ import transferqueue as tq
 from bench.paced_engine import PacedEngine
 from bench.published.dispatch import ptl_s
 from bench.published.prompts import draw_prompts
+from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Completion, Prompt, Sampling
 from transferqueue.observe.measurement_record import Measurement, single, summarize
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
@@ -251,11 +252,9 @@ def measure(options: argparse.Namespace) -> None:
         "curves": curves,
         "runs": lines,
     }
-    path = options.out / f"dispatch-{'paced' if options.paced else 'live'}-{measurement.start:%Y%m%d-%H%M%S}.json"
-    measurement.record("dispatch-paced" if options.paced else "dispatch-live", results, details=details).save(path)
     for result in results:
         print(result)
-    print(f"wrote {path}")
+    save_record(measurement, options.out, "dispatch-paced" if options.paced else "dispatch-live", results, details)
 
 
 def _weights(model: Path) -> dict[str, Any]:
@@ -330,7 +329,7 @@ def main() -> None:
     options.add_argument("--seeds", type=int, default=5)
     options.add_argument("--rows", type=int, default=192)
     options.add_argument("--slots", type=int, default=16)
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "records")
+    options.add_argument("--out", type=Path, default=RECORDS)
     options.add_argument("--paced", action="store_true", help="engines that take the times of a 7B model and no core")
     for name in ("--engine", "--address", "--model", "--lengths"):
         options.add_argument(name, default="", help=argparse.SUPPRESS)

@@ -26,6 +26,8 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 import msgspec
 
 import transferqueue as tq
+from bench.harness import ROOT
+from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Completions, Generator, Prompt, Sampling
 from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.elastic.scaler import ELASTIC
@@ -46,7 +48,6 @@ TOKEN_S: Final = 0.02
 ROW_S: Final = 0.03
 STEPS: Final = 60
 PROMPTS, GROUP, SLOTS = 8, 4, 8
-ROOT: Final = Path(__file__).parents[1]
 
 
 def is_long(step: int, steps: int) -> bool:
@@ -194,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--on", choices=["processes", "ray"], default="processes")
     parser.add_argument("--steps", type=int, default=STEPS)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "records")
+    parser.add_argument("--out", type=Path, default=RECORDS)
     chosen = parser.parse_args()
     events: list[dict[str, Any]] = []
     steps: list[float] = []
@@ -227,9 +228,7 @@ def main() -> None:
         "median_step_s": found,
         "failures": len(failures),
     }
-    path = chosen.out / f"elastic-{chosen.on}-{measurement.start:%Y%m%d-%H%M%S}.json"
-    measurement.record("elastic", [], details=details).save(path)
-    print(f"wrote {path}")
+    save_record(measurement, chosen.out, "elastic", [], details, name=f"elastic-{chosen.on}")
 
 
 def deltas(events: list[dict[str, Any]]) -> list[list[float]]:

@@ -24,6 +24,7 @@ import numpy as np
 
 import transferqueue as tq
 from bench.published.dispatch import published_lengths
+from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Completion, Prompt, Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.observe.measurement_record import Measurement, summarize
@@ -85,7 +86,7 @@ def main() -> None:
     options.add_argument("--pairs", type=int, default=7)
     options.add_argument("--rows", type=int, default=256)
     options.add_argument("--slots", type=int, default=32)
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "records")
+    options.add_argument("--out", type=Path, default=RECORDS)
     chosen = options.parse_args()
     from transferqueue.workflows.job.tiny_model.make import make
 
@@ -114,11 +115,9 @@ def main() -> None:
         "longest": int(lengths.max()),
         "mean": round(float(lengths.mean()), 1),
     }
-    name = f"feeder-{measurement.start:%Y%m%d-%H%M%S}.json"
-    measurement.record("feeder", results, details=details).save(chosen.out / name)
     for result in results:
         print(result)
-    print(f"wrote {chosen.out / name}")
+    save_record(measurement, chosen.out, "feeder", results, details)
 
 
 if __name__ == "__main__":

@@ -11,22 +11,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from transferqueue.adapters.protocols import (
-    GENERATE_S,
-    PAUSE_S,
-    Completion,
-    Completions,
-    Pause,
-    Prompt,
-    Sampling,
-    WeightSource,
-)
+from transferqueue.adapters import protocols
 
 
 class PacedEngine:
     """A generator (`adapters.protocols.Generator`). length_of: tokens of the answer to a prompt. most: the most rows that ran at once."""
 
-    def __init__(self, token_s: Callable[[int], float], length_of: Callable[[Prompt], int]) -> None:
+    def __init__(self, token_s: Callable[[int], float], length_of: Callable[[protocols.Prompt], int]) -> None:
         self._token_s, self._length_of = token_s, length_of
         self._changed = threading.Condition()
         self._progress, self._since = 0.0, time.monotonic()
@@ -34,7 +25,13 @@ class PacedEngine:
         self.version = -1
         self.most = 0
 
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
+    def generate(
+        self,
+        prompts: Sequence[protocols.Prompt],
+        sampling: protocols.Sampling,
+        *,
+        timeout_s: float = protocols.GENERATE_S,
+    ) -> protocols.Completions:
         """Yield each completion when its time has passed; closing early aborts the rest."""
         with self._changed:
             self._change(len(prompts))
@@ -69,13 +66,15 @@ class PacedEngine:
         self.most = max(self.most, self._running)
         self._changed.notify_all()
 
-    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
+    def pause(self, mode: protocols.Pause, *, timeout_s: float = protocols.PAUSE_S) -> None:
         """Weights are numbers here: nothing has to stop."""
 
     def resume(self) -> None:
         """Nothing was stopped."""
 
-    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
+    def update_weights(
+        self, source: protocols.WeightSource, version: int, *, timeout_s: float = protocols.PAUSE_S
+    ) -> None:
         """Stamp completions with `version` from now on."""
         self.version = version
 
@@ -83,7 +82,7 @@ class PacedEngine:
         """Nothing is held."""
 
 
-def _completion(at: int, length: int, version: int) -> Completion:
+def _completion(at: int, length: int, version: int) -> protocols.Completion:
     ids, logprobs = np.ones(length, np.int32), np.zeros(length, np.float32)
     spans = ((version, length),)
-    return Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason="length", spans=spans)
+    return protocols.Completion(prompt=at, sample=0, ids=ids, logprobs=logprobs, finish_reason="length", spans=spans)

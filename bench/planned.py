@@ -18,6 +18,8 @@ from typing import Any, Final
 
 os.environ |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
+from bench.harness import ROOT
+from bench.run_record import RECORDS, save_record
 from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.job.profiling.job import profile_job
 from transferqueue.workflows.job.run.folder import RunFolder
@@ -28,7 +30,6 @@ from transferqueue.workflows.job.settings.read import job_from_values
 from transferqueue.workflows.sim.planner import DevicePlan, plans
 from transferqueue.workflows.sim.profile import Profile
 
-ROOT: Final = Path(__file__).parents[1]
 SLOTS: Final = 32
 SIZE: Final = {
     "hidden_size": 128,
@@ -92,7 +93,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "records")
+    parser.add_argument("--out", type=Path, default=RECORDS)
     chosen = parser.parse_args()
     measurement = Measurement()
     with tempfile.TemporaryDirectory() as place:
@@ -112,9 +113,7 @@ def main() -> None:
     right, pairs = in_order(rows)
     print(f"{right} of {pairs} pairs of plans that differ by more than 5 % measured are in the predicted order")
     details = {"profile": profile_values(profile), "plans": rows, "pairs": pairs, "pairs_in_order": right}
-    path = chosen.out / f"planned-{measurement.start:%Y%m%d-%H%M%S}.json"
-    measurement.record("planned", [], details=details).save(path)
-    print(f"wrote {path}")
+    save_record(measurement, chosen.out, "planned", [], details)
 
 
 def compared(plan: DevicePlan, file: PlanFile, measured: float) -> dict[str, Any]:

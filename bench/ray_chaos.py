@@ -30,7 +30,7 @@ import numpy as np
 
 import transferqueue as tq
 from bench.harness import Result
-from bench.run_record import ByHand
+from bench.run_record import ByHand, by_hand_options
 from transferqueue.errors import ShardLost
 from transferqueue.testing.chaos.payload import Payload
 
@@ -296,8 +296,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=45.0)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--replicas", type=int, default=1)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
+    by_hand_options(parser, required=True)
     chosen = parser.parse_args()
     run_by_hand = ByHand(SCENARIO)
     with local_cluster() as cluster:

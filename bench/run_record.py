@@ -7,6 +7,7 @@ of a record is that of `transferqueue.observe.measurement_record`; the name of a
 
 from __future__ import annotations
 
+import argparse
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -134,6 +135,45 @@ def save_job(
         mine = [result for result in results if result.scenario == scenario]
         record = began.record(scenario, measured(mine), versions=versions, details=details(mine))
         record.save(folder / f"{scenario}-{contender}.json")
+
+
+def stamped(name: str, began: Measurement) -> str:
+    """The name of a record and its pictures, without the end: what was measured, and when."""
+    return f"{name}-{began.start:%Y%m%d-%H%M%S}"
+
+
+def save_record(
+    began: Measurement,
+    folder: Path | None,
+    kind: str,
+    results: Sequence[MeasuredResult],
+    details: Mapping[str, Any],
+    *,
+    name: str = "",
+) -> None:
+    """Write the record of a benchmark run by hand into a folder (None: nowhere), and print where. name: default the kind."""
+    if folder is None:
+        return
+    path = folder / f"{stamped(name or kind, began)}.json"
+    began.record(kind, results, details=details).save(path)
+    print(f"wrote {path}")
+
+
+def show(results: Iterable[MeasuredResult]) -> None:
+    """Print one line a result."""
+    for line in results:
+        print(f"{line.name:55} {line.median:8.4g} {line.unit}   (p10 {line.p10:.3g}, p90 {line.p90:.3g}, n {line.n})")
+
+
+def into_option(parser: argparse.ArgumentParser) -> None:
+    """Add ``--into``, the folder that `save_record` takes: no record without it."""
+    parser.add_argument("--into", type=Path, help="folder for the record")
+
+
+def by_hand_options(parser: argparse.ArgumentParser, *, required: bool = False) -> None:
+    """Add ``--out`` and ``--record``, as `ByHand.tell` takes them. required: of ``--out``."""
+    parser.add_argument("--out", type=Path, required=required)
+    parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
 
 
 @dataclass

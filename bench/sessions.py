@@ -20,7 +20,6 @@ import asyncio
 import multiprocessing
 import time
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 import psutil
@@ -28,7 +27,7 @@ import psutil
 import transferqueue as tq
 from bench.harness import Result, percentile
 from bench.memory import own_bytes
-from bench.run_record import ByHand
+from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 
 SCENARIO = "sessions"
@@ -144,8 +143,7 @@ def main() -> None:
     parser.add_argument("--rate", type=int, default=500)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--durability", default="memory")
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
+    by_hand_options(parser, required=True)
     chosen = parser.parse_args()
     run_by_hand = ByHand(SCENARIO)
     results = run(chosen.clients, chosen.rate, chosen.seconds, chosen.durability)

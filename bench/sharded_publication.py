@@ -17,7 +17,6 @@ import multiprocessing
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -25,6 +24,7 @@ from torch import distributed as dist
 from torch import nn
 
 import transferqueue as tq
+from bench.run_record import into_option, save_record, show
 from transferqueue.adapters.weights import ChannelWeights, ModuleWeights, copy_weights
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.training.publication import HostCopy, Publisher
@@ -195,27 +195,17 @@ def _ratios(samples: dict[str, list[float]]) -> Iterator[MeasuredResult]:
     yield single("parameters", "count", sum(parameter.numel() for parameter in Model().parameters()))
 
 
-def show(lines: list[MeasuredResult]) -> None:
-    """Print the results."""
-    for line in lines:
-        print(f"{line.name:45} {line.median:10.4g} {line.unit}   (p10 {line.p10:.3g}, p90 {line.p90:.3g}, n {line.n})")
-
-
 def main() -> None:
     """Measure, print, and write a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--versions", type=int, default=15, help="of each way")
-    parser.add_argument("--into", type=Path, help="folder for the record")
+    into_option(parser)
     options = parser.parse_args()
     measurement = Measurement()
     lines = results(options.versions)
     show(lines)
-    if options.into is not None:
-        details = {"ranks": RANKS, "master": "float32", "published": "bfloat16", "backend": "gloo"}
-        record = measurement.record("sharded-publication", lines, details=details)
-        path = options.into / f"sharded-publication-{measurement.start:%Y%m%d-%H%M%S}.json"
-        record.save(path)
-        print(path)
+    details = {"ranks": RANKS, "master": "float32", "published": "bfloat16", "backend": "gloo"}
+    save_record(measurement, options.into, "sharded-publication", lines, details)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import numpy as np
 
@@ -30,7 +29,7 @@ import transferqueue as tq
 from bench.harness import ROOT, Result
 from bench.limits import child
 from bench.memory import arena_bytes, own_bytes
-from bench.run_record import ByHand
+from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 
 SCENARIO = "shards"
@@ -164,8 +163,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4096)
     parser.add_argument("--arena-bytes", default="512MiB", help="of each shard")
     parser.add_argument("--data", choices=("mapped", "remote"), default="mapped")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--record", action="store_true", help="write a whole record, not only results")
+    by_hand_options(parser)
     chosen = parser.parse_args()
     run_by_hand = ByHand(SCENARIO)
     results = run(chosen.rows, chosen.shards, chosen.batch, chosen.arena_bytes, chosen.data)

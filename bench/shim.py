@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from bench.contenders.tensors import flat_bytes, tensor
 from bench.harness import Result
-from bench.run_record import RECORDS, ByHand
+from bench.run_record import RECORDS, ByHand, stamped
 from bench.workloads import WORKLOADS, Workload, columns, same
 
 SCENARIO = "shim"
@@ -180,7 +180,7 @@ def main() -> int:
         return 0
     by_hand = ByHand(SCENARIO)
     results = compare(chosen.only, chosen.rounds)
-    path = chosen.out or RECORDS / f"shim-{by_hand.began.start:%Y%m%d-%H%M%S}.json"
+    path = chosen.out or RECORDS / f"{stamped('shim', by_hand.began)}.json"
     by_hand.tell(results, path, whole=True)
     worst = min(result.raw[0] for result in results if result.unit == "ratio")
     print(f"worst {worst:.1f} x, required {REQUIRED:g} x: {path}")

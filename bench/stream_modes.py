@@ -27,6 +27,7 @@ import numpy as np
 import transferqueue as tq
 from bench.dispatch_live import Batch, engines, taught
 from bench.published.dispatch import engines_of, ptl_s
+from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.observe.measurement_record import Measurement, single
 from transferqueue.workflows.dispatch.channels import plan_channel, publish
@@ -119,9 +120,7 @@ def measure(options: argparse.Namespace) -> None:
                 results += _table(share, queue, service, batches, share * balanced_s, options)
             service.seal()
     details = {"paced": True, "rows": options.rows, "slots": options.slots, "steps": options.steps, "token_s": ptl_s(1)}
-    path = options.out / f"stream-modes-{measurement.start:%Y%m%d-%H%M%S}.json"
-    measurement.record("stream-modes", results, details=details).save(path)
-    print(f"wrote {path}")
+    save_record(measurement, options.out, "stream-modes", results, details)
 
 
 def _table(
@@ -181,7 +180,7 @@ def main() -> None:
         "--share", type=float, nargs="+", default=[1.0, 0.6], help="seconds of training over those of generation"
     )
     options.add_argument("--slots", type=int, default=16)
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "records")
+    options.add_argument("--out", type=Path, default=RECORDS)
     measure(options.parse_args())
 
 

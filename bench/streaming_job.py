@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final, Literal
 
+from bench.run_record import into_option, save_record, show
 from transferqueue.observe.measurement_record import Measurement, summarize
 
 Mode = Literal["sync", "async"]
@@ -135,26 +136,22 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.streaming_job", description=__doc__)
     parser.add_argument("--runs", type=int, default=3, help="of each case (default: 3; one takes about a minute)")
     parser.add_argument("--steps", type=int, default=6, help="of each run (default: 6)")
-    parser.add_argument("--into", type=Path, help="folder for the record")
+    into_option(parser)
     chosen = parser.parse_args()
     measurement = Measurement()
     with tempfile.TemporaryDirectory(prefix="transferqueue-streaming-") as folder:
         prepare(Path(folder))
         lines = [*results(measured(Path(folder), chosen.runs, chosen.steps))]
-    for line in lines:
-        print(f"{line.name:45} {line.median:8.3g} {line.unit}   (p10 {line.p10:.3g}, p90 {line.p90:.3g}, n {line.n})")
-    if chosen.into is not None:
-        details = {
-            "size": SIZE,
-            "prompts": PROMPTS,
-            "group": GROUP,
-            "slots": SLOTS,
-            "tokens": TOKENS,
-            "steps": chosen.steps,
-        }
-        path = chosen.into / f"streaming-job-{measurement.start:%Y%m%d-%H%M%S}.json"
-        measurement.record("streaming-job", lines, details=details).save(path)
-        print(path)
+    show(lines)
+    details = {
+        "size": SIZE,
+        "prompts": PROMPTS,
+        "group": GROUP,
+        "slots": SLOTS,
+        "tokens": TOKENS,
+        "steps": chosen.steps,
+    }
+    save_record(measurement, chosen.into, "streaming-job", lines, details)
 
 
 if __name__ == "__main__":

@@ -12,14 +12,13 @@ import argparse
 import heapq
 import threading
 import time
-from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 import numpy as np
 
 import transferqueue as tq
+from bench.run_record import into_option, save_record, show
 from transferqueue.errors import DeadlineExceeded, EndOfTable, FlowSignal, LeaseExpired, NotFound, Sealed, UsageError
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single, summarize
 from transferqueue.workflows.job.training.gather import StepShape
@@ -41,7 +40,7 @@ def length(ordinal: int) -> int:
     return int(np.clip(np.random.default_rng(ordinal).lognormal(np.log(TOKENS), 0.4), 20, 4 * TOKENS))
 
 
-class PacedEngine:
+class SlotEngine:
     """Generates with as many slots; a row ends when its tokens have been counted out."""
 
     def __init__(self, address: str) -> None:
@@ -111,7 +110,7 @@ def step_times(mode: Mode, *, stream: bool) -> tuple[list[float], list[float]]:
             ],
             pacing=tq.Pacing("train", batch_rows=ROWS, depth=0 if mode == "sync" else 1, max_staleness=1),
         )
-        engine = PacedEngine(queue.address)
+        engine = SlotEngine(queue.address)
         source = threading.Thread(target=prompts, args=(queue.address, stop), daemon=True)
         source.start()
         terms = StreamTerms(
@@ -185,33 +184,17 @@ def results(runs: int) -> list[MeasuredResult]:
     return lines
 
 
-def show(lines: Sequence[Any]) -> None:
-    for line in lines:
-        print(f"{line.name:55} {line.median:8.3g} {line.unit}   (p10 {line.p10:.3g}, p90 {line.p90:.3g}, n {line.n})")
-
-
 def main() -> None:
     """Measure, print, and write a record if asked to."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=2)
-    parser.add_argument("--into", type=Path, help="folder for the record")
+    into_option(parser)
     options = parser.parse_args()
     measurement = Measurement()
     lines = results(options.runs)
     show(lines)
-    if options.into is not None:
-        details = {
-            "prompts": PROMPTS,
-            "group": GROUP,
-            "slots": SLOTS,
-            "token_s": TOKEN_S,
-            "row_s": ROW_S,
-            "steps": STEPS,
-        }
-        record = measurement.record("streaming-trainer", lines, details=details)
-        path = options.into / f"streaming-trainer-{measurement.start:%Y%m%d-%H%M%S}.json"
-        record.save(path)
-        print(path)
+    details = {"prompts": PROMPTS, "group": GROUP, "slots": SLOTS, "token_s": TOKEN_S, "row_s": ROW_S, "steps": STEPS}
+    save_record(measurement, options.into, "streaming-trainer", lines, details)
 
 
 if __name__ == "__main__":

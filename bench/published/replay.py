@@ -219,17 +219,16 @@ def _pull(free: dict[str, list[float]], stage: str, iteration: int, ready: NDArr
 def main() -> None:
     """Replay the trace in every mode, write a record and a picture, and print the table. About eight minutes at the default speed."""
     from bench.published import replay_record
+    from bench.run_record import RECORDS, stamped
     from transferqueue.observe.measurement_record import Measurement
 
     options = argparse.ArgumentParser(prog="python -m bench.published.replay", description=main.__doc__)
     options.add_argument("--speed", type=float, default=SPEED_DEFAULT, help="seconds of the trace per second")
-    options.add_argument(
-        "--out", type=Path, default=CHECKOUT / "bench" / "records", help="folder of record and picture"
-    )
+    options.add_argument("--out", type=Path, default=RECORDS, help="folder of record and picture")
     chosen = options.parse_args()
     measurement = Measurement()
     runs = [replay(mode, speed=chosen.speed) for mode in MODES]
-    name = f"replay-{measurement.start:%Y%m%d-%H%M%S}"
+    name = stamped("replay", measurement)
     record = measurement.record("replay", replay_record.results(runs), details=replay_record.details(runs))
     record.save(chosen.out / f"{name}.json")
     replay_record.draw(chosen.out / f"{name}.png", runs)

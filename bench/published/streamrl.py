@@ -17,6 +17,7 @@ import numpy as np
 
 from bench.published import prompts
 from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
+from bench.run_record import RECORDS, stamped
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.dispatch.skill import recall
 from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, Lengths, SimStage, SimulatedJob, Site, simulate
@@ -222,13 +223,11 @@ def draw(path: Path, lines: list[FigureRow]) -> None:
 def main() -> None:
     """Simulate the figures, write a record and a picture, and print published and simulated figures. About two minutes."""
     options = argparse.ArgumentParser(prog="python -m bench.published.streamrl", description=main.__doc__)
-    options.add_argument(
-        "--out", type=Path, default=Path(__file__).parents[1] / "records", help="folder of record and picture"
-    )
+    options.add_argument("--out", type=Path, default=RECORDS, help="folder of record and picture")
     chosen = options.parse_args()
     measurement = Measurement()
     lines = table()
-    name = f"streamrl-{measurement.start:%Y%m%d-%H%M%S}"
+    name = stamped("streamrl", measurement)
     measurement.record("streamrl", results(lines), details=details(lines)).save(chosen.out / f"{name}.json")
     draw(chosen.out / f"{name}.png", lines)
     for line in lines:

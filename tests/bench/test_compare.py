@@ -5,10 +5,10 @@ import pytest
 from bench.compare import changes, main
 from bench.figures import FIGURES, figures
 from bench.harness import Result, percentile
-from bench.run_record import details, load_run, measured, save_job, summaries
+from bench.run_record import details, load_run, measured, save_job, save_record, summaries
 from bench.table import BEGIN, END, insert, markdown
 from bench.workloads import DENSE
-from transferqueue.observe.measurement_record import Measurement
+from transferqueue.observe.measurement_record import Measurement, load_record, summarize
 
 
 def timed(scenario, contender, workload, metric, seconds, nbytes=DENSE):
@@ -61,6 +61,19 @@ def test_a_run_has_a_record_for_each_scenario_of_each_contender(saved, tmp_path)
     ]
     put = load_run(folder).find("transfer", "transferqueue", "dense_1", "put")
     assert (put.unit, put.n, put.median, put.nbytes) == ("s", 3, 0.004, DENSE)
+
+
+def test_a_benchmark_run_by_hand_writes_a_record_into_the_folder_it_is_given(tmp_path, capsys):
+    lines = [summarize("step", "s", [1.0, 2.0, 3.0])]
+    save_record(Measurement(), None, "streaming", lines, {})
+    assert not [*tmp_path.iterdir()]
+    assert not capsys.readouterr().out
+    for name in ("", "streaming-ray"):
+        save_record(began := Measurement(), tmp_path, "streaming", lines, {"rows": 3}, name=name)
+        path = tmp_path / f"{name or 'streaming'}-{began.start:%Y%m%d-%H%M%S}.json"
+        record = load_record(path)
+        assert (record.kind, record.results, record.details) == ("streaming", lines, {"rows": 3})
+        assert capsys.readouterr().out == f"wrote {path}\n"
 
 
 def test_a_record_says_why_something_was_not_measured(saved, tmp_path):
