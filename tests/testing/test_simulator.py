@@ -3,6 +3,7 @@
 import pytest
 
 from tests.scale import sizes
+from tests.testing import courses
 from transferqueue.testing.simulate import sweep
 from transferqueue.testing.simulator import replay_command, simulate
 from transferqueue.testing.simulator.run import SimRun
@@ -24,6 +25,15 @@ def test_every_use_of_a_deployment_is_simulated():
         durable.add(run.durable)
     assert used == {"t", "ranks", "stepped", "kept", "policy", "copied"}
     assert durable == {True, False}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(25, courses.SEEDS))
+def test_seeds_take_the_courses_that_were_recorded(seeds: int):
+    """The first 25 have every job of the simulator."""
+    recorded = courses.recorded()
+    changed = [seed for seed in range(seeds) if courses.course(seed) != recorded[seed]]
+    assert not changed, f"{courses.REMEDY}: {changed}"
 
 
 @pytest.mark.slow
