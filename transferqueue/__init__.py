@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         PeerError,
         PermissionDenied,
         ProtocolError,
+        RowsEnded,
         SchemaError,
         Sealed,
         TransferQueueError,
@@ -112,7 +113,7 @@ _MODULES: Final = {
     "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
-    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError SchemaError Sealed "
+    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError RowsEnded SchemaError Sealed "
     "TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
     "policies": "Acked Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
@@ -181,6 +182,7 @@ __all__ = [
     "Reservation",
     "Retention",
     "Rows",
+    "RowsEnded",
     "SchemaError",
     "Sealed",
     "Selector",

@@ -15,6 +15,7 @@
     │   └── AddressInUse              a second server on one address
     ├── FlowSignal                nobody: wait, drop or finish
     │   ├── EndOfTable                sealed and drained: no row will come any more
+    │   ├── RowsEnded                 rows that a lease waits for were dropped, deleted or finished
     │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
     │   ├── LeaseExpired              the lease is not (or no longer) yours; the call changed nothing
     │   ├── VersionGivenUp            a version of weights that several publish; a part did not come
@@ -91,6 +92,17 @@ class FlowSignal(TransferQueueError):
 
 class EndOfTable(FlowSignal):
     """The table is sealed and this task has drained it."""
+
+
+class RowsEnded(FlowSignal):
+    """Rows that a lease waited for have ended, so it waits for them no longer. The call changed nothing.
+
+    ordinals: first and last ordinal of each awaited span of which every row has ended.
+    """
+
+    def __init__(self, text: str, ordinals: tuple[tuple[int, int], ...] = ()) -> None:
+        super().__init__(text)
+        self.ordinals = ordinals
 
 
 class DeadlineExceeded(FlowSignal, TimeoutError):

@@ -58,6 +58,8 @@ HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids in these events, 8 bytes each."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
+SPANS_AWAITED_MAX: Final = 1 << 16
+"""Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated ahead."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
 """One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
 ITEMS_MAX: Final = 1 << 16

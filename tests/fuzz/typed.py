@@ -214,6 +214,7 @@ class Typed:
                 amount: rng.choice([1, 1, 2, 4])
             }
             values["at_least"] = min(values["at_least"], values[amount])
+            values["awaited"] = rng.choice([b"", b"", struct.pack("<4q", 0, 1, 4, 4), values["awaited"]])
         if kind is m.Publish and world.grants:
             fields = [FIELDS[0], FIELDS[4]]
             values |= {

@@ -61,7 +61,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.ReturnGrant(3),
     m.PutRequest("t", 2, COLUMNS, 5, 1.5),
     m.Update("t", TWO, COLUMNS, True),
-    m.LeaseRequest("t", "train", 1, 2, 3, 1, 1.5, 30.0, WHERE, ["x"], 1, 2, 1, 2),
+    m.LeaseRequest("t", "train", 1, 2, 3, 1, 1.5, 30.0, WHERE, ["x"], 1, 2, 1, 2, TWO, True),
     m.Ack("t", 4, 9, TWO, COLUMNS, "old", 3),
     m.CommitCheckpoint("t", 3, "train"),
     m.Rollback("t", 2, "train", 1),
@@ -115,6 +115,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.Failed("Full", "no room"),
     m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=CoordinatorIndex(2, 2, "d"), checksums=True),
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
+    m.OrdinalsEnded(TWO),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

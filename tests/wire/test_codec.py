@@ -105,6 +105,12 @@ def test_a_wait_that_has_no_end_is_refused(seconds):
         codec.decode_call(frame)
 
 
+def test_a_lease_of_a_client_that_awaits_no_rows_is_read_as_before():
+    frame = "9501ce0070000107069fa54c65617365a174a5747261696e02000000cb0000000000000000cb000000000000000090c000010001"
+    recorded = bytes.fromhex(frame)
+    assert codec.decode_call(recorded).request == m.LeaseRequest("t", "train", rows=2)
+
+
 def test_size_is_judged_before_content():
     frame = b"\xc1" * (MESSAGE_BYTES_MAX + 1)
     with pytest.raises(ProtocolError, match="not read"):

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 import transferqueue as tq
+from tests.client.deployments import until_someone_waits
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.job.training.gather import StepShape
-from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
+from transferqueue.workflows.job.training.stream import GatheredStep, RowStream, StreamTerms
 
 GROUP = 2
 
@@ -46,15 +49,17 @@ def stream(table: tq.Table, units: int, *, whole: bool = True, stall_s: float = 
 
 
 class Computed:
-    """Notes the values and row ids of each call."""
+    """Notes the values and row ids of each call. began: set with the first."""
 
     def __init__(self) -> None:
         self.calls: list[list[int]] = []
         self.ids: list[int] = []
+        self.began = threading.Event()
 
     def __call__(self, columns: Any, ids: list[int]) -> None:
         self.calls.append([int(value) for value in columns["x"]])
         self.ids += ids
+        self.began.set()
 
 
 # ---------------------------------------------------------------- bad input
@@ -157,6 +162,58 @@ def test_the_end_of_the_table_makes_a_smaller_step_and_then_none(table: tq.Table
     assert rows.ack(gathered, -1) == 0
     assert rows.step(computed) is None
     assert computed.calls == [[0, 1]]
+
+
+# ---------------------------------------------------------------- waits
+
+
+class Waiting:
+    """A step that is gathered in a thread of its own; left when the test leaves it."""
+
+    def __init__(self, queue: tq.Queue, rows: RowStream) -> None:
+        self.computed, self._queue = Computed(), queue
+        self._pool = ThreadPoolExecutor(1)
+        self.step = self._pool.submit(rows.step, self.computed)
+
+    def until_it_waits(self) -> None:
+        """Return when it has computed with the rows that were there, and the server keeps its lease for more."""
+        assert self.computed.began.wait(60)
+        until_someone_waits(self._queue, "t")
+
+    def gathered(self) -> GatheredStep | None:
+        """The step. It comes long before the stream's own deadline."""
+        try:
+            return self.step.result(timeout=60)
+        finally:
+            self._pool.shutdown()
+
+
+def test_rows_that_are_dropped_while_the_stream_waits_wake_it(queue: tq.Queue, table: tq.Table) -> None:
+    put(table, 0, 1, 2)
+    held = table.lease("train", groups=1)
+    waiting = Waiting(queue, stream(table, 2, window=1.0, stall_s=600.0))
+    waiting.until_it_waits()
+    table.drop(held.rows, "equal")
+    assert waiting.gathered() is not None
+    assert waiting.computed.calls == [[2, 3], [4, 5]]
+
+
+def test_a_seal_wakes_a_stream_that_holds_the_last_rows(queue: tq.Queue, table: tq.Table) -> None:
+    put(table, 0)
+    waiting = Waiting(queue, stream(table, 2, stall_s=600.0))
+    waiting.until_it_waits()
+    table.seal()
+    assert waiting.gathered() is not None
+    assert waiting.computed.calls == [[0, 1]]
+
+
+def test_places_that_are_gone_do_not_end_a_sealed_table_before_its_last_rows(table: tq.Table) -> None:
+    put(table, 0, 1, 2, 3)
+    table.drop(list(range(2 * GROUP)), "equal")
+    table.seal()
+    rows, computed = stream(table, 2, window=1.0), Computed()
+    assert rows.step(computed) is not None
+    assert computed.calls == [[4, 5, 6, 7]]
 
 
 # ---------------------------------------------------------------- lost leases

@@ -21,7 +21,7 @@ from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, ShardLost, UsageError, listing
+from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
 from transferqueue.wire import messages as m
@@ -31,6 +31,8 @@ B = TypeVar("B")
 _log: Final = logging.getLogger("transferqueue.client")
 
 REASON_CHARS_MAX = 4096
+SPANS_SHOWN = 8
+"""Spans that the text of `RowsEnded` names."""
 LOST_MAX = 8
 """How often rows of a lost shard are leased or read again before `ShardLost` is raised. Each time they may lie in another shard."""
 
@@ -59,16 +61,26 @@ def lease_spec(
     rank: int,
     world: int,
     replica: Sequence[int] | None,
+    awaited: Iterable[tuple[int, int]] = (),
+    but_held: bool = False,
 ) -> LeaseSpec:
     """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same again."""
     plain = (table, task, rows, tokens, groups, at_least, timeout_s, lease_s, time_limit_s, rank, world)
     checked = _remembered if _REMEMBERED.issuperset(map(type, plain)) else _checked
     request, limit_s = spec = checked(*plain)
-    if where == () and fields is None and replica is None:
+    if where == () and fields is None and replica is None and awaited == () and not but_held:
         return spec
     peer, peers = checks.peer(replica)
     wanted = predicates(where), checks.names("field", fields)
-    request = msgspec.structs.replace(request, where=wanted[0], fields=wanted[1], replica=peer, replicas=peers)
+    request = msgspec.structs.replace(
+        request,
+        where=wanted[0],
+        fields=wanted[1],
+        replica=peer,
+        replicas=peers,
+        awaited=_spans(awaited),
+        but_held=bool(but_held),
+    )
     return LeaseSpec(request, limit_s)
 
 
@@ -102,6 +114,19 @@ def _checked(
     )
     limit_s = None if time_limit_s is None else seconds("time_limit_s", time_limit_s)
     return LeaseSpec(request, limit_s)
+
+
+def _spans(awaited: Iterable[tuple[int, int]]) -> bytes:
+    """First and last ordinal of each span, as the request has them. The server checks that they ascend."""
+    try:
+        spans = np.array(list(awaited), np.int64)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(
+            f"awaited={awaited!r}: {error}; give (first, last) ordinals, such as [(0, 7), (16, 23)]"
+        ) from None
+    if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
+        raise UsageError(f"awaited={awaited!r} are not pairs; give (first, last) ordinals, such as [(0, 7), (16, 23)]")
+    return spans.astype("<i8").tobytes()
 
 
 _REMEMBERED: Final = frozenset({str, int, float, type(None)})
@@ -165,6 +190,8 @@ def _lease(
     time_limit_s: float | None,
 ) -> Operation[B]:
     leased = yield request
+    if type(leased) is m.OrdinalsEnded:
+        raise _rows_ended(request, leased)
     if not isinstance(leased, m.Leased):
         raise unexpected(request, leased, m.Leased)
     try:
@@ -194,6 +221,18 @@ def _lease(
             )
         client.connection.post(m.ReleaseRequest(table=terms.name, lease=leased.lease, token=leased.token))
         raise
+
+
+def _rows_ended(request: m.LeaseRequest, reply: m.OrdinalsEnded) -> RowsEnded:
+    spans = np.frombuffer(reply.awaited, "<i8").reshape(-1, 2).tolist()
+    ordinals = tuple((first, last) for first, last in spans)
+    named = ", ".join(f"{first} to {last}" for first, last in ordinals[:SPANS_SHOWN])
+    more = f" and {len(ordinals) - SPANS_SHOWN} more" if len(ordinals) > SPANS_SHOWN else ""
+    return RowsEnded(
+        f'task "{request.task}" of table "{request.table}" will get no row of ordinals {named}{more}: they were dropped, deleted or finished; '
+        "lease again without them",
+        ordinals,
+    )
 
 
 def _time_limit(terms: TableInfo, task: str) -> Operation[float]:

@@ -165,6 +165,8 @@ class Table(TableBase):
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
+        awaited: Iterable[tuple[int, int]] = (),
+        but_held: bool = False,
     ) -> Batch:
         """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many. A row that alone is
         over the budget comes alone.
@@ -180,6 +182,9 @@ class Table(TableBase):
         hang, and the rows are given to others.
         fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`
         ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
+        awaited: first and last ordinal of spans that the caller waits for, ascending; `RowsEnded`, at once, if no row can be given and all
+        rows of a span have ended. but_held: this connection releases none of the rows that it has on lease, so `EndOfTable` does not
+        wait for them. With either, a request is served on its own, like one with `where`.
 
         `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
         `NotFound`, or `UsageError` for a request that makes no sense.
@@ -199,6 +204,8 @@ class Table(TableBase):
             rank=rank,
             world=world,
             replica=replica,
+            awaited=awaited,
+            but_held=but_held,
         )
         return self._run(lease.lease(self._client, self._terms, spec, Batch))
 

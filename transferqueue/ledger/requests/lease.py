@@ -8,7 +8,7 @@ from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, Usage
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_ids, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
@@ -20,13 +20,18 @@ from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
-from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX
-from transferqueue.wire.messages import Leased, LeaseRequest
+from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
+from transferqueue.text import counted
+from transferqueue.wire.messages import Leased, LeaseRequest, OrdinalsEnded
 
 
 @carries_out(LeaseRequest)
-def lease(state: HasTables, request: LeaseRequest, session: SessionState, call: int) -> Leased | MustWait:
-    """Answer with rows or `MustWait`; raises `EndOfTable`, or `DeadlineExceeded` if the request does not wait."""
+def lease(
+    state: HasTables, request: LeaseRequest, session: SessionState, call: int
+) -> Leased | OrdinalsEnded | MustWait:
+    """Answer with rows, with awaited ordinals that have ended, or `MustWait`; raises `EndOfTable`, or
+    `DeadlineExceeded` if the request does not wait.
+    """
     (table, task), now = state.task(request.table, request.task), state.now
     _check_request(table, task, request)
     if request.world > 1 or request.replicas > 1:
@@ -35,10 +40,14 @@ def lease(state: HasTables, request: LeaseRequest, session: SessionState, call: 
         reply = _lease_units(table, task, request, session.id, now)
     if reply is not None:
         return reply
+    if (ended := _ended_spans(table, request)).size:
+        return OrdinalsEnded(ended.tobytes())
     if table.sealed:
-        _raise_if_ended(table, task, request, now)
+        held = _rows_held(table, task, session.id) if request.but_held else 0
+        _raise_if_ended(table, task, request, held, now)
     if request.wait_s > 0:
-        return MustWait((("task", table.name, task.task.name), ("table", table.name)))
+        keys = ("task", table.name, task.task.name), ("table", table.name)
+        return MustWait((*keys, ("room", table.name)) if request.awaited else keys)  # the end of a row makes room
     raise DeadlineExceeded(explain_lease(table, task, request, now))
 
 
@@ -62,6 +71,8 @@ def _check_request(table: TableState, task: TaskState, request: LeaseRequest) ->
     if request.rank or request.replica or request.world > 1 or request.replicas > 1:
         _check_peers(request)
     _check_possible(table, task, request)
+    if request.awaited:
+        _check_awaited(request)
     if request.where:
         check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
@@ -76,6 +87,24 @@ def _check_peers(request: LeaseRequest) -> None:
             raise UsageError(f"{index}={number} is not below {size}={count}; {index}s are 0 to {count - 1}")
         if count > REPLICAS_MAX:
             raise Impossible(f"{size}={count} is above {REPLICAS_MAX}, the most sessions there can be")
+
+
+def _check_awaited(request: LeaseRequest) -> None:
+    ordinals = decode_ids("awaited", request.awaited)
+    if ordinals.size % 2 or ordinals.size > 2 * SPANS_AWAITED_MAX:
+        raise UsageError(
+            f"awaited has {ordinals.size} ordinals; give the first and the last of each span, of at most {SPANS_AWAITED_MAX}"
+        )
+    least = np.concatenate([[0], ordinals[:-1] + 1]) - np.arange(ordinals.size) % 2
+    if (ordinals < least).any():
+        at = int((ordinals < least).argmax())
+        raise UsageError(
+            f"awaited names {ordinals[at]} after {ordinals[at - 1] if at else 'nothing'}; ordinals are 0 or more, and spans ascend without overlap"
+        )
+    if request.world > 1:
+        raise UsageError(
+            f"awaited is of world={request.world} ranks, which get shares of one batch; let one rank lease for all"
+        )
 
 
 def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -> None:
@@ -103,16 +132,32 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
     check_groups_fit(table, task, request)
 
 
-def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, now: float) -> None:
+def _ended_spans(table: TableState, request: LeaseRequest) -> IntArray:
+    """Those of the awaited spans of which every row has ended."""
+    if not request.awaited:
+        return NO_ROWS
+    spans = np.frombuffer(request.awaited, "<i8").reshape(-1, 2)
+    ended: IntArray = spans[table.ordinals.have_ended(spans)]
+    return ended
+
+
+def _rows_held(table: TableState, task: TaskState, session: int) -> int:
+    """Number of rows of the task that the session has on lease."""
+    leases = table.core.leases.of(session)
+    return sum(lease.left for lease in leases if lease.table == table.name and lease.task == task.task.name)
+
+
+def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, held: int, now: float) -> None:
     """Raise if the sealed table can give this request no row any more: `EndOfTable`, or `Impossible` if pending rows
-    are left.
+    are left. held: leased rows that do not come again; the caller ends them before it hears of pending ones.
     """
-    if task.counts[LEASED] or can_be_requeued(table, task):
+    if task.counts[LEASED] > held or can_be_requeued(table, task):
         return
     if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
         return
-    if task.final:
-        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it')
+    if task.final or (held and stranded(table, task)):
+        but = f" but for {counted(held, 'row')} that this session holds" if held else ""
+        raise EndOfTable(f'table "{table.name}" is sealed and task "{task.task.name}" has drained it{but}')
     if stranded(table, task):
         raise Impossible(explain_stranded(table, task, now))
 

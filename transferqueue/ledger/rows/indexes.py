@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, tally
 from transferqueue.ledger.rows.pages import LIVE, StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 
@@ -130,10 +130,26 @@ class FinishedOrdinals:
         self.merge_pending()
         span = int(np.searchsorted(self.spans[:, 0], start, "right")) - 1
         end = max(start, int(self.spans[span, 1]) + 1) if span >= 0 else start
+        live = self._live_ordinals()
+        return int(live[(live >= start) & (live < end)].min(initial=end))
+
+    def have_ended(self, spans: IntArray) -> BoolArray:
+        """Of which spans (first and last ordinal, ``[spans, 2]``) every ordinal is final. Visits all live rows if some may be."""
+        self.merge_pending()
+        if not len(self.spans):
+            return np.zeros(len(spans), np.bool_)
+        at = np.searchsorted(self.spans[:, 0], spans[:, 0], "right") - 1
+        ended: BoolArray = (at >= 0) & (self.spans[at, 1] >= spans[:, 1])
+        if ended.any():
+            live = np.sort(self._live_ordinals())
+            ended &= np.searchsorted(live, spans[:, 0]) == np.searchsorted(live, spans[:, 1], "right")
+        return ended
+
+    def _live_ordinals(self) -> IntArray:
         rows = self._rows.pages.resident_rows()
         at = self._rows.pages.index(rows)
         live: IntArray = self._rows.facts["ordinal"].a[at[self._rows.pages.fate.a[at] == LIVE]]
-        return int(live[(live >= start) & (live < end)].min(initial=end))
+        return live
 
 
 def _joined(spans: IntArray) -> IntArray:

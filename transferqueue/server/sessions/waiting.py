@@ -7,7 +7,7 @@ The rules:
 2. *Lanes are strictly first in, first out.* A lane holds the unconditional leases of one task, the puts without a reservation into
    one table, or the reservations at the table's current policy version. Only the first request of a lane is tried. A new request joins
    the end even if it could be served at once: otherwise a stream of small requests would starve a large one.
-3. Every other request is tried on its own, in order of arrival: a lease with `where`, with a share of a batch (`world`) or for
+3. Every other request is tried on its own, in order of arrival: a lease with `where`, `awaited` or `but_held`, with a share of a batch (`world`) or for
    replicas, a reservation for a given version, a grant of memory. Whether one of them can be served says nothing about the next,
    and a large grant at the head of a lane could block the very ack that would free memory for it.
 4. When the first request of a lane leaves, for whatever reason, the next one is due at once.
@@ -56,7 +56,7 @@ def wait_of(request: m.Request) -> float:
 def lane_of(request: m.Request) -> Lane | None:
     """The lane that a request waits in; None if it is tried on its own (rules 2 and 3)."""
     match request:
-        case m.LeaseRequest(where=[], world=1, replicas=1):
+        case m.LeaseRequest(where=[], world=1, replicas=1, awaited=b"", but_held=False):
             return ("lease", request.table, request.task)
         case m.PutRequest(reservation=0):
             return ("put", request.table)

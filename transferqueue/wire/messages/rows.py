@@ -161,6 +161,9 @@ class LeaseRequest(Message, tag="Lease"):
     rank, world: this rank's share of one agreed batch of `rows` rows (tokens, groups). replica,
     replicas: this is peer `replica` of `replicas` that get the identical batch of the rank; the lease is
     done when all have acked. fields: None for the task's needs, or the fields wanted.
+    awaited: first and last ordinal of each span that the caller expects, ascending. If no row can be given and all
+    rows of a span have ended, the answer is OrdinalsEnded. but_held: rows that this session has on lease do not come
+    again, so the table has ended if only they are left.
     """
 
     table: Name
@@ -177,6 +180,14 @@ class LeaseRequest(Message, tag="Lease"):
     world: Annotated[int, Meta(ge=1)] = 1
     replica: Count = 0
     replicas: Annotated[int, Meta(ge=1)] = 1
+    awaited: I64 = b""
+    but_held: bool = False
+
+
+class OrdinalsEnded(Message):
+    """Answer to a Lease that gave no row: these of its awaited spans will bring none any more."""
+
+    awaited: I64
 
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Batch.ack")
@@ -384,4 +395,4 @@ RowRequests = (
     | Find
     | ReadRequest
 )
-RowReplies = PutRows | Leased | CursorValue | Renewed | Reserved | Found | ReadRows
+RowReplies = PutRows | Leased | OrdinalsEnded | CursorValue | Renewed | Reserved | Found | ReadRows

@@ -9,6 +9,8 @@ Rules:
    its gradient is discarded, and its other rows are released.
 4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are acked as soon as they come again,
    with the step that learned from them, and are not computed with.
+5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline. The server says which:
+   the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
 """
 
 from __future__ import annotations
@@ -17,22 +19,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 import transferqueue as tq
-from transferqueue.errors import DeadlineExceeded, EndOfTable, LeaseExpired, UsageError
+from transferqueue.errors import EndOfTable, LeaseExpired, RowsEnded, UsageError
+from transferqueue.limits import SPANS_AWAITED_MAX
 from transferqueue.workflows.flow.events import WAIT, Event, TimeSpan
 from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.gather import StepGatherer, StepShape, StreamPosition
-
-CHECK_S: Final = 1.0
-"""After so long without a row, the stream asks whether a place that it waits for is gone."""
-
-CHECKED_MAX: Final = 64
-"""Places that are asked about at a time. If the first ones are not gone they will come, and then later ones are the first."""
 
 Compute = Callable[[RowColumns, list[int]], None]
 """Takes columns of some rows of the step, and the ids of the rows."""
@@ -182,26 +179,14 @@ class RowStream:
         """Lease what is wanted next, or None at the end of the table. Places that are gone move the window on."""
         while True:
             left_s = max(0.0, self.terms.stall_s - (self._clock() - started))
-            checks = bool(gathered.batches or self._gatherer.missing())
             try:
-                return self._lease(min(CHECK_S, left_s) if checks else left_s)
+                return self._lease(left_s, holds=bool(gathered.batches))
             except EndOfTable:
                 return None
-            except DeadlineExceeded:
-                if gathered.batches and self._holds_the_last():
-                    return None
-                if left_s <= CHECK_S:
-                    raise
-                self._gatherer.gone(self._gone())
+            except RowsEnded as ended:
+                self._gatherer.gone(first // self._unit_rows for first, _ in ended.ordinals)
 
-    def _holds_the_last(self) -> bool:
-        """Whether the table has ended but for the rows that this step holds: the queue cannot tell, since they might come back."""
-        stats = self.table.stats()
-        task = stats["tasks"][self.terms.task]
-        more = task["ready"] or (not task["stranded"] and (task["pending"] or task["held"]))
-        return bool(stats["sealed"]) and not more
-
-    def _lease(self, timeout_s: float) -> tq.Batch:
+    def _lease(self, timeout_s: float, *, holds: bool) -> tq.Batch:
         wanted, terms = self._gatherer.wanted(), self.terms
         ordinal = () if wanted.below is None else tq.Compare("ordinal", "<", wanted.below * self._unit_rows)
         return self.table.lease(
@@ -212,20 +197,18 @@ class RowStream:
             where=ordinal,
             fields=[*terms.fields, *terms.figures],
             timeout_s=timeout_s,
+            awaited=self._awaited(),
+            but_held=holds,
         )
 
     @property
     def _unit_rows(self) -> int:
         return self.terms.group_rows if self.terms.whole else 1
 
-    def _gone(self) -> Iterator[int]:
-        """Those of the first missing places of which every row has its end."""
-        known = 0
-        for place in self._gatherer.missing()[:CHECKED_MAX]:
-            if place * self._unit_rows >= known:
-                known = self.table.cursor(place * self._unit_rows)
-            if known >= (place + 1) * self._unit_rows:
-                yield place
+    def _awaited(self) -> list[tuple[int, int]]:
+        """First and last ordinal of each place that is missing, of the lowest ones if there are very many."""
+        rows = self._unit_rows
+        return [(place * rows, (place + 1) * rows - 1) for place in self._gatherer.missing()[:SPANS_AWAITED_MAX]]
 
     def _is_known(self, batch: tq.Batch) -> bool:
         """Whether the model has learned from these rows before; they are then acked with the step that did."""
