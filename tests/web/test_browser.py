@@ -33,6 +33,7 @@ pytestmark = [
     pytest.mark.skipif(not (CHROMIUM and DRIVER), reason="needs chromium and chromedriver (Debian: chromium-driver)"),
 ]
 GENEROUS_S = 60
+STALL_S = 18  # longer than the doctor's patience and a sample
 TOKEN = "token-of-the-test"  # noqa: S105
 QUIET = (
     "--headless=new --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
@@ -93,16 +94,18 @@ class Page:
             )
         )
 
-    def picture(self, name: str) -> None:
-        """The whole page as a picture, where pictures are wanted: after a minute."""
+    def picture(self, name: str, width: int | None = 1180) -> None:
+        """The whole page as a picture, where pictures are wanted: after a minute. width: of the window; None: as it is."""
         directory = os.environ.get("TRANSFERQUEUE_SCREENS")
         if directory:
             self.until("#pipeline-title", r"last ([6-9]\d|1\d\d) s|min", timeout_s=2 * GENEROUS_S)
             height = self.driver.execute_script("return document.documentElement.scrollHeight")
-            self.driver.set_window_size(1180, height + 150)
+            if width is not None:
+                self.driver.set_window_size(width, height + 150)
             Path(directory).mkdir(parents=True, exist_ok=True)
             assert self.driver.save_screenshot(str(Path(directory, f"{name}.png")))
-            self.driver.set_window_size(1180, 1000)
+            if width is not None:
+                self.driver.set_window_size(width, 1000)
 
 
 @pytest.fixture(scope="module")
@@ -148,7 +151,7 @@ def test_staleness_the_arena_and_the_weights_are_told(page: Page) -> None:
 def test_the_timeline_has_a_lane_for_everyone_with_idle_shares(page: Page) -> None:
     page.until("#pipeline .strip:nth-child(1) .share", r"idle \d+ %")
     names = [one.text for one in page.driver.find_elements(By.CSS_SELECTOR, "#pipeline .strip > span:first-child")]
-    assert names == ["rollouts: producers", "rollouts: reward", "rollouts: train"]
+    assert names == ["rollouts: producers", "rollouts: reward", "rollouts: train", ""], "the last is the axis"
     page.until("#pipeline .strip:nth-child(2) .share", r"idle \d+ %")
     drawn = "return [...document.querySelectorAll('#pipeline path')].map((one) => one.getAttribute('d').length)"
     assert sum(page.driver.execute_script(drawn)) > 0
@@ -204,6 +207,19 @@ def test_names_are_shown_as_text_and_never_as_markup(page: Page, graded: tq.Tabl
     assert page.driver.execute_script("return document.querySelectorAll('#row img, #row script').length") == 0
 
 
+def test_the_workers_are_listed_with_what_they_hold_and_wait_for(page: Page, graded: tq.Table) -> None:
+    shown = page.until("#workers", "grader-1")
+    assert re.search(r"grader-1graded: 3 rows for grade–", shown)
+    page.until("#workers", r"(reward-0|trainer|rollout-\d)")
+
+
+def test_time_is_marked_by_the_clock_and_an_hour_may_be_shown(page: Page) -> None:
+    page.until("#pipeline .axis", r"\d\d:\d\d")
+    page.driver.find_element(By.CSS_SELECTOR, "#window input[value='3600']").click()
+    page.until("#pipeline .axis", r"\d\d:\d\d")
+    page.driver.find_element(By.CSS_SELECTOR, "#window input[value='300']").click()
+
+
 def test_another_viewer_sees_the_minutes_before(page: Page, pipeline: Pipeline) -> None:
     first = page.driver.current_window_handle
     page.driver.switch_to.new_window("tab")
@@ -213,6 +229,17 @@ def test_another_viewer_sees_the_minutes_before(page: Page, pipeline: Pipeline) 
     assert page.driver.execute_script(drawn) > 2
     page.driver.close()
     page.driver.switch_to.window(first)
+
+
+def test_on_a_phone_nothing_is_wider_than_the_screen(page: Page, graded: tq.Table) -> None:
+    metrics = {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True}
+    page.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    try:
+        page.until("#state", "live|stalled")
+        assert page.driver.execute_script("return document.documentElement.scrollWidth") <= 390
+        page.picture("phone", width=None)
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 
 def test_it_asks_nobody_else_and_complains_of_nothing(page: Page) -> None:
@@ -225,6 +252,29 @@ def test_it_asks_nobody_else_and_complains_of_nothing(page: Page) -> None:
     assert asked == {urlsplit(page.link).netloc}
     told = [one for one in page.driver.get_log("browser") if "99999999" not in one["message"]]
     assert told == []
+
+
+def test_whoever_opens_the_page_late_sees_the_stall_that_was(driver: webdriver.Chrome, tmp_path: Path) -> None:
+    with (
+        tq.connect(runtime=tmp_path, arena_bytes="64MiB") as queue,
+        tq.connect(queue.address, label="trainer-7") as other,
+    ):
+        process, link = start_page(queue.address, "127.0.0.1:0", TOKEN)
+        table = queue.create_table("late", tasks=[tq.Task("train", needs=["x"])])
+        with pytest.raises(tq.DeadlineExceeded):  # nobody looks meanwhile
+            other.table("late").lease("train", rows=1, timeout_s=STALL_S)
+        table.put(x=[1.0])
+        with other.table("late").lease("train", rows=1):
+            pass
+        found = Page(driver, link)
+        shown = found.until("#stalls-list", r"\d\d:\d\d:\d\d to \d\d:\d\d:\d\d")
+        assert re.search(r"late: .*trainer-7 has waited", shown)
+        assert driver.execute_script("return document.querySelectorAll('#pipeline path.stalled').length") == 1
+        assert found.text("#state") == "live"
+        found.picture("stall-that-was")
+        process.stdin.close()  # type: ignore[union-attr]
+        assert process.wait(GENEROUS_S) == 0
+        process.stdout.close()  # type: ignore[union-attr]
 
 
 def test_without_the_token_there_is_nothing(driver: webdriver.Chrome, page: Page) -> None:

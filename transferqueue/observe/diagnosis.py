@@ -66,8 +66,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(answer: object, *, patience_s: float = PATIENCE_S) -> Diagnosis:
-    """Find for each table what waits in it and why. `ProtocolError` if `answer` has another form."""
-    parsed = parse("doctor", answer, DoctorAnswer)
+    """Find for each table what waits in it and why. answer: what the server said, or that parsed. `ProtocolError` if it has another form."""
+    parsed = answer if isinstance(answer, DoctorAnswer) else parse("doctor", answer, DoctorAnswer)
     known = {name: _table(name, tasks, parsed, patience_s) for name, tasks in parsed.tables.items()}
     others = [wait for wait in parsed.waiting if wait.table not in parsed.tables]
     channels = {

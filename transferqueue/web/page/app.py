@@ -1,16 +1,14 @@
 """The page as an ASGI application: its files, a stream of frames, the life of a row, and `/metrics` for Prometheus.
 
-While a page is open, one sampler asks the server once a second; all viewers get the same frame. A slow viewer gets the
-newest frame when it reads, never a queue of old ones.
+What viewers see comes from one sampler (`sampler`).
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from http import HTTPStatus
 from importlib.resources import files
-from typing import Any, Final
+from typing import Final
 
 import msgspec
 from starlette.applications import Starlette
@@ -21,22 +19,19 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import transferqueue as tq
-from transferqueue.errors import FlowSignal, TransferQueueError, UsageError
+from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.observe.answers.row import RowLife
 from transferqueue.observe.answers.sessions import labels, parse_sessions
 from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import diagnose
-from transferqueue.observe.frame import frame
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.text import visible
 from transferqueue.web.access import HEADERS, LINK, METRICS, AccessPolicy
 from transferqueue.web.connections import LET_IN
 from transferqueue.web.page.row_life import named
-from transferqueue.web.page.timeline import Timeline
+from transferqueue.web.page.sampler import Sampler
 from transferqueue.web.status import status_of
 
-SAMPLE_S: Final = 1.0
 VIEWERS_MAX: Final = 16
 """Bound on open streams. Each is a connection of one page."""
 _KINDS: Final = {
@@ -56,67 +51,10 @@ PATH_CHARS_SHOWN: Final = 200
 _HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HEADERS.items()]
 
 
-class Sampler:
-    """Keeps the newest frame of a queue, as an event for browsers. It asks the server while `viewers` is not 0."""
-
-    def __init__(self, queue: tq.AsyncQueue) -> None:
-        self.viewers = 0
-        self._queue = queue
-        self._before: Stats | None = None
-        self._past = Timeline()
-        self._event = b""
-        self._number = 0
-        self._changed = asyncio.Condition()
-        self._task: asyncio.Task[None] | None = None
-        self._gone = False
-
-    async def watch(self) -> AsyncIterator[bytes]:
-        """Events: first the past, then the newest frame each time, until the viewer leaves or the server is gone."""
-        self.viewers += 1
-        if self._task is None or self._task.done():
-            self._gone = False
-            self._task = asyncio.create_task(self._sample())
-        seen = self._number
-        try:
-            yield _event("past", list(self._past.moments))
-            while not self._gone:
-                async with self._changed:
-                    while self._number == seen:
-                        await self._changed.wait()
-                    seen = self._number
-                yield self._event
-        finally:
-            self.viewers -= 1
-
-    async def _sample(self) -> None:
-        while self.viewers and not self._gone:
-            try:
-                event = await self._frame()
-            except FlowSignal as late:  # the server is busy: report it, and ask again
-                event = _event("late", {"text": str(late)})
-            except TransferQueueError as error:
-                self._gone = True
-                event = _event("gone", {"text": str(error)})
-            await self._tell(event)
-            await asyncio.sleep(SAMPLE_S)
-
-    async def _frame(self) -> bytes:
-        stats = parse("stats", await self._queue.stats(), Stats)
-        diagnosis = diagnose(await self._queue.doctor())
-        shown = frame(stats.server.address, self._before, stats)
-        self._before = stats
-        moment = self._past.add(shown)
-        return _event("frame", {"frame": shown, "moment": moment, "doctor": diagnosis, "stalled": diagnosis.stalled})
-
-    async def _tell(self, event: bytes) -> None:
-        async with self._changed:
-            self._event, self._number = event, self._number + 1
-            self._changed.notify_all()
-
-
 def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
-    """The application that shows `queue` to requests that `access` admits."""
+    """The application that shows `queue` to requests that `access` admits. From now on the queue is sampled, in the running event loop."""
     sampler = Sampler(queue)
+    sampler.start()
 
     async def events(request: Request) -> Response:
         if request.method == "HEAD":
@@ -247,7 +185,3 @@ def page_file(name: str) -> Endpoint:
         return Response(body, media_type=_KINDS[name])
 
     return give
-
-
-def _event(kind: str, value: Any) -> bytes:
-    return b"event: " + kind.encode() + b"\ndata: " + msgspec.json.encode(value) + b"\n\n"

@@ -2,8 +2,10 @@
 // visible first, so that no name can turn the order of a line around.
 "use strict";
 
-const KEPT_S = 300; // five minutes
+const KEPT_S = 3600; // an hour, which the page's server keeps too
 const SHOWN_S = 30; // at least, of an axis of time
+const STEPS_S = [5, 15, 30, 60, 300, 900]; // between two marks of an axis of time
+const MARKS = 7; // at most, on an axis of time
 const WIDE = 1000; // a drawing, in its own units
 const SVG = "http://www.w3.org/2000/svg";
 const at = (id) => document.getElementById(id);
@@ -74,45 +76,94 @@ function shape(kind, tag, attribute, value) {
 }
 
 // Seconds on the axis of time: all that is known, within bounds.
-const axis = (moments) => (moments.length ? Math.min(Math.max(moments.at(-1).at_s - moments[0].at_s, SHOWN_S), KEPT_S) : SHOWN_S);
+const axis = (moments, most_s) =>
+  (moments.length ? Math.min(Math.max(moments.at(-1).at_s - moments[0].at_s, SHOWN_S), most_s) : SHOWN_S);
 
-// Moments of one table or lane as [x, x of its end, value]: each lasts until the next, two seconds at most.
-function stretches(moments, value) {
-  const shown = axis(moments);
+// The time of day of a moment of the server's clock, of which `now_s` is now.
+function clock(at_s, now_s) {
+  const day = new Date(Date.now() - 1000 * (now_s - at_s));
+  return day.toLocaleTimeString("en-GB", { hour: "2-digit", minute: "2-digit", second: "2-digit" });
+}
+
+// Marks of the axis of time: the time of day at round distances from now.
+function marks(moments, most_s) {
+  const shown = axis(moments, most_s);
+  const step = STEPS_S.find((one) => shown / one < MARKS) ?? STEPS_S.at(-1);
+  const drawn = holding("div", "axis");
+  if (!moments.length) return drawn;
+  const now_s = moments.at(-1).at_s;
+  for (let ago_s = step; ago_s < shown; ago_s += step) {
+    const mark = made("span", clock(now_s - ago_s, now_s).slice(0, step < 60 ? 8 : 5));
+    mark.style.left = `${100 * (1 - ago_s / shown)}%`;
+    drawn.append(mark);
+  }
+  return drawn;
+}
+
+// Moments of one table or lane as [x of its beginning, x of its end, value]. Each stands for the seconds before it.
+function stretches(moments, value, most_s) {
+  const shown = axis(moments, most_s);
   const x = (at_s) => WIDE * (1 - (moments.at(-1).at_s - at_s) / shown);
-  return moments.flatMap((one, i) => {
+  return moments.flatMap((one) => {
     const found = value(one);
-    const end = Math.min(moments[i + 1]?.at_s ?? one.at_s, one.at_s + 2);
-    return found && x(one.at_s) >= 0 ? [[x(one.at_s), x(end), found]] : [];
+    return found && x(one.at_s) > 0 ? [[Math.max(0, x(one.at_s - one.lasts_s)), x(one.at_s), found]] : [];
   });
 }
 
+// Stretches in runs without a gap: what lies between two runs is not known, and no line crosses it.
+function runs(found) {
+  const apart = [];
+  for (const one of found) {
+    const last = apart.at(-1);
+    if (last && one[0] - last.at(-1)[1] < 0.5) last.push(one);
+    else apart.push([one]);
+  }
+  return apart;
+}
+
 // Lines of rates: put and done per second.
-function rates(moments, name) {
-  const points = stretches(moments, (one) => one.tables[name]);
-  const most = Math.max(1, ...points.flatMap(([, , one]) => [one.put_s, one.done_s]));
+function rates(moments, name, most_s) {
+  const found = stretches(moments, (one) => one.tables[name], most_s);
+  const most = Math.max(1, ...found.flatMap(([, , one]) => [one.put_s, one.done_s]));
   const drawn = drawing("rates", `rows per second of ${name}, up to ${rate(most)}`);
   for (const kind of ["put", "done"]) {
-    const line = points.map(([x, , one]) => `${x.toFixed(1)},${(100 - (96 * one[`${kind}_s`]) / most).toFixed(1)}`);
-    drawn.append(shape(kind, "polyline", "points", line.join(" ")));
+    const y = (one) => (100 - (96 * one[`${kind}_s`]) / most).toFixed(1);
+    for (const run of runs(found)) {
+      const points = [[run[0][0], run[0][2]], ...run.map(([, end, one]) => [end, one])];
+      const line = points.map(([x, one]) => `${x.toFixed(1)},${y(one)}`);
+      drawn.append(shape(kind, "polyline", "points", line.join(" ")));
+    }
   }
   return [drawn, most];
 }
 
+// A lane that is red while something stalled.
+function stalledLane(moments, stalls, most_s) {
+  const shown = axis(moments, most_s);
+  const drawn = drawing("lane", "stalled");
+  const now_s = moments.at(-1)?.at_s ?? 0;
+  for (const one of stalls) {
+    const begins = Math.max(0, WIDE * (1 - (now_s - one.from_s) / shown));
+    const ends = WIDE * (1 - (now_s - (one.until_s ?? now_s)) / shown);
+    if (ends > 0) drawn.append(shape("stalled", "path", "d", `M${begins.toFixed(2)},0H${Math.max(ends, begins + 1).toFixed(2)}V100H${begins.toFixed(2)}z`));
+  }
+  return drawn;
+}
+
 // A lane: at each moment the share of workers that work, from below, and of those that wait, above it.
-function lane(moments, label, value) {
+function lane(moments, label, value, most_s) {
   const drawn = drawing("lane", label);
   const paths = { busy: "", idle: "" };
   const sums = { busy: 0, idle: 0 };
-  for (const [x, next, one] of stretches(moments, value)) {
+  for (const [x, next, one] of stretches(moments, value, most_s)) {
     const all = one.busy + one.idle;
     if (!all) continue;
     const edge = (100 * one.idle) / all;
     const wide = `h${(next - x).toFixed(2)}`;
     if (one.idle) paths.idle += `M${x.toFixed(2)},0${wide}V${edge.toFixed(1)}H${x.toFixed(2)}z`;
     if (one.busy) paths.busy += `M${x.toFixed(2)},${edge.toFixed(1)}${wide}V100H${x.toFixed(2)}z`;
-    sums.busy += one.busy;
-    sums.idle += one.idle;
+    sums.busy += one.busy * (next - x);
+    sums.idle += one.idle * (next - x);
   }
   for (const kind of ["busy", "idle"]) drawn.append(shape(kind, "path", "d", paths[kind]));
   return [drawn, sums];

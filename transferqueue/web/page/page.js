@@ -4,6 +4,9 @@
 const BAR_PX = 48; // the tallest bar of a histogram
 const STATES = ["pending", "held", "ready", "leased", "done", "dropped"];
 let moments = [];
+let stalls = [];
+let newest = null;
+const shown_s = () => Number(document.querySelector("#window input:checked").value);
 
 function head(frame) {
   const { server, sessions } = frame.stats;
@@ -30,18 +33,41 @@ function doctor(found) {
   at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "nobody")]));
 }
 
+// What stalled, the newest first; those that last come before.
+function stalled(found, now_s) {
+  const lines = [...found].reverse().sort((a, b) => (a.until_s === null ? 0 : 1) - (b.until_s === null ? 0 : 1)).map((one) => {
+    const from = clock(one.from_s, now_s);
+    const when = one.until_s === null ? `since ${from}` : `${from} to ${clock(one.until_s, now_s)} (${span(one.until_s - one.from_s)})`;
+    return made("li", `${when} · ${one.table ? `${one.table}: ` : ""}${one.text}`, one.until_s === null ? "bad" : "");
+  });
+  at("stalls").hidden = !lines.length;
+  at("stalls-list").replaceChildren(...lines);
+}
+
+function workers(found, more) {
+  const lines = found.map((one) => [
+    one.name, one.holds.join("; ") || "–",
+    one.waits.length ? `${one.waits[0]}${one.waits.length > 1 ? ` (and ${one.waits.length - 1} more)` : ""}` : "–",
+    span(one.waited_s), span(one.silent_s)]);
+  const shown = grid(["worker", "holds", "waits for", "waited", "heard of"], lines, "Workers");
+  const below = more ? [made("p", `and ${count(more)} more that have waited less`, "facts")] : [];
+  at("workers").replaceChildren(...(lines.length ? [shown, ...below] : [made("p", "nobody holds rows or waits", "facts")]));
+}
+
 function pipeline(tables) {
   const lanes = Object.entries(tables).flatMap(([table, shown]) => [
     [`${table}: producers`, (one) => one.tables[table]?.producers],
     ...Object.keys(shown.tasks).map((task) => [`${table}: ${task}`, (one) => one.tables[table]?.tasks[task]]),
   ]);
   const lines = lanes.map(([label, value]) => {
-    const [drawn, sums] = lane(moments, label, value);
+    const [drawn, sums] = lane(moments, label, value, shown_s());
     const idle = made("span", `idle ${share(sums.idle, sums.busy + sums.idle)}`, "share");
     return holding("div", "strip", made("span", label), drawn, idle);
   });
-  at("pipeline-title").textContent = `Pipeline, the last ${span(axis(moments))}`;
-  at("pipeline").replaceChildren(...(lines.length ? lines : [made("p", "there is no table yet", "facts")]));
+  const red = stalls.length ? [holding("div", "strip", made("span", "stalled"), stalledLane(moments, stalls, shown_s()), made("span"))] : [];
+  const below = holding("div", "strip", made("span"), marks(moments, shown_s()), made("span"));
+  at("pipeline-title").textContent = `Pipeline, the last ${span(axis(moments, shown_s()))}`;
+  at("pipeline").replaceChildren(...(lines.length ? [...red, ...lines, below] : [made("p", "there is no table yet", "facts")]));
 }
 
 function facts(table, moving) {
@@ -65,10 +91,10 @@ function tasks(table, moving) {
 }
 
 function flow(name) {
-  const [drawn, most] = rates(moments, name);
+  const [drawn, most] = rates(moments, name, shown_s());
   const key = holding("p", "facts", made("span", "put", "put-key"), " and ", made("span", "done", "done-key"),
-    ` per second, the last ${span(axis(moments))}, up to ${rate(most)}`);
-  return holding("div", "", drawn, key);
+    ` per second, the last ${span(axis(moments, shown_s()))}, up to ${rate(most)}`);
+  return holding("div", "", drawn, marks(moments, shown_s()), key);
 }
 
 function staleness(table) {
@@ -153,23 +179,32 @@ async function askRow(event) {
 
 // ------------------------------------------------------------------ events
 
+function show(told) {
+  stalls = told.stalls;
+  head(told.frame);
+  stalled(stalls, told.moment.at_s);
+  channels(told.frame.stats.channels);
+  doctor(told.doctor);
+  pipeline(told.frame.stats.tables);
+  tables(told.frame);
+  workers(told.workers, told.workers_more);
+  say(told.stalled.length ? `stalled: ${told.stalled.join(", ")}` : "live", told.stalled.length > 0);
+}
+
 function say(text, bad) {
   at("state").textContent = visible(text);
   at("state").className = bad ? "bad" : "";
 }
 
 at("row-form").addEventListener("submit", askRow);
+at("window").addEventListener("change", () => newest && show(newest));
 const events = new EventSource("/events");
 events.addEventListener("past", (event) => { moments = JSON.parse(event.data); });
 events.addEventListener("frame", (event) => {
-  const told = JSON.parse(event.data);
-  moments = [...moments.filter((one) => one.at_s > told.moment.at_s - KEPT_S && one.at_s < told.moment.at_s), told.moment];
-  head(told.frame);
-  channels(told.frame.stats.channels);
-  doctor(told.doctor);
-  pipeline(told.frame.stats.tables);
-  tables(told.frame);
-  say(told.stalled.length ? `stalled: ${told.stalled.join(", ")}` : "live", told.stalled.length > 0);
+  newest = JSON.parse(event.data);
+  const { moment } = newest;
+  moments = [...moments.filter((one) => one.at_s > moment.at_s - KEPT_S && one.at_s < moment.at_s), moment];
+  show(newest);
 });
 events.addEventListener("late", (event) => say(JSON.parse(event.data).text, true));
 events.addEventListener("gone", (event) => { say(JSON.parse(event.data).text, true); events.close(); });

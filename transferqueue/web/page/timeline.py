@@ -1,31 +1,45 @@
-"""The last minutes of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
+"""The last hour of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
 
 Rules: a worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while
 it waits to reserve, to put or for memory; producers count as working if rows arrived since the previous moment. Workers are
 distinguished by the names that the server shows: those that share a label count as one.
+
+The last five minutes are kept as they were sampled. Older moments are joined: one for every ten seconds or so, with mean rates and mean
+counts. Time that no sample covers is not made up: moments on both sides of such a gap are not joined.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
-from typing import Final
+from collections.abc import Callable, Iterable, Sequence
+from itertools import islice
+from typing import Final, TypeVar
 
 import msgspec
 
 from transferqueue.observe.answers.stats import TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame
 
-MOMENTS_MAX: Final = 300
-"""Five minutes, a moment a second."""
+RECENT_S: Final = 300.0
+"""For how long moments are kept as they were sampled."""
+JOINED_S: Final = 10.0
+"""About what an older moment stands for."""
+KEPT_S: Final = 3600.0
+"""What is older is forgotten."""
+MOMENTS_MAX: Final = 1024
+"""Bound on recent moments, and on older ones, whatever the clock says."""
+TABLES_MAX: Final = 64
+"""Tables of a moment. Those beyond are shown only as they are now."""
 _PRODUCING: Final = frozenset({"Reserve", "Put", "Grant"})
+_TOUCHING_S: Final = 0.001
+_Part = TypeVar("_Part")
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Counts of workers of one task, or of producers: busy and idle."""
+    """Counts of workers of one task, or of producers: busy and idle. Means, in joined moments."""
 
-    busy: int
-    idle: int
+    busy: float
+    idle: float
 
 
 class TableMoment(msgspec.Struct, frozen=True):
@@ -38,24 +52,88 @@ class TableMoment(msgspec.Struct, frozen=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """All tables at one moment. at_s: time of the server's clock."""
+    """All tables at one moment. at_s: time of the server's clock. lasts_s: the moment stands for so many seconds before at_s."""
 
     at_s: float
+    lasts_s: float
     tables: dict[str, TableMoment]
+
+    def follows(self, earlier: Moment) -> bool:
+        """Whether no time lies between the two."""
+        return self.at_s - self.lasts_s <= earlier.at_s + _TOUCHING_S
 
 
 class Timeline:
-    """Keeps the newest moments."""
+    """Keeps the moments of the last hour, older ones joined."""
 
     def __init__(self) -> None:
-        self.moments: deque[Moment] = deque(maxlen=MOMENTS_MAX)
+        self._older: deque[Moment] = deque(maxlen=MOMENTS_MAX)
+        self._recent: deque[Moment] = deque(maxlen=MOMENTS_MAX)
 
-    def add(self, frame: StatsFrame) -> Moment:
-        """Add the moment of a frame, and return it."""
-        tables = {name: _table(name, table, frame) for name, table in frame.stats.tables.items()}
-        moment = Moment(frame.stats.now_s, tables)
-        self.moments.append(moment)
+    @property
+    def moments(self) -> list[Moment]:
+        """All that are kept, the oldest first."""
+        return [*self._older, *self._recent]
+
+    def add(self, frame: StatsFrame, longest_s: float) -> Moment:
+        """Add the moment of a frame, and return it. longest_s: it stands for no more than this, however long ago the last was."""
+        tables = {name: _table(name, table, frame) for name, table in islice(frame.stats.tables.items(), TABLES_MAX)}
+        now = frame.stats.now_s
+        moment = Moment(now, min(frame.interval_s or 0.0, longest_s), tables)
+        if self._recent and now <= self._recent[-1].at_s:  # another server, whose clock began anew
+            self._older.clear()
+            self._recent.clear()
+        self._recent.append(moment)
+        self._join(now - RECENT_S)
+        while self._older and self._older[0].at_s < now - KEPT_S:
+            self._older.popleft()
         return moment
+
+    def _join(self, before_s: float) -> None:
+        """Move moments before `before_s` to the older ones: into the last of them while it is short and nothing lies between."""
+        while self._recent and self._recent[0].at_s < before_s:
+            moment = self._recent.popleft()
+            last = self._older[-1] if self._older else None
+            if last is not None and moment.follows(last) and last.lasts_s + moment.lasts_s <= JOINED_S + _TOUCHING_S:
+                self._older[-1] = joined(last, moment)
+            else:
+                self._older.append(moment)
+
+
+def joined(first: Moment, second: Moment) -> Moment:
+    """One moment for two that follow each other: rates and counts are means over the time of both."""
+    names = dict.fromkeys([*first.tables, *second.tables])
+    return Moment(
+        second.at_s,
+        first.lasts_s + second.lasts_s,
+        {
+            name: _mean_table([(one.lasts_s, one.tables[name]) for one in (first, second) if name in one.tables])
+            for name in names
+        },
+    )
+
+
+def _mean_table(parts: Sequence[tuple[float, TableMoment]]) -> TableMoment:
+    tasks = dict.fromkeys(task for _, table in parts for task in table.tasks)
+    return TableMoment(
+        _mean(parts, lambda table: table.put_s),
+        _mean(parts, lambda table: table.done_s),
+        _mean_lane([(lasts_s, table.producers) for lasts_s, table in parts]),
+        {
+            task: _mean_lane([(lasts_s, table.tasks[task]) for lasts_s, table in parts if task in table.tasks])
+            for task in tasks
+        },
+    )
+
+
+def _mean_lane(parts: Sequence[tuple[float, Lane]]) -> Lane:
+    return Lane(_mean(parts, lambda lane: lane.busy), _mean(parts, lambda lane: lane.idle))
+
+
+def _mean(parts: Sequence[tuple[float, _Part]], value: Callable[[_Part], float]) -> float:
+    """The mean of a value, weighted by the seconds of each part; without seconds, the last value."""
+    seconds = sum(lasts_s for lasts_s, _ in parts)
+    return sum(lasts_s * value(part) for lasts_s, part in parts) / seconds if seconds else value(parts[-1][1])
 
 
 def _table(name: str, table: TableStats, frame: StatsFrame) -> TableMoment:
