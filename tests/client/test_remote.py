@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -165,6 +166,21 @@ def test_bits_that_always_change_are_told_and_never_served(between: Between, tab
     between.bulk.meddle = lambda _passed, data, _up: data
     with table.lease("a", rows=8, timeout_s=20) as batch:  # it went back
         assert np.array_equal(batch["x"].numpy(), image())
+
+
+def test_a_bit_that_changes_in_the_servers_memory_after_a_remote_put_is_told(server: Served, table: tq.Table) -> None:
+    content = image(seed=77)  # no other test leaves it in the server's memory
+    rows = table.put(x=content)
+    with tq.connect(server.ipc) as local:
+        (path,) = local._client.memory._paths.values()
+    with open(path, "r+b") as arena, mmap.mmap(arena.fileno(), 0) as memory:
+        at = memory.find(content[5, :64].tobytes())
+        memory[at] ^= 1
+        with pytest.raises(tq.Corruption, match=r"did not cross in 3 attempts; at last: .*does not match its checksum"):
+            table.read(rows)
+        memory[at] ^= 1
+    with table.read(rows) as found:
+        assert np.array_equal(found["x"].numpy(), content)
 
 
 def test_connections_that_are_cut_are_made_again(

@@ -7,6 +7,7 @@ import pytest
 
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
+from transferqueue.schema import Field
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import block_writers
@@ -147,13 +148,55 @@ def test_a_block_is_not_what_a_reader_says_but_what_it_can_be(bench, changes, me
 def test_offsets_that_point_outside_are_never_followed(bench):
     at = bench.put(y=[np.arange(3), np.arange(4), np.arange(5)])
     bench.arena[:32].view(np.int64)[2] = 1 << 40
-    for rows in ([0, 1, 2], [2, 0], [1, 0]):
+    bench.say(bench.read(at))
+    assert bench.frames() == bytes(bench.arena[: at.nbytes]), "as it lies: the reader checks the offsets"
+    for rows in ([0, 1], [2, 0], [1, 0]):
         bench.say(bench.read(at, wanted=rows))
         with pytest.raises(BY_NAME["Corruption"], match="offsets of a block point outside it"):
             raise refused(bench)
     bench.say(bench.read(at, fields=["z"]))
     with pytest.raises(BY_NAME["NotFound"], match='"z"'):
         raise refused(bench)
+
+
+@pytest.fixture
+def damaged(bench):
+    """A block that a remote session wrote, whose second frame changed in memory since."""
+    content = np.random.default_rng(5).integers(0, 255, 3 * MIB, np.uint8)
+    granted = bench.grant(4 * MIB)
+    bench.say(bench.write(granted, content.nbytes), [content[:MIB].data])
+    for number in (1, 2):
+        bench.say(b.WriteFrame(1, number), [content[number * MIB : (number + 1) * MIB].data])
+    bench.heard()
+    bench.fields = [Field("x", "uint8", (MIB,))]
+    block = m.BlockLocation(1, SHARD, EXTENT, granted.offset, 3 * MIB, 3, ["x"], [0])
+    at = bench.tickets.issue(SESSION, m.WeightsReply(1, [], [block])).blocks[0]
+    bench.say(bench.read(at))
+    assert bench.frames() == content.tobytes()
+    bench.arena[granted.offset + MIB + 7] ^= 1
+    return at
+
+
+def test_a_byte_that_changes_in_memory_is_not_sent_as_if_it_were_right(bench, damaged):
+    bench.say(bench.read(damaged))
+    for frame in range(3):
+        bench.exchange.advance()
+        ((_, (head, pieces)),) = bench.exchange.outbox
+        bench.exchange.outbox.clear()
+        assert (b.digest(pieces) == b.content_digest(head)) == (frame != 1)
+        bench.say(b.FlowAck(1, frame + 1))
+
+
+def test_checksums_are_forgotten_with_their_bytes_and_with_their_extent(bench, damaged):
+    granted = bench.grant(4 * MIB)
+    bench.say(bench.write(granted, MIB // 2, at=granted.offset + MIB, number=2), [bytes(MIB // 2)])
+    bench.heard()
+    bench.say(bench.read(damaged))
+    assert len(bench.frames()) == 3 * MIB, "what touched the new bytes is hashed again"
+    assert len(bench.exchange._digests) == 3
+    bench.tickets.revoke(EXTENT)
+    bench.exchange.tick(0.0)
+    assert len(bench.exchange._digests) == 0
 
 
 def test_bytes_are_written_where_they_were_granted_and_nowhere_else(bench):

@@ -1,7 +1,8 @@
-"""A column as a stream is the block that a writer of just these rows would have made, however it is cut."""
+"""Columns as a stream are the block that a writer of just these rows would have made, however it is cut."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,8 @@ import pytest
 from tests.storage.shards import Shard
 from transferqueue.schema import Field, align, layout
 from transferqueue.storage import block_writers
-from transferqueue.storage.columns.byte_stream import count_of, stream_pieces
+from transferqueue.storage.columns import byte_stream
+from transferqueue.storage.columns.byte_stream import column_stream
 from transferqueue.storage.inputs.prepare import prepare
 
 RNG = np.random.default_rng(3)
@@ -21,7 +23,10 @@ COLUMNS: dict[str, tuple[Field, list[Any]]] = {
     "text": (Field("x", "str"), ["é" * (at % 4) + "long" * 30 * (at == 11) for at in range(40)]),
 }
 ROWS = {
-    "a run": list(range(5, 30)),
+    "a run": list(range(5, 19)),
+    "a run from the start": list(range(7)),
+    "a whole block": list(range(20)),
+    "a run of two blocks": list(range(5, 30)),
     "scattered": [int(at) for at in RNG.permutation(40)],
     "repeated": [7, 7, 3, 7],
     "one": [11],
@@ -38,12 +43,40 @@ def test_the_stream_is_a_block_of_these_rows(
     column = shard.column("x", [*first, *second], [(at // 20, at % 20) for at in rows])
     placement = column._placement
     assert placement is not None
-    found = list(stream_pieces(field, placement, piece_bytes))
-    (wanted,) = block_writers([prepare("x", [values[at] for at in rows], field)])
+    counts, pieces = column_stream([field], placement, piece_bytes)
+    found = list(pieces)
+    block = _block({"x": [values[at] for at in rows]}, [field])
+    assert max(map(len, found), default=0) <= piece_bytes
+    assert b"".join(piece.tobytes() for piece in found) == block.tobytes()
+    assert layout([field], len(rows), counts)[1] == len(block)
+
+
+@pytest.mark.parametrize("edges_kept", [0, 1 << 18])
+@pytest.mark.parametrize("wanted", [("a", "b", "c", "d"), ("b", "c"), ("d", "a"), ("c",)])
+@pytest.mark.parametrize("rows", [range(20), range(3, 9), (4, 11, 2)], ids=["whole", "a run", "scattered"])
+def test_several_columns_are_one_block(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, rows: Sequence[int], wanted: tuple[str, ...], edges_kept: int
+) -> None:
+    monkeypatch.setattr(byte_stream, "EDGES_KEPT", edges_kept)
+    named = dict(zip("abcd", COLUMNS.values(), strict=True))
+    fields = {name: Field(name, field.dtype, field.shape) for name, (field, _) in named.items()}
+    put = shard.put({name: values[:20] for name, (_, values) in named.items()}, list(fields.values()))
+    placement = shard.column("a", put, [(0, at) for at in rows])._placement
+    assert placement is not None
+    asked = [fields[name] for name in wanted]
+    _, pieces = column_stream(asked, placement, 1 << 20)
+    found = [piece.tobytes() for piece in pieces]
+    columns = {name: [named[name][1][at] for at in rows] for name in wanted}
+    assert b"".join(found) == _block(columns, asked).tobytes()
+    if len(rows) == 20:
+        assert len(found) == (1 if wanted in (("a", "b", "c", "d"), ("b", "c"), ("c",)) else 2), (
+            "neighbours leave together"
+        )
+
+
+def _block(columns: dict[str, list[Any]], fields: Sequence[Field]) -> Any:
+    (wanted,) = block_writers([prepare(field.name, columns[field.name], field) for field in fields])
     block = np.empty(align(wanted.nbytes) + 64, np.uint8)
     block = block[-block.__array_interface__["data"][0] % 64 :][: wanted.nbytes]
     wanted.write(block)
-    assert max(map(len, found), default=0) <= piece_bytes
-    assert [count_of(field, placement)] == wanted.counts
-    assert b"".join(piece.tobytes() for piece in found) == block.tobytes()
-    assert layout([field], len(rows), wanted.counts)[1] == len(block)
+    return block

@@ -21,7 +21,7 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Container, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Final
 
 import zmq
@@ -36,6 +36,7 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
+from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import ReadTransfer, WriteTransfer
 from transferqueue.storage.memory.backing import Backing
@@ -78,7 +79,8 @@ class ShardTransfers:
         self._tickets = tickets
         self.now = 0.0
         self._transfers: dict[bytes, ReadTransfer | WriteTransfer] = {}
-        self._arriving: dict[bytes, b.ToShard] = {}
+        self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
+        self._digests = FrameDigests()
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
 
@@ -99,7 +101,7 @@ class ShardTransfers:
             return
         try:
             self._expect(peer, message, nbytes)
-            self._arriving[peer] = message
+            self._arriving[peer] = message, nbytes, b.content_digest(head)
         except TransferQueueError as error:
             self._refuse(peer, message.transfer, error)
         except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the peer)
@@ -107,21 +109,22 @@ class ShardTransfers:
 
     def fill(self, peer: bytes, read: b.Reader) -> int:
         """Take the next bytes of the message: into its extent, or into the drop buffer."""
-        transfer, message = self._transfers.get(peer), self._arriving.get(peer)
-        if message is not None and isinstance(transfer, WriteTransfer) and transfer.number == message.transfer:
+        transfer, arriving = self._transfers.get(peer), self._arriving.get(peer)
+        if arriving is not None and isinstance(transfer, WriteTransfer) and transfer.number == arriving[0].transfer:
             try:
                 return transfer.fill(read)
             except Disconnected as error:
-                self._refuse(peer, message.transfer, error)
+                self._refuse(peer, transfer.number, error)
         return read(self._drop_buffer)
 
     def receive(self, peer: bytes) -> None:
         """The message of `peer` is complete, and its checksum matches."""
-        message = self._arriving.pop(peer, None)
-        if message is None:
+        arriving = self._arriving.pop(peer, None)
+        if arriving is None:
             return
+        message, nbytes, digest = arriving
         try:
-            self._carry_out(peer, message)
+            self._carry_out(peer, message, nbytes, digest)
         except TransferQueueError as error:
             self._refuse(peer, message.transfer, error)
         except Exception as error:  # noqa: BLE001  (as above)
@@ -134,10 +137,18 @@ class ShardTransfers:
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
         """Send one more frame for each read whose window is open and whose connection is not clogged."""
+        self._for_reads(lambda peer, read: self.outbox.append((peer, read.frame())), clogged)
+
+    def prepare(self) -> None:
+        """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an earlier one
+        meanwhile."""
+        self._for_reads(lambda _, read: read.prepare(), ())
+
+    def _for_reads(self, work: Callable[[bytes, ReadTransfer], object], clogged: Container[bytes]) -> None:
         for peer, transfer in list(self._transfers.items()):
             if isinstance(transfer, ReadTransfer) and transfer.ready and peer not in clogged:
                 try:
-                    self.outbox.append((peer, transfer.frame()))
+                    work(peer, transfer)
                 except TransferQueueError as error:
                     self._refuse(peer, transfer.number, error)
                 except Exception as error:  # noqa: BLE001  (as above)
@@ -157,6 +168,7 @@ class ShardTransfers:
                 self._refuse(peer, transfer.number, Disconnected(f"nothing was heard of it for {BULK_STALL_S:g} s"))
         if self._tickets.revoked != self._checked_at:
             self._checked_at = self._tickets.revoked
+            self._digests.keep_only(self._tickets.admits)
             self._end_revoked()
 
     def next_deadline(self) -> float | None:
@@ -186,7 +198,7 @@ class ShardTransfers:
     def _expect(self, peer: bytes, message: b.ToShard, nbytes: int) -> None:
         match message:
             case b.WriteExtent():
-                writing = WriteTransfer(message, self._backing, self._tickets, self.now)
+                writing = WriteTransfer(message, self._backing, self._tickets, self._digests, self.now)
                 self._begin(peer, writing)
                 writing.expect(0, nbytes)
             case b.WriteFrame():
@@ -199,16 +211,16 @@ class ShardTransfers:
                         f"a bulk {type(message).__struct_config__.tag} has no content, and this one {nbytes} bytes"
                     )
 
-    def _carry_out(self, peer: bytes, message: b.ToShard) -> None:
+    def _carry_out(self, peer: bytes, message: b.ToShard, nbytes: int, digest: bytes) -> None:
         match message:
             case b.ReadColumns():
-                self._begin(peer, ReadTransfer(message, self._backing, self._tickets, self.now))
+                self._begin(peer, ReadTransfer(message, self._backing, self._tickets, self._digests, self.now))
             case b.FlowAck():
                 self._frames_taken(peer, self._transfer_of(peer, message), message.frames)
             case _:
                 transfer = self._transfers.get(peer)
                 if isinstance(transfer, WriteTransfer) and transfer.number == message.transfer:
-                    self._frame_written(peer, transfer)
+                    self._frame_written(peer, transfer, nbytes, digest)
 
     def _begin(self, peer: bytes, transfer: ReadTransfer | WriteTransfer) -> None:
         self._transfers.pop(peer, None)
@@ -228,8 +240,8 @@ class ShardTransfers:
         transfer.heard_at = self.now
         return transfer
 
-    def _frame_written(self, peer: bytes, writing: WriteTransfer) -> None:
-        answer = writing.frame_complete()
+    def _frame_written(self, peer: bytes, writing: WriteTransfer, nbytes: int, digest: bytes) -> None:
+        answer = writing.frame_complete(nbytes, digest)
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
@@ -317,6 +329,8 @@ class BulkEndpoint:
             self._exchange.receive(peer)
             self._send()
         self._exchange.advance(self._port.clogged)
+        self._send()
+        self._exchange.prepare()
         self._send()
 
     def _send(self) -> None:

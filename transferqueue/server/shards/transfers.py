@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import Field
+from transferqueue.schema import Field, layout
+from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.storage.columns.byte_stream import count_of, stream_pieces
+from transferqueue.storage.columns.byte_stream import column_stream
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.messages import BlockLocation
 
-Content = tuple[list[b.PartHead], list[memoryview]]
+
+class FrameContent(NamedTuple):
+    """A frame that has not been sent yet. digest: of its pieces in order."""
+
+    begun: list[b.PartHead]
+    pieces: list[memoryview]
+    last: bool
+    digest: bytes
 
 
 class ShardTransfer:
@@ -48,42 +56,53 @@ class ShardTransfer:
 class ReadTransfer(ShardTransfer):
     """Sends the columns that a client asked for. Gathers only one frame ahead."""
 
-    def __init__(self, read: b.ReadColumns, backing: Backing, tickets: TicketIssuer, now: float) -> None:
+    def __init__(
+        self, read: b.ReadColumns, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
+    ) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = _frames(_columns(read, backing))
-        self._next: Content | None = next(self._frames, ([], []))
+        self._frames = _frames(read, backing, digests)
+        self._next: FrameContent | None = None
+        self._ended = False
+        self.prepare()
 
     @property
     def ready(self) -> bool:
         """Whether a frame may be sent now."""
-        return self._next is not None and self.window.open
+        return not self._ended and self.window.open
 
     @property
     def done(self) -> bool:
         """Whether the receiver has confirmed all frames."""
-        return self._next is None and self.window.taken == self.window.sent
+        return self._ended and self.window.taken == self.window.sent
+
+    def prepare(self) -> None:
+        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one leaves. Raises as
+        `frame`."""
+        if self._next is None and not self._ended:
+            self._next = next(self._frames)
 
     def frame(self) -> b.Message:
         """The next frame. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
-        if self._next is None:
+        if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
-        begun, content = self._next
-        following = next(self._frames, None)
-        head = b.ReadFrame(self.number, self.window.send(), begun, last=following is None)
-        message = b.message(head, content)
+        self.prepare()
+        begun, pieces, last, digest = self._next or next(self._frames)
+        head = b.ReadFrame(self.number, self.window.send(), begun, last=last)
         self.check()  # after the checksum: the bytes were not granted to another session meanwhile
-        self._next = following
-        return message
+        self._next, self._ended = None, last
+        return b.message(head, pieces, digest)
 
 
 class WriteTransfer(ShardTransfer):
     """Receives frames for an extent."""
 
-    def __init__(self, write: b.WriteExtent, backing: Backing, tickets: TicketIssuer, now: float) -> None:
+    def __init__(
+        self, write: b.WriteExtent, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
+    ) -> None:
         tickets.check_write(write)
         if write.offset + write.nbytes > backing.capacity:
             raise Corruption(f"extent {write.extent} ends beyond the arena's {backing.capacity} bytes")
@@ -92,6 +111,8 @@ class WriteTransfer(ShardTransfer):
         self._range: Final = Range(write.extent, write.at, write.total)
         self._write: Final = backing.begin_write(self._range)
         self._written = 0
+        self._digests: Final = digests
+        digests.forget(self._range)
 
     @property
     def done(self) -> bool:
@@ -116,10 +137,13 @@ class WriteTransfer(ShardTransfer):
         self._written += size
         return size
 
-    def frame_complete(self) -> b.FlowAck | None:
-        """A frame is complete. Returns the acknowledgement, if one is due. Raises as `fill` and `IncomingWrite.commit`."""
+    def frame_complete(self, nbytes: int, digest: bytes) -> b.FlowAck | None:
+        """A frame of `nbytes` bytes is complete, with this checksum. Returns the acknowledgement, if one is due. Raises as `fill` and
+        `IncomingWrite.commit`."""
         with self._tickets.writing(self.session, self._extents):
             self._write.commit(last=self.done)
+        start = self._range.offset + self._written - nbytes
+        self._digests.remember(Range(self._range.extent, start, nbytes), digest)
         return self.progress() if self._window.due(last=self.done) else None
 
     def progress(self) -> b.FlowAck:
@@ -130,17 +154,29 @@ class WriteTransfer(ShardTransfer):
 # ---------------------------------------------------------------- columns as frames
 
 
-def _columns(read: b.ReadColumns, backing: Backing) -> Iterator[b.PartHead | U8]:
-    """All parts in order: a head for each, then its columns piece by piece."""
+class _Part(NamedTuple):
+    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`."""
+
+    head: b.PartHead
+    stored: tuple[int, Range] | None
+    nbytes: int
+    pieces: Iterator[U8]
+
+
+def _parts(read: b.ReadColumns, backing: Backing) -> Iterator[_Part]:
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: field for field in read.fields}
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
-        yield b.PartHead(number, [count_of(field, placement) for field in wanted])
-        for field in wanted:
-            yield from stream_pieces(field, placement, FRAME_BYTES)
+        counts, pieces = column_stream(wanted, placement, FRAME_BYTES)
+        stored = None
+        if len(part.blocks) == 1:
+            at = part.blocks[0]
+            stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
+        nbytes = layout(wanted, placement.rows, counts)[1]
+        yield _Part(b.PartHead(number, counts), stored, nbytes, pieces)
 
 
 def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:
@@ -173,24 +209,69 @@ def _known(fields: dict[str, Field], name: str) -> Field:
     return fields[name]
 
 
-def _frames(stream: Iterator[b.PartHead | U8]) -> Iterator[Content]:
-    """Cut the stream into full frames, each a list of pieces: no byte is copied."""
-    begun: list[b.PartHead] = []
-    content: list[memoryview] = []
-    left = FRAME_BYTES
-    for item in stream:
-        if isinstance(item, b.PartHead):
-            begun.append(item)
-        else:
-            while len(item) >= left:
-                content.append(item[:left].data)
-                yield begun, content
-                begun, content, item, left = [], [], item[left:], FRAME_BYTES
-            if len(item):
-                content.append(item.data)
-                left -= len(item)
-        if len(content) == b.PIECES_MAX or len(begun) == b.PARTS_BEGUN_MAX:
-            yield begun, content
-            begun, content, left = [], [], FRAME_BYTES
-    if begun or content:
-        yield begun, content
+class _Frame:
+    """A frame that is being filled."""
+
+    __slots__ = ("begun", "left", "pieces")
+
+    def __init__(self) -> None:
+        self.begun: list[b.PartHead] = []
+        self.pieces: list[U8] = []
+        self.left = FRAME_BYTES
+
+    @property
+    def full(self) -> bool:
+        return not self.left or len(self.pieces) == b.PIECES_MAX
+
+    def add(self, piece: U8) -> U8:
+        """Take what has room; returns the rest."""
+        taken = piece[: self.left]
+        self.pieces.append(taken)
+        self.left -= len(taken)
+        return piece[len(taken) :]
+
+    def content(self, part: _Part | None, digests: FrameDigests, *, last: bool) -> FrameContent:
+        pieces = [piece.data for piece in self.pieces]
+        stretch = _stored(part, self.pieces)
+        digest = None if stretch is None else digests.of(stretch)
+        if digest is None:
+            digest = b.digest(pieces)
+            if stretch is not None:
+                digests.remember(stretch, digest)
+        return FrameContent(self.begun, pieces, last, digest)
+
+
+def _stored(part: _Part | None, pieces: list[U8]) -> Range | None:
+    """Where the bytes of a frame lie, if they are one stretch of the only block of its part."""
+    if part is None or part.stored is None or len(pieces) != 1:
+        return None
+    (address, block), (piece,) = part.stored, pieces
+    ahead = int(piece.__array_interface__["data"][0]) - address
+    inside = 0 <= ahead <= block.nbytes - len(piece)
+    return Range(block.extent, block.offset + ahead, len(piece)) if inside else None
+
+
+def _frames(read: b.ReadColumns, backing: Backing, digests: FrameDigests) -> Iterator[FrameContent]:
+    """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is the last."""
+    frame, part, owed = _Frame(), None, 0
+    for part in _parts(read, backing):
+        if len(frame.begun) == b.PARTS_BEGUN_MAX:
+            yield frame.content(part, digests, last=False)
+            frame = _Frame()
+        frame.begun.append(part.head)
+        owed += part.nbytes
+        for piece in part.pieces:
+            owed -= len(piece)
+            rest = piece
+            while len(rest):
+                rest = frame.add(rest)
+                if frame.full:
+                    last = not owed and not len(rest) and part.head.part == len(read.parts) - 1
+                    yield frame.content(part, digests, last=last)
+                    frame = _Frame()
+    if owed:
+        raise Corruption(
+            f"a part of a bulk read has {-owed} bytes more than its counts say: its offsets changed meanwhile"
+        )
+    if frame.begun or frame.pieces or not read.parts:
+        yield frame.content(part, digests, last=True)

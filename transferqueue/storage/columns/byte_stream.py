@@ -1,68 +1,143 @@
-"""Serialises a column as a stream of bytes, which a shard sends to another machine.
+"""Serialises columns of the same rows as a stream of bytes, which a shard sends to another machine.
 
-The stream is a block of that column alone (`schema.layout`), so the receiver gets what a local reader maps. If the rows are a run of one
-block, the pieces are views of the block. Otherwise rows are gathered a piece at a time, so that a stalled reader makes a shard gather at
-most one piece ahead.
+The stream is a block of these columns and rows (`schema.layout`), so the receiver gets what a local reader maps. No byte is copied that
+need not be:
+
+- *All rows of one block, in its order*: the columns leave as they lie, with their padding; neighbours are one piece. Their offsets are not
+  read here: who receives them checks them, as a local reader does.
+- *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read, and checked; the
+  receiver checks those between. Offsets that do not begin with 0 are copied.
+- *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead. Offsets are read and
+  checked once for the counts and kept for the values, as far as `EDGES_KEPT` allows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 import numpy as np
 
+from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
-from transferqueue.schema import Field
-from transferqueue.storage.columns.gather import lengths, load, row_shapes
+from transferqueue.schema import Field, align, layout
+from transferqueue.storage.columns.gather import RowEdges, gather_values, load, row_edges, row_shapes
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, U8
 
+EDGES_KEPT: Final = 1 << 18
+"""Row edges of one stream that are kept (16 bytes each); those beyond are read twice."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
+Stream = tuple[list[int], Iterator[U8]]
+"""The count of each column for `schema.layout`, and the bytes in order: pieces ``uint8``."""
 
-def count_of(field: Field, placement: RowPlacement) -> int:
-    """The column's count for `schema.layout`: its last offset; 0 for a dense field. Errors as of `gather.load`."""
-    if field.dense:
-        return 0
+
+def column_stream(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int) -> Stream:
+    """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least 64.
+
+    Raises as `gather.load`, now or while the pieces are taken.
+    """
     if placement.run is None:
-        return int(lengths(field, placement).sum())
-    loaded = load(field, placement)
-    return 0 if loaded.offsets is None else int(loaded.offsets[-1])
+        return _scattered(fields, placement, piece_bytes)
+    block, first = placement.run
+    if first == 0 and placement.rows == int(placement.blocks.rows[block]):
+        return _whole(fields, placement, block, piece_bytes)
+    return _run(fields, placement, block, first, piece_bytes)
 
 
-def stream_pieces(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
-    """The bytes of a block with this column of these rows, in order, in pieces ``uint8`` of at most `piece_bytes` (at least 64). Errors as of `gather.load`."""
-    if placement.run is not None or not len(placement):
-        loaded = load(field, placement)
-        for buffer in (loaded.shapes, loaded.offsets, loaded.values):
-            if buffer is not None:
-                yield from _cut(_bytes(buffer), piece_bytes)
-                yield from _padding(buffer.nbytes)
-    elif field.dense:
-        yield from _scattered_dense(field, placement, piece_bytes)
-    else:
-        yield from _scattered_varying(field, placement, piece_bytes)
+def _whole(fields: Sequence[Field], placement: RowPlacement, block: int, piece_bytes: int) -> Stream:
+    memory, shape = placement.blocks.live_memory()[block], placement.blocks.shapes[block]
+    if [field.name for field in fields] == list(shape.fields):
+        _, nbytes = layout(fields, shape.rows, shape.counts)
+        if nbytes > len(memory):
+            raise Corruption(f"a block with {', '.join(shape.fields)} is smaller than its layout")
+        return list(shape.counts), _cut(memory[:nbytes], piece_bytes)
+    counts: list[int] = []
+    stretches: list[tuple[int, int]] = []
+    for field in fields:
+        spans = placement.blocks.spans(field)
+        count, values = int(spans.counts[block]), int(spans.values[block])
+        start = next((int(at[block]) for at in (spans.shapes, spans.offsets) if at[block] >= 0), values)
+        end = align(values + (placement.rows if field.dense else count) * field.row_bytes)
+        if stretches and stretches[-1][1] == start:
+            start = stretches.pop()[0]
+        stretches.append((start, end))
+        counts.append(count)
+    return counts, (piece for start, end in stretches for piece in _cut(memory[start:end], piece_bytes))
+
+
+def _run(fields: Sequence[Field], placement: RowPlacement, block: int, first: int, piece_bytes: int) -> Stream:
+    memory, rows = placement.blocks.live_memory()[block], placement.rows
+    edges = [(first, first + rows) if field.dense else _run_edges(field, placement, block, first) for field in fields]
+
+    def pieces() -> Iterator[U8]:
+        for field, (low, high) in zip(fields, edges, strict=True):
+            spans, step = placement.blocks.spans(field), field.row_bytes
+            if field.varied:
+                at, width = int(spans.shapes[block]), 8 * len(field.shape)
+                yield from _padded(memory[at + first * width : at + (first + rows) * width], piece_bytes)
+            if not field.dense:
+                at = int(spans.offsets[block]) + 8 * first
+                offsets = memory[at : at + 8 * (rows + 1)]
+                yield from _padded(_bytes(offsets.view(np.int64) - low) if low else offsets, piece_bytes)
+            at = int(spans.values[block])
+            yield from _padded(memory[at + low * step : at + high * step], piece_bytes)
+
+    return [0 if field.dense else high - low for field, (low, high) in zip(fields, edges, strict=True)], pieces()
+
+
+def _run_edges(field: Field, placement: RowPlacement, block: int, first: int) -> tuple[int, int]:
+    """The first and the last offset of a run. `Corruption` if they are outside the block."""
+    spans = placement.blocks.spans(field)
+    at = int(spans.offsets[block]) + 8 * first
+    offsets = placement.blocks.live_memory()[block][at : at + 8 * (placement.rows + 1)].view(np.int64)
+    low, high = int(offsets[0]), int(offsets[-1])
+    if not 0 <= low <= high <= spans.counts[block]:
+        raise Corruption(f'field "{field.name}": offsets of a block point outside it')
+    return low, high
+
+
+def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int) -> Stream:
+    counts: list[int] = []
+    kept: dict[str, RowEdges] = {}
+    for field in fields:
+        if field.dense:
+            counts.append(0)
+            continue
+        edges = row_edges(field, placement)
+        counts.append(int((edges.last - edges.first).sum()))
+        if (len(kept) + 1) * len(placement) <= EDGES_KEPT:
+            kept[field.name] = edges
+
+    def pieces() -> Iterator[U8]:
+        for field in fields:
+            if field.dense:
+                yield from _scattered_dense(field, placement, piece_bytes)
+            else:
+                edges = kept.pop(field.name, None)
+                yield from _scattered_varying(field, placement, edges or row_edges(field, placement), piece_bytes)
+
+    return counts, pieces()
 
 
 def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
-    row_bytes = field.step_elements * field.item_bytes
-    at_once = max(1, piece_bytes // max(1, row_bytes))
+    at_once = max(1, piece_bytes // max(1, field.row_bytes))
     for start in range(0, len(placement), at_once):
-        yield from _values(field, placement, start, start + at_once, piece_bytes)
-    yield from _padding(len(placement) * row_bytes)
+        values = load(field, placement.select(slice(start, start + at_once))).values
+        yield from _cut(_bytes(values), piece_bytes)
+    yield from _padding(len(placement) * field.row_bytes)
 
 
-def _scattered_varying(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
+def _scattered_varying(field: Field, placement: RowPlacement, edges: RowEdges, piece_bytes: int) -> Iterator[U8]:
     offsets = np.zeros(len(placement) + 1, np.int64)
-    np.cumsum(lengths(field, placement), out=offsets[1:])
+    np.cumsum(edges.last - edges.first, out=offsets[1:])
     if field.varied:
         yield from _scattered_shapes(field, placement, piece_bytes)
-    yield from _cut(_bytes(offsets), piece_bytes)
-    yield from _padding(offsets.nbytes)
-    ends = offsets * (field.step_elements * field.item_bytes)
+    yield from _padded(_bytes(offsets), piece_bytes)
+    ends = offsets * field.row_bytes
     for start, stop in _groups(ends, piece_bytes):
-        yield from _values(field, placement, start, stop, piece_bytes)
+        yield from _cut(gather_values(field, placement, edges, start, stop), piece_bytes)
     yield from _padding(int(ends[-1]))
 
 
@@ -84,8 +159,9 @@ def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
         start = stop
 
 
-def _values(field: Field, placement: RowPlacement, start: int, stop: int, piece_bytes: int) -> Iterator[U8]:
-    yield from _cut(_bytes(load(field, placement.select(slice(start, stop))).values), piece_bytes)
+def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:
+    yield from _cut(buffer, piece_bytes)
+    yield from _padding(len(buffer))
 
 
 def _cut(buffer: U8, piece_bytes: int) -> Iterator[U8]:

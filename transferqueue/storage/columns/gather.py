@@ -134,25 +134,40 @@ def _gather_dense(field: Field, placement: RowPlacement, spans: ColumnOffsets) -
 
 
 def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> LoadedColumn:
-    first, last = _edges(field, placement, spans)
-    offsets = _summed(last - first)
-    values = _taken(field, placement, spans, int(offsets[-1]))
-    if values is None:
-        low, stretch = placement.blocks.stretch()
-        step = field.row_bytes
-        starts = (placement.blocks.addresses - low + spans.values)[placement.block_of_row] + first * step
-        values = copy_ranges(stretch, starts, starts + (last - first) * step)
+    edges = _edges(field, placement, spans)
+    offsets = _summed(edges.last - edges.first)
+    values = gather_values(field, placement, edges, 0, len(placement))
     shapes = _gather_shapes(field, placement, spans) if field.varied else None
-    return _checked(field, LoadedColumn(len(first), values.view(stored_dtype(field.dtype)), offsets, shapes))
+    return _checked(field, LoadedColumn(len(placement), values.view(stored_dtype(field.dtype)), offsets, shapes))
 
 
-def lengths(field: Field, placement: RowPlacement) -> I64:
-    """The length of each row of a column that is not dense, in offset steps: int64 ``[rows]``. Reads no values. Errors as of `load`."""
+class RowEdges(NamedTuple):
+    """The first and last offset of each row in its block, in offset steps, checked against the block: int64 ``[rows]``."""
+
+    first: I64
+    last: I64
+
+
+def row_edges(field: Field, placement: RowPlacement) -> RowEdges:
+    """The edges of the rows (at least one) of a column that is not dense. Reads no values. Errors as of `load`."""
     placement.blocks.live_memory()
-    if not len(placement):
-        return np.empty(0, np.int64)
-    first, last = _edges(field, placement, placement.blocks.spans(field))
-    return last - first
+    return _edges(field, placement, placement.blocks.spans(field))
+
+
+def gather_values(field: Field, placement: RowPlacement, edges: RowEdges, start: int, stop: int) -> U8:
+    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory: ``uint8``. edges: of all rows.
+
+    `Corruption`, `BatchEnded` as of `load`.
+    """
+    spans, step = placement.blocks.spans(field), field.row_bytes
+    first, last = edges.first[start:stop], edges.last[start:stop]
+    taken = _taken(field, placement, spans, start, stop, int((last - first).sum()))
+    if taken is not None:
+        return taken
+    low, stretch = placement.blocks.stretch()
+    block = placement.block_of_row[start:stop]
+    starts = (placement.blocks.addresses - low + spans.values)[block] + first * step
+    return copy_ranges(stretch, starts, starts + (last - first) * step)
 
 
 def row_shapes(field: Field, placement: RowPlacement) -> I64:
@@ -161,8 +176,7 @@ def row_shapes(field: Field, placement: RowPlacement) -> I64:
     return _gather_shapes(field, placement, placement.blocks.spans(field))
 
 
-def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> tuple[I64, I64]:
-    """The first and last offset of each row in its block, in offset steps. Checked against the block."""
+def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEdges:
     blocks, slots = placement.block_of_row, placement.slot_of_row
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)
@@ -170,7 +184,7 @@ def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> tuple
     first, last = numbers[at], numbers[at + 1]
     if (first < 0).any() or (last < first).any() or (last > spans.counts[blocks]).any():
         _refuse_offsets(field)
-    return first, last
+    return RowEdges(first, last)
 
 
 def _gather_shapes(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> I64:
@@ -191,19 +205,20 @@ def _summed(lengths: I64) -> I64:
     return offsets
 
 
-def _taken(field: Field, placement: RowPlacement, spans: ColumnOffsets, count: int) -> U8 | None:
-    """The rows, copied by Arrow, if they are many short rows and a good part of one block; else None."""
-    step, wanted, block = field.row_bytes, len(placement), int(placement.block_of_row[0])
+def _taken(field: Field, placement: RowPlacement, spans: ColumnOffsets, start: int, stop: int, count: int) -> U8 | None:
+    """Rows ``start`` to ``stop``, copied by Arrow, if they are many short rows and a good part of one block; else None."""
+    step, wanted, block_of_row = field.row_bytes, stop - start, placement.block_of_row[start:stop]
+    block = int(block_of_row[0])
     rows = int(placement.blocks.rows[block])
     if wanted <= FEW_RANGES or wanted * TAKEN_SHARE < rows or count * step >= LONG_RANGE_BYTES * wanted:
         return None
-    if (placement.block_of_row != block).any():
+    if (block_of_row != block).any():
         return None
-    memory, start = placement.blocks.live_memory()[block], int(spans.values[block])
+    memory, values = placement.blocks.live_memory()[block], int(spans.values[block])
     edges = _int64(
         memory, int(spans.offsets[block]), rows + 1
     ).copy()  # a copy: Arrow must use the offsets that were checked
     if edges[0] != 0 or edges[-1] > spans.counts[block] or (edges[1:] < edges[:-1]).any():
         _refuse_offsets(field)
-    values = memory[start : start + int(spans.counts[block]) * step]
-    return take_rows(values, edges if step == 1 else edges * step, placement.slot_of_row)
+    source = memory[values : values + int(spans.counts[block]) * step]
+    return take_rows(source, edges if step == 1 else edges * step, placement.slot_of_row[start:stop])

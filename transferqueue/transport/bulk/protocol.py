@@ -183,15 +183,15 @@ class MessageReceiver(Protocol):
         """Let `read` put the next bytes of content where they belong, and return how many."""
 
 
-def message(head: ToShard | ToClient, content: Sequence[Piece] = ()) -> Message:
-    """A message with its checksums. The content must not change until it has been sent."""
-    return framed(_encoder.encode(head), content), content
+def message(head: ToShard | ToClient, content: Sequence[Piece] = (), known: bytes | None = None) -> Message:
+    """A message with its checksums. The content must not change until it has been sent. known: its checksum, if it was computed before."""
+    return framed(_encoder.encode(head), content, known), content
 
 
-def framed(encoded: bytes, content: Sequence[Piece] = ()) -> bytes:
-    """An encoded head with its lengths and checksums."""
+def framed(encoded: bytes, content: Sequence[Piece] = (), known: bytes | None = None) -> bytes:
+    """An encoded head with its lengths and checksums. known: as of `message`."""
     nbytes = sum(memoryview(piece).nbytes for piece in content)
-    rest = _LENGTHS.pack(len(encoded), nbytes, digest(content)) + encoded
+    rest = _LENGTHS.pack(len(encoded), nbytes, digest(content) if known is None else known) + encoded
     return _OPENING + digest((rest,)) + rest
 
 
@@ -231,8 +231,14 @@ def _not_ours(opening: bytes) -> str:
 
 def check_content(head: Piece | bytearray, actual: bytes) -> None:
     """Raise `Corruption` unless `actual`, the checksum of the received content, is the one in its head."""
-    if _LENGTHS.unpack_from(head, _LENGTHS_AT)[2] != actual:
+    if content_digest(head) != actual:
         raise Corruption("the content of a bulk message does not match its checksum: its bytes changed on the way")
+
+
+def content_digest(head: Piece | bytearray) -> bytes:
+    """The checksum of the content, as its sender computed it, 8 bytes."""
+    checksum: bytes = _LENGTHS.unpack_from(head, _LENGTHS_AT)[2]
+    return checksum
 
 
 def digest(content: Sequence[Piece]) -> bytes:
