@@ -11,6 +11,7 @@ import time
 from importlib.resources import files
 from urllib.parse import quote, urlsplit
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
@@ -23,6 +24,7 @@ pytest.importorskip("uvicorn")
 GENEROUS_S = 60
 TOKEN = "token-of-the-test"  # noqa: S105
 METRICS_TOKEN = "token-of-the-metrics"  # noqa: S105
+FIGURES = b'{"title":"recall","columns":["refit","20 %"],"lines":[["1","0.25"]]}'
 AWKWARD = ["a/b", "a/b/0", "a/../b", "_/", "row//0", "a.b-c", "x" * 128]
 """Names that tables may have, and that paths find hard."""
 
@@ -117,6 +119,18 @@ def test_its_files_load_nothing_from_any_network(page):
         assert re.findall(r"https?://(?!www\.w3\.org/2000/svg)", body) == []
         assert "innerHTML" not in body
     assert get(page, "/elsewhere")[0] == 404
+
+
+@pytest.mark.slow
+def test_frames_show_the_newest_figures_of_each_channel_that_has_some(page, queue):
+    channel = queue.weights("rows/figures/ranker")
+    stream = Stream(page)
+    for version, encoded in enumerate((b"no table", FIGURES, FIGURES.replace(b"0.25", b"0.75"))):
+        channel.publish(version, {"value": np.frombuffer(encoded, np.uint8)})
+        wanted = {} if version == 0 else {"rows/figures/ranker": json.loads(encoded)}
+        while stream.event()[1]["figures"] != wanted:
+            pass
+    stream.close()
 
 
 @pytest.mark.slow

@@ -288,11 +288,8 @@ def test_no_batch_of_the_published_lengths_is_slower_than_in_the_given_order(
 
 def test_engines_that_refill_slowly_keep_the_given_order_which_spreads_the_short_rows() -> None:
     expected = np.random.default_rng(0).permutation(np.repeat([30, 60, 120], [96, 64, 32]))
-    ratios = np.exp(np.random.default_rng(1).normal(0, 0.3, 256))
     orders = [
-        plan_batch(
-            expected, [engine(name, 16, DecodeCurve((1.0, 16.0), (9.0, 9.4), refill_ms)) for name in "ab"], ratios
-        )
+        plan_batch(expected, [engine(name, 16, DecodeCurve((1.0, 16.0), (9.0, 9.4), refill_ms)) for name in "ab"], NONE)
         for refill_ms in (0.0, 200.0)
     ]
     assert [plan.order for plan in orders] == ["longest", "given"]
@@ -368,6 +365,22 @@ def test_it_plans_the_given_order_until_it_has_skill_and_says_so() -> None:
     assert "no better than chance" in plan.why
     with pytest.raises(UsageError, match="give one a row"):
         blind.learn([[1]], [0], np.array([1, 2]), np.array([1]))
+
+
+def test_each_refit_is_judged_by_the_rows_since_the_one_before() -> None:
+    dispatcher = _taught(0.0)
+    judged = [refit.judged_rows for refit in dispatcher.refits]
+    assert judged == [0] + [64] * 7
+    assert dispatcher.refits[0].recall == ()
+    assert dispatcher.refits[-1].recall[0] > 0.8
+    assert dispatcher.refits[-1].figures() == {
+        "ranker_version": 8,
+        "rows": 512,
+        "judged_rows": 64,
+        "recall_20": dispatcher.refits[-1].recall[0],
+        "recall_10": dispatcher.refits[-1].recall[1],
+        "recall_5": dispatcher.refits[-1].recall[2],
+    }
 
 
 def test_rows_without_tokens_teach_nothing_and_rows_without_expectation_are_not_judged() -> None:

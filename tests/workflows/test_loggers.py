@@ -40,7 +40,8 @@ def test_figures_of_a_dispatcher_are_of_the_latest_step_of_the_trainer() -> None
     hear = logged(lambda step, figures: told.append((step, figures)))
     hear("train-0", step(2))
     hear("rank-0", Figures(kind="dispatch", at=0.0, values={"step": 4, "recall_20": 0.5, "why": "longest first"}))
-    assert told[1] == (2, {"dispatch/recall_20": 0.5})
+    hear("rank-0", Figures(kind="ranker", at=0.0, values={"ranker_version": 3, "recall_20": 0.25}))
+    assert told[1:] == [(2, {"dispatch/recall_20": 0.5}), (2, {"ranker/ranker_version": 3.0, "ranker/recall_20": 0.25})]
 
 
 def test_an_evaluation_is_of_the_step_before_it_and_every_event_goes_on() -> None:

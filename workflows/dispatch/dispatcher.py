@@ -4,12 +4,14 @@ The law:
 
 1. `expect` gives rows their expected tokens, before they are generated; `learn` gets the same rows when they are finished. Recall, skill and the ratios of actual to expected
    lengths are over the last `window` finished rows that had a prediction.
-2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3).
+2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3). Each refit closes with the recall over the rows that finished since the one before: they were
+   predicted before they were generated, by earlier fits. So recalls of refits are over different rows.
 3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions go on, so that skill can show.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -27,6 +29,8 @@ WINDOW_MIN: Final = 256
 REFITS: Final = 4
 """Refits of the ranker a batch; fewer where that would be more often than every `REFIT_ROWS_MIN` rows."""
 REFIT_ROWS_MIN: Final = 32
+REFITS_KEPT: Final = 64
+"""Refits whose recall is remembered: the last ones."""
 
 
 class Expected(msgspec.Struct, frozen=True):
@@ -34,6 +38,24 @@ class Expected(msgspec.Struct, frozen=True):
 
     tokens: Lengths
     version: int
+
+
+class Refit(msgspec.Struct, frozen=True, kw_only=True):
+    """A refit: its version, the rows that the ranker has learned from, and the recall at 20, 10 and 5 % over `judged_rows` rows that finished since the refit before (empty: none had a prediction)."""
+
+    version: int
+    rows: int
+    judged_rows: int
+    recall: tuple[float, ...]
+
+    def figures(self) -> dict[str, Any]:
+        """Return the refit under the names of figures."""
+        return {
+            "ranker_version": self.version,
+            "rows": self.rows,
+            "judged_rows": self.judged_rows,
+            **_recalls(self.recall),
+        }
 
 
 class LengthDispatcher:
@@ -55,6 +77,8 @@ class LengthDispatcher:
         self._refit_rows = max(REFIT_ROWS_MIN, batch_rows // REFITS)
         self._since_refit = 0
         self._finished = np.empty((0, 3), np.int64)
+        self._judged = np.empty((0, 3), np.int64)
+        self.refits: deque[Refit] = deque(maxlen=REFITS_KEPT)
         self.plans = 0
         self.batches_in_order = 0
         self.last = Plan(why="no batch yet")
@@ -82,17 +106,24 @@ class LengthDispatcher:
         self.ranker.observe([prompts[at] for at in kept.tolist()], columns[2][kept])
         self._since_refit += kept.size
         rows = np.stack(columns, axis=1)[kept]
-        self._finished = np.concatenate([self._finished, rows[rows[:, 1] > 0]])[-self._window :]
+        judged = rows[rows[:, 1] > 0]
+        self._finished = np.concatenate([self._finished, judged])[-self._window :]
+        self._judged = np.concatenate([self._judged, judged])[-self._window :]
 
     @property
     def refit_due(self) -> bool:
         """Whether enough rows were learned since the last refit."""
         return self._since_refit >= self._refit_rows
 
-    def refit(self) -> None:
-        """Make what was learned count. Blocks for tens of milliseconds."""
+    def refit(self) -> Refit:
+        """Make what was learned count, and return how well the fits before ranked the rows that finished meanwhile. Blocks for tens of milliseconds."""
         self._since_refit = 0
         self.ranker.refit()
+        judged, self._judged = self._judged, self._judged[:0]
+        skill = skill_of(*judged.T)
+        refit = Refit(version=self.ranker.version, rows=self.ranker.rows, judged_rows=skill.rows, recall=skill.recall)
+        self.refits.append(refit)
+        return refit
 
     def skill(self) -> Skill:
         """Return how well the ranker ranked the last finished rows."""
@@ -118,7 +149,7 @@ class LengthDispatcher:
             "rows": self.ranker.rows,
             "ranker_version": self.ranker.version,
             "judged_rows": skill.rows,
-            **{f"recall_{share:.0%}".rstrip("%"): value for share, value in zip(SHARES, skill.recall, strict=False)},
+            **_recalls(skill.recall),
             "skill_z": skill.z,
             "skilled": skill.skilled,
             "plans": self.plans,
@@ -132,6 +163,10 @@ class LengthDispatcher:
     def _ratios(self) -> NDArray[np.float64]:
         _, expected, actual = self._finished.T
         return actual / np.maximum(1, expected)
+
+
+def _recalls(recall: Sequence[float]) -> dict[str, float]:
+    return {f"recall_{share:.0%}".rstrip("%"): value for share, value in zip(SHARES, recall, strict=False)}
 
 
 def priorities(steps: NDArray[np.int64], expected: Lengths, plan: Plan) -> NDArray[np.float64]:

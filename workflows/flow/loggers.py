@@ -29,6 +29,8 @@ EVALUATION: Final = "evaluation"
 """Kind of the metrics of an evaluation; logged at the step before it."""
 DISPATCH: Final = "dispatch"
 """Kind of the metrics of a dispatcher, which works ahead of the trainer; logged at the trainer's latest step, as ``dispatch/NAME``."""
+RANKER: Final = "ranker"
+"""Kind of the metrics of a refit of the dispatcher's ranker; logged in the same way, as ``ranker/NAME``."""
 
 
 class Logger(Protocol):
@@ -54,8 +56,8 @@ def logged(log: Logger, observe: Observe = lambda label, event: None) -> Observe
         if isinstance(event, Figures) and event.kind in (STEP, EVALUATION):
             last = int(event.values.get("step", last))
             log(last, figures_of(event))
-        elif isinstance(event, Figures) and event.kind == DISPATCH:
-            log(last, {f"{DISPATCH}/{name}": value for name, value in figures_of(event).items()})
+        elif isinstance(event, Figures) and event.kind in (DISPATCH, RANKER):
+            log(last, {f"{event.kind}/{name}": value for name, value in figures_of(event).items()})
         observe(label, event)
 
     return hear

@@ -13,6 +13,7 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job.jobs import job as job_of_kind
 from transferqueue.errors import DeadlineExceeded, UsageError
+from transferqueue.observe.figure_table import VALUE, decode, figures_channel
 from transferqueue.workflows.dispatch.channels import (
     PlanFollower,
     dispatched,
@@ -136,7 +137,15 @@ def test_it_learns_from_finished_rows_and_puts_the_longest_first(queue: tq.Queue
         seen.append(place.generate())
         if step < STEPS - 1:
             _wait_until_learned(tmp_path / "ranker.npz", rows=(step + 1) * PROMPTS * SIZE)
-    figures = [each.values for each in place.end()]
+    events = place.end()
+    figures = [each.values for each in events if each.kind == "dispatch"]
+    refits = [each.values for each in events if each.kind == "ranker"]
+    assert refits[0]["judged_rows"] == 0  # nothing was expected before the first fit
+    assert sum(refit["judged_rows"] for refit in refits) <= (STEPS - 1) * PROMPTS * SIZE
+    assert refits[-1]["recall_20"] > 0.5
+    with queue.weights(figures_channel(names.TABLE, "ranker")).pull(timeout_s=0) as pulled:
+        shown = decode(bytes(pulled.numpy()[VALUE]))
+    assert shown.lines[0][0] == str(refits[-1]["ranker_version"])
     assert [each["order"] for each in figures][:2] == ["given", "given"]
     assert figures[-1]["order"] == "longest", figures
     assert figures[0]["why"] == "given order: 0 of 20 prompts seen"
@@ -158,7 +167,7 @@ def test_a_later_life_goes_on_with_what_was_saved_and_begins_anew_with_what_is_n
     place = Place(queue, tmp_path)
     place.put(0)
     _, expected = place.generate()
-    (figures,) = place.end()
+    (figures,) = [event for event in place.end() if event.kind == "dispatch"]
     assert (min(expected) > 0, figures.values["ranker_version"]) == (saved, int(saved))
 
 

@@ -84,6 +84,23 @@ def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
     assert "recall not told at" in summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0).text()
 
 
+def test_recall_over_time_is_in_the_summary_and_in_a_file(tmp_path):
+    shares = {"recall_20": 0.25, "recall_10": 0.5, "recall_5": 0.0}
+    refits = [{"ranker_version": 1, "rows": 32, "judged_rows": 0}]
+    refits += [{"ranker_version": 2, "rows": 64, "judged_rows": 32} | shares] * 3
+    refits += [{"ranker_version": 9, "rows": 288, "judged_rows": 32} | shares | {"recall_20": 0.75}]
+    with RunRecord(tmp_path) as record:
+        for refit in refits:
+            record.add("rank-0", Figures(kind="ranker", at=5.0, values=refit))
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert summary.ranker == refits
+    assert "0.25 / 0.50 / 0.00 → 0.75 / 0.50 / 0.00 at 20 / 10 / 5 %, first and last 1 of 4 refits" in summary.text()
+    assert len(RunRecord(tmp_path).refits) == len((tmp_path / "ranker.jsonl").read_text().splitlines()) == 5
+    (tmp_path / "other").mkdir()
+    untaught = summarize(filled(tmp_path / "other", [1]), job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert "recall by refit" not in untaught.text()
+
+
 def test_what_nobody_reported_is_not_made_up(tmp_path):
     with RunRecord(tmp_path) as record:
         record.add("train-0", Figures(kind="step", at=5.0, values={"step": 1, "rows": 8, "seconds": 2.0}))

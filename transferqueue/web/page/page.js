@@ -129,6 +129,14 @@ function tables(frame) {
   }
 }
 
+function figures(found) {
+  at("figures").replaceChildren(...Object.entries(found).map(([name, one]) => {
+    const shown = holding("section", "", made("h2", one.title), grid(one.columns, one.lines, one.title));
+    shown.setAttribute("aria-label", `Figures ${name}`);
+    return shown;
+  }));
+}
+
 // ------------------------------------------------------------------ a row
 
 function rowFacts({ life, put_by }) {
@@ -187,6 +195,7 @@ function show(told) {
   doctor(told.doctor);
   pipeline(told.frame.stats.tables);
   tables(told.frame);
+  figures(told.figures);
   workers(told.workers, told.workers_more);
   say(told.stalled.length ? `stalled: ${told.stalled.join(", ")}` : "live", told.stalled.length > 0);
 }

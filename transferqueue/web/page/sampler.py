@@ -19,6 +19,7 @@ from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.diagnosis import DoctorAnswer, diagnose
 from transferqueue.observe.frame import frame
 from transferqueue.observe.workers import workers
+from transferqueue.web.page.figures import FigureReader
 from transferqueue.web.page.stalls import Stalls
 from transferqueue.web.page.timeline import KEPT_S, Timeline
 
@@ -37,6 +38,7 @@ class Sampler:
         self._queue = queue
         self._before: Stats | None = None
         self._timeline, self._stalls = Timeline(), Stalls()
+        self._figures = FigureReader(queue)
         self._event = b""
         self._number = 0
         self._changed = asyncio.Condition()
@@ -105,6 +107,7 @@ class Sampler:
             "stalls": self._stalls.all,
             "workers": working[:WORKERS_MAX],
             "workers_more": len(working[WORKERS_MAX:]),
+            "figures": await self._figures.tables(stats),
         }
         return _event("frame", told)
 

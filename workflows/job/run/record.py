@@ -14,7 +14,7 @@ from typing import Any, Final, Self, TextIO
 from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
-from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, STEP
+from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, RANKER, STEP
 from transferqueue.workflows.job import names
 
 SAMPLES: Final = "samples"
@@ -29,6 +29,7 @@ _FILES: Final = {
     EVALUATION: "evaluations.jsonl",
     SAMPLES: "samples.jsonl",
     DISPATCH: "dispatch.jsonl",
+    RANKER: "ranker.jsonl",
     ELASTIC: "elastic.jsonl",
 }
 _COUNTERS: Final = ("reward", "loss")
@@ -48,6 +49,7 @@ class RunRecord:
         self.steps: dict[int, dict[str, Any]] = {int(step["step"]): step for step in self._earlier(STEP)}
         self.evaluations: list[dict[str, Any]] = list(self._earlier(EVALUATION))
         self.plans: list[dict[str, Any]] = list(self._earlier(DISPATCH))
+        self.refits: list[dict[str, Any]] = list(self._earlier(RANKER))
         self.elastic: list[dict[str, Any]] = list(self._earlier(ELASTIC))
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
@@ -83,6 +85,9 @@ class RunRecord:
         elif event.kind == DISPATCH:
             self.plans.append(event.values)
             self._write(DISPATCH, event.values | {"at": event.at})
+        elif event.kind == RANKER:
+            self.refits.append(event.values)
+            self._write(RANKER, event.values | {"at": event.at})
         elif event.kind == ELASTIC:
             self.elastic.append(event.values | {"at": event.at})
             self._write(ELASTIC, self.elastic[-1])

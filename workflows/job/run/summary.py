@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean, median
 from typing import Any, Final
 
@@ -31,6 +31,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
     versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
     (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
+    ranker: each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
 
@@ -60,6 +61,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     rows_dropped: dict[str, int]
     failures: dict[str, int]
     dispatch: dict[str, Any] = {}
+    ranker: list[dict[str, Any]] = []
     publications: dict[str, dict[str, float]] = {}
     elastic: ElasticSummary | None = None
     step_s: float | None = None
@@ -88,6 +90,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
+            *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
             *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
             *([("generating processes", self.elastic.text())] if self.elastic else []),
         ]
@@ -134,6 +137,7 @@ def summarize(
         rows_dropped=dict(audit.dropped),
         failures=dict(record.failures),
         dispatch=record.plans[-1] if record.plans else {},
+        ranker=record.refits,
         publications=record.publication_costs(),
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
@@ -183,6 +187,26 @@ def _dispatched(figures: Mapping[str, Any]) -> str:
         f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of {figures['plans']} batches in order of length; "
         f"last: {figures['why']}"
     )
+
+
+def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
+    """Recall over time: of the first and of the last quarter of the refits that were judged, weighted by rows; empty without any."""
+    judged = [refit for refit in refits if "recall_20" in refit]
+    quarter = max(1, len(judged) // 4)
+    if not judged:
+        return ""
+    first, last = (
+        " / ".join(f"{_share(part, name):.2f}" for name in ("recall_20", "recall_10", "recall_5"))
+        for part in (judged[:quarter], judged[-quarter:])
+    )
+    return (
+        f"{first} → {last} at 20 / 10 / 5 %, first and last {quarter} of {len(judged)} refits, on rows not seen before"
+    )
+
+
+def _share(refits: Sequence[Mapping[str, Any]], name: str) -> float:
+    rows = sum(int(refit["judged_rows"]) for refit in refits)
+    return sum(float(refit[name]) * int(refit["judged_rows"]) for refit in refits) / rows
 
 
 def _by_rank(publications: Mapping[str, Mapping[str, float]]) -> str:

@@ -6,6 +6,7 @@ A question belongs to the test split by a hash of its text, so the splits are di
 from __future__ import annotations
 
 import random
+import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final, Literal, NamedTuple
@@ -55,10 +56,17 @@ def _tool(draws: random.Random) -> TaskQuestion:
     return TaskQuestion(question, call)
 
 
+def _count(draws: random.Random) -> TaskQuestion:
+    """Count up to a number that is mostly small: half of the answers have at most 15 characters, a tenth more than 40, the longest 87."""
+    last, unit = min(24, max(1, int(draws.lognormvariate(1.6, 0.8)))), "".join(draws.choices(string.ascii_letters, k=2))
+    return TaskQuestion(f"count {last}{unit}", "".join(f"{number}{unit}" for number in range(1, last + 1)))
+
+
 TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {
     "sort": _sort,
     "reverse": _reverse,
     "sum": _sum,
+    "count": _count,
     "tool": _tool,
 }
 """Draws a problem, by the name of its task."""

@@ -1,0 +1,35 @@
+"""The tables of figures that processes publish for the page (`observe.figure_table`)."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+
+import transferqueue as tq
+from transferqueue.errors import DeadlineExceeded, NotFound, UsageError
+from transferqueue.observe.answers.stats import Stats
+from transferqueue.observe.figure_table import VALUE, FigureTable, decode, has_figures
+
+
+class FigureReader:
+    """The newest figures of each channel of a queue that has some."""
+
+    def __init__(self, queue: tq.AsyncQueue) -> None:
+        self._queue = queue
+        self._read: dict[str, tuple[int, FigureTable]] = {}
+
+    async def tables(self, stats: Stats) -> dict[str, FigureTable]:
+        """Return the tables by the names of their channels. Reads only versions that are newer than those it has; what is no table is left out."""
+        for name, channel in stats.channels.items():
+            known = self._read[name][0] if name in self._read else -1
+            if has_figures(name) and channel.newest > known:
+                with suppress(DeadlineExceeded, NotFound, UsageError):  # gone meanwhile, or written by another program
+                    self._read[name] = await self._pulled(name)
+        self._read = {name: read for name, read in self._read.items() if name in stats.channels}
+        return {name: table for name, (_, table) in self._read.items()}
+
+    async def _pulled(self, channel: str) -> tuple[int, FigureTable]:
+        pulled = await self._queue.weights(channel).pull(timeout_s=0.0)
+        try:
+            return pulled.version, decode(bytes(pulled.numpy()[VALUE]))
+        finally:
+            pulled.release()
