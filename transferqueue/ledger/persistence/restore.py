@@ -130,8 +130,8 @@ class _SnapshotRestore:
         rows.pages.fate.a[at] = snapshot.rows["fate"]
         rows.put_at.a[at] = self._now - snapshot.rows["age_s"]
         rows.stamped.a[at] = snapshot.rows["stamped"]
-        for name, column in rows.facts.items():
-            column.a[at] = snapshot.rows[name]
+        for name in rows.facts:
+            rows.set_fact(name, at, snapshot.rows[name])
         for name, has_field in snapshot.has.items():
             rows.set_fields(at[has_field], rows.mask((name,)))
         for name, values in snapshot.inline.items():

@@ -25,7 +25,11 @@ from msgspec.structs import replace
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.ledger.effects import Effects, FreeExtent
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
-from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
+from transferqueue.schema import align
+from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock, WrittenCopy
+
+Written = dict[int, tuple[int, int]]
+"""Extent -> where the blocks of one commit begin and end in it."""
 
 
 class OwnerBytes:
@@ -53,7 +57,7 @@ class ExtentState:
         self.blocks = 0
         """Number of blocks in it that are live or pinned."""
         self.spans: list[tuple[int, int]] = []
-        """Committed byte ranges, ascending; kept while the session may still commit."""
+        """Committed byte ranges, ascending, those that touch as one; kept while the session may still commit."""
 
     def overlaps(self, start: int, end: int) -> bool:
         """Whether a committed range overlaps [start, end)."""
@@ -62,8 +66,12 @@ class ExtentState:
         return before or (at < len(self.spans) and self.spans[at][0] < end)
 
     def write(self, start: int, end: int) -> None:
-        """Record [start, end) as committed."""
-        self.spans.insert(bisect_left(self.spans, (start, end)), (start, end))
+        """Record [start, end) as committed, up to where the next block may begin. Mostly it follows the latest one."""
+        end = align(end)
+        if self.spans and self.spans[-1][1] == start:
+            self.spans[-1] = (self.spans[-1][0], end)
+        else:
+            self.spans.insert(bisect_left(self.spans, (start, end)), (start, end))
 
 
 class CommittedBlock:
@@ -187,7 +195,7 @@ class BlockRegistry:
         """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
-            shards = [self._check_place(session, written, block, *place) for place in _places(block)]
+            shards = [self._check_place(session, written, block, at.extent, at.offset) for at in _places(block)]
             if len(shards) != replicas or (replicas > 1 and len(set(shards)) != replicas):
                 raise UsageError(
                     f"block of {', '.join(block.fields)} was written to shards {listing(shards)}; each block goes to "
@@ -232,35 +240,33 @@ class BlockRegistry:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
         to each.
         """
-        written: dict[int, list[tuple[int, int]]] = {}
+        written: Written = {}
         numbers = [self._commit(block, usage, count, written) for block, count in zip(placed, refs, strict=True)]
-        for number, spans in written.items():
-            self._close_if_full(self.extents[number], spans)
+        for number, (start, end) in written.items():
+            self._close_if_full(self.extents[number], start, end)
         return numbers
 
-    def _commit(
-        self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: dict[int, list[tuple[int, int]]]
-    ) -> int:
+    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written) -> int:
         number = self._next_block
         self._next_block += 1
-        extents = []
-        for extent_number, start in _places(placed):
-            extent, span = self.extents[extent_number], (start, start + placed.nbytes)
-            extent.write(*span)
-            extents.append(extent)
-            written.setdefault(extent_number, []).append(span)
+        extents = [self._write(at.extent, at.offset, placed.nbytes, written) for at in _places(placed)]
         if refs:
             block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
-            usage.bytes += placed.nbytes * len(extents)
+            usage.bytes += block.nbytes
             for extent in extents:
                 extent.blocks += 1
         return number
 
-    def _close_if_full(self, extent: ExtentState, spans: Sequence[tuple[int, int]]) -> None:
-        if min(spans)[0] != extent.offset:
-            return
-        if max(last for _, last in spans) > extent.offset + extent.nbytes - PAGE_BYTES:
+    def _write(self, number: int, start: int, nbytes: int, written: Written) -> ExtentState:
+        extent, end = self.extents[number], start + nbytes
+        extent.write(start, end)
+        first, last = written.get(number, (start, end))
+        written[number] = (min(first, start), max(last, end))
+        return extent
+
+    def _close_if_full(self, extent: ExtentState, start: int, end: int) -> None:
+        if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:
             extent.open = False
             self._free_if_unused(extent)
 
@@ -322,24 +328,18 @@ class BlockRegistry:
         self._forget_if_unused(block)
 
 
-def _places(placed: WrittenBlock) -> list[tuple[int, int]]:
-    """Extent and offset of a block and of each of its copies."""
-    if not placed.copies:
-        return [(placed.extent, placed.offset)]
-    return [(placed.extent, placed.offset), *((copy.extent, copy.offset) for copy in placed.copies)]
+def _places(placed: WrittenBlock) -> Sequence[WrittenBlock | WrittenCopy]:
+    """A block and its copies: what has an extent and an offset."""
+    return (placed, *placed.copies)
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """The location of a block, as replies state it."""
-    copies = (
-        []
-        if not placed.copies
-        else [
-            CopyLocation(extent.shard, copy.extent, copy.offset)
-            for extent, copy in zip(extents[1:], placed.copies, strict=True)
-        ]
-    )
+    copies = [
+        CopyLocation(extent.shard, copy.extent, copy.offset)
+        for extent, copy in zip(extents[1:], placed.copies, strict=True)
+    ]
     return BlockLocation(
-        number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, list(placed.fields),
-        list(placed.counts), placed.checksum, copies=copies,
+        number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, placed.fields,
+        placed.counts, placed.checksum, copies=copies,
     )  # fmt: skip

@@ -55,15 +55,15 @@ def check_columns(
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
     themselves.
     """
-    given = len(columns.inline) + sum([len(placed.fields) for placed in columns.blocks])
-    if given > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is decoded
+    names = [name for placed in columns.blocks for name in placed.fields]
+    names += [value.field for value in columns.inline]
+    if len(names) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is decoded
         raise UsageError(
-            f"a request gives {given} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
+            f"a request gives {len(names)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
         )
     known = rows.check_fields(columns.fields)
     inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
     slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
-    names = [name for placed in columns.blocks for name in placed.fields] + [name for name, _ in inline]
     if len(names) > 1 and len(set(names)) != len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
@@ -73,7 +73,7 @@ def check_columns(
     if new:
         rows.check_added(field.name for field in new)
     nbytes = replicas * sum([placed.nbytes for placed in columns.blocks])
-    return StagedCommit(count, new, list(columns.blocks), slots, inline, facts, names, nbytes)
+    return StagedCommit(count, new, columns.blocks, slots, inline, facts, names, nbytes)
 
 
 def _check_inline(rows: RowStore, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
@@ -194,7 +194,8 @@ def write_columns(
     for name, values in staged.inline:
         rows.set_inline(name, at, values if chosen is None else values[chosen])
     if staged.names:
-        rows.set_fields(at, rows.mask(staged.names))
+        mark = rows.begin_fields if are_new else rows.set_fields
+        mark(at, rows.mask(staged.names))
     if staged.facts:
         rows.set_facts(ids, at, staged.facts if chosen is None else staged.facts.take(chosen))
     staged.written += ids.size

@@ -104,6 +104,8 @@ class FinishedOrdinals:
 
     def ended(self, at: Index) -> None:
         """Record the ordinals of rows that got their fate."""
+        if "ordinal" not in self._rows.facts_given:
+            return
         ordinals: IntArray = self._rows.facts["ordinal"].a[at]
         if ordinals.tobytes() == _NONE * ordinals.size or int(ordinals.max()) < 0:
             return

@@ -7,6 +7,7 @@ have them. Everything else is a column of `RowPages`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire.codec import encode_fields
+from transferqueue.wire.run_length import encode_constant
 
 WORD = 64
 MASKS_KEPT = 4096
@@ -26,6 +28,7 @@ MASKS_KEPT = 4096
 
 REPLY_FIELDS_KEPT = 64
 """As `MASKS_KEPT`, for `reply_fields`, whose entries are larger."""
+_UNSET_IN_REPLIES: Final = {name: encode_constant(np.array([UNSET[name]], dtype)) for name, dtype in DTYPES.items()}
 
 
 class FieldMask:
@@ -47,6 +50,8 @@ class RowStore:
         self.table = table
         self.pages = RowPages()
         self.facts = {name: self.pages.column(dtype, UNSET[name]) for name, dtype in DTYPES.items()}
+        self.facts_given: dict[str, None] = {}
+        """Facts that some row was given. All rows have the others as in `UNSET`, which spares replies reading them."""
         self.version = self.facts["policy_version"]
         self.stamped = self.pages.column(np.int64, -1)
         """The table's clock when the row last got its policy version."""
@@ -149,8 +154,13 @@ class RowStore:
             has |= (self.words[word].a[at] & bits) != 0
         return has
 
+    def begin_fields(self, at: Index, mask: FieldMask) -> None:
+        """Mark the fields of `mask` as set in new rows, which have no others."""
+        for word, bits in mask.words:
+            self.words[word].a[at] = bits
+
     def set_fields(self, at: Index, mask: FieldMask) -> None:
-        """Mark the fields of `mask` as set."""
+        """Mark the fields of `mask` as set, too."""
         for word, bits in mask.words:
             self.words[word].a[at] |= bits
 
@@ -199,7 +209,7 @@ class RowStore:
     def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:
         """Write the facts of rows at positions `at`."""
         for name, values in facts.numbers.items():
-            self.facts[name].a[at] = values
+            self.set_fact(name, at, values)
         if facts.keys is not None:
             self._name(rows.tolist(), facts.keys)
         for row, tags in zip(rows.tolist(), facts.tags or (), strict=False):
@@ -207,6 +217,16 @@ class RowStore:
                 self.tags[row] = tags
             else:
                 self.tags.pop(row, None)
+
+    def set_fact(self, name: str, at: Index, values: AnyArray) -> None:
+        """Write one numeric fact of rows at positions `at`."""
+        self.facts_given[name] = None
+        self.facts[name].a[at] = values
+
+    def reply_facts(self, at: Index) -> dict[str, bytes]:
+        """The numeric facts of rows as a reply carries them, by name."""
+        given = {name: encode_constant(self.facts[name].a[at]) for name in self.facts_given}
+        return {**_UNSET_IN_REPLIES, **given}
 
     def _name(self, rows: list[int], keys: list[str]) -> None:
         self._unname(rows)

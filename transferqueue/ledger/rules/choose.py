@@ -33,7 +33,9 @@ BATCH_FIRST = 64
 
 @dataclass(slots=True)
 class ChosenUnits:
-    """Rows of the chosen units, unit by unit. count: number of units. sizes: rows of each; None: each has one."""
+    """Rows of the chosen units, unit by unit, as an array of their own: a view would keep a chunk of the queue alive.
+    count: number of units. sizes: rows of each; None: each has one.
+    """
 
     rows: IntArray
     count: int
@@ -152,6 +154,6 @@ def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
 
 def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
     if not isinstance(task, GroupTaskState):
-        return ChosenUnits(ids, ids.size, None, queue)
+        return ChosenUnits(ids.copy(), ids.size, None, queue)
     rows, sizes = task.members(ids)
     return ChosenUnits(rows, ids.size, sizes, queue)

@@ -11,6 +11,8 @@ left to do.
 
 from __future__ import annotations
 
+import numpy as np
+
 from transferqueue.ledger.effects import LeaseEnded
 from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
 from transferqueue.ledger.rows.column_places import Retired
@@ -43,15 +45,13 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
     """Record that `task` is done with leased (or acked) rows. Rows that no task needs any more are done."""
     at = table.rows.pages.where(rows)
     task.finish(rows, at, before)
-    left = table.rows.tasks_left.a[at]  # a view or a copy
-    left -= 1
-    table.rows.tasks_left.a[at] = left
-    ended = left.tobytes().count(0)
+    left = table.rows.tasks_left.a[at].tobytes()
+    ended = left.count(1)
+    table.rows.tasks_left.a[at] = 0 if ended == rows.size else np.frombuffer(left, np.uint8) - np.uint8(1)
     if not ended:
         return
     if ended < rows.size:
-        over: BoolArray = left == 0
-        rows = rows[over]
+        rows = rows[np.frombuffer(left, np.uint8) == 1]
         at = table.rows.pages.where(rows)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)

@@ -27,6 +27,8 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
 """Rows of an entries array ``[4, n]``, int64."""
 CHUNK = 4096
+TAIL_MIN = 64
+"""Entries for which a short run gets room. Room for `CHUNK` (128 KiB) is slow to get from the system and to return."""
 SLACK = 1024
 """Dead entries that are not worth a compaction."""
 TIER = 4
@@ -81,12 +83,13 @@ class SortedRun:
 
     def _append(self, entries: Entries) -> None:
         count = entries.shape[1]
-        if self.tail is None or self.tail_used + count > CHUNK:
+        if self.tail is None or self.tail_used + count > self.tail.shape[1]:
             if count > CHUNK // 4:
                 self.tail = None
                 self.chunks.append(entries)
                 return
-            self.tail, self.tail_used = np.zeros((4, CHUNK), np.int64), 0  # zeroed, since images contain all of it
+            room = min(CHUNK, max(TAIL_MIN, TIER * (self.size + count)))
+            self.tail, self.tail_used = np.zeros((4, room), np.int64), 0  # zeroed, since images contain all of it
             self.chunks.append(self.tail[:, :0])
         self.tail[:, self.tail_used : self.tail_used + count] = entries
         start = self.tail_used - self.chunks[-1].shape[1]
