@@ -9,7 +9,7 @@ import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import Field, layout
+from transferqueue.schema import Field, known, layout
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream
@@ -166,7 +166,7 @@ class _Part(NamedTuple):
 def _parts(read: b.ReadColumns, backing: Backing) -> Iterator[_Part]:
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
-    fields = {field.name: field for field in read.fields}
+    fields = {field.name: known(field) for field in read.fields}
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]

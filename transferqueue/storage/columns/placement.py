@@ -86,6 +86,7 @@ class MappedBlocks:
         self.columns: WeakSet[Releasable] = WeakSet()
         """The columns that have loaded rows of these blocks."""
         self._spans: dict[str, ColumnOffsets] = {}
+        self._stretch: tuple[int, U8] | None = None
         self._merged = False
         """Whether the blocks have different fields, so that a block may lack a field."""
 
@@ -137,8 +138,10 @@ class MappedBlocks:
 
     def stretch(self) -> tuple[int, U8]:
         """The lowest address of all blocks, and the memory from there to the end of the highest block. Touch only bytes inside blocks."""
-        low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
-        return low, array_at(low, high - low)
+        if self._stretch is None:
+            low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
+            self._stretch = low, array_at(low, high - low)
+        return self._stretch
 
     def _lay_out(self) -> None:
         if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):
