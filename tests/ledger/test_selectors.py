@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
 import hypothesis.strategies as st
 import numpy as np
@@ -64,6 +64,10 @@ def drain(client: Driver, number: int, **terms: Any) -> list[list[int]]:
             return batches
         batches.append(batch.rows)
         client.ack(batch)
+
+
+def test_the_order_of_every_selector_is_checked() -> None:
+    assert {*map(type, SELECTORS), Plugin} == {*get_args(Selector)}
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)
