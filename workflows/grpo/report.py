@@ -15,9 +15,9 @@ from transferqueue.errors import InternalError
 from transferqueue.workflows.flow.audit import Audit
 from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Figures, TimeSpan
+from transferqueue.workflows.flow.full_batches import ABORTED
 from transferqueue.workflows.flow.loggers import mean_staleness
 from transferqueue.workflows.grpo.job import JobSettings
-from transferqueue.workflows.grpo.model.over_sampling import ABORTED
 from transferqueue.workflows.grpo.weight_swaps import measure, publish_lag_s
 
 BLUE, GREEN, ORANGE, GREY = "#2b6cb0", "#2f855a", "#c05621", "#a0aec0"

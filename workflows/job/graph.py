@@ -125,6 +125,11 @@ def hands_back(job: Job) -> bool:
     return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
 
 
+def stops_surplus(job: Job) -> bool:
+    """Whether generators stop when a batch is full. Episodes are finished instead."""
+    return job.pacing.over_sample > 1 and not has_episodes(job)
+
+
 def task_names(job: Job) -> tuple[str, ...]:
     """Return the names of the table's tasks, in the order of a row's life."""
     tasks = tasks_of(job.algorithm)

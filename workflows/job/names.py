@@ -10,6 +10,8 @@ POLICY: Final = f"{TABLE}/policy"
 """Weight channel of the trained policy, and clock of the table; its name starts with the table's, so both have the same home coordinator."""
 CRITIC: Final = f"{TABLE}/critic"
 """Weight channel of the critic: version k is the critic after step k, as of the policy. The process that scores values follows it."""
+FULL: Final = f"{TABLE}/full"
+"""Weight channel on which the trainer of a job that over-samples announces full batches: version k says that the batch is full that makes weights k."""
 
 DATA: Final = "data"
 """Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of messages), and the

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.graph import create_table
@@ -55,8 +56,9 @@ def publish(queue: tq.Queue, directory: Path, version: int, *, scale: float = 1.
     return tensors
 
 
-def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 0) -> None:
-    """Rows of `prompts` prompts of different lengths, as the source puts them."""
+def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 0, in_parts: bool = False) -> None:
+    """Rows of `prompts` prompts of different lengths, as the source puts them. in_parts: of a job whose responses may take several leases."""
+    empty = {name: np.empty(0, np.float32 if name == "begun_logprobs" else np.int32) for name in BEGUN * in_parts}
     draws = np.random.default_rng(first)
     ids = [draws.integers(0, 200, size=4 + number % 5).astype(np.int32) for number in range(prompts)]
     groups = np.repeat(np.arange(first, first + prompts), group_size)
@@ -66,6 +68,7 @@ def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 
         group_id=groups,
         group_size=group_size,
         ordinal=np.arange(first * group_size, (first + prompts) * group_size),
+        **{name: tq.Repeat([value], [prompts * group_size]) for name, value in empty.items()},
     )
 
 

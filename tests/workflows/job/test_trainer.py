@@ -87,6 +87,8 @@ def test_over_sampling_takes_the_first_rows_and_the_others_a_version_later(
     given = stand_ins.values(model, pacing={"mode": "sync", "over_sample": 1.5}, trainer={"order": "ready"})
     steps = trained(queue, given, tmp_path)
     assert {behind for step in steps for behind in step["staleness"]} <= {"0", "1"}
+    with queue.weights(names.FULL).pull(timeout_s=0) as full:  # generators are told of each full batch, and of its rows
+        assert (full.version, len(full["rows"])) == (4, steps[-1]["rows"])
 
 
 def test_without_checkpoints_rows_are_done_at_once(model: Path, queue: tq.Queue, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
 from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.events import PUBLISH, SWAP, TimeSpan
+from transferqueue.workflows.flow.full_batches import ABORTED, Due, hearing, nothing_due, tell_full
 from transferqueue.workflows.flow.stage import STALL_S, Context, Work
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.learning.evaluate import Evaluation, evaluate
@@ -26,7 +27,6 @@ from transferqueue.workflows.grpo.learning.problems import problem_set
 from transferqueue.workflows.grpo.learning.settings import LearningSettings
 from transferqueue.workflows.grpo.learning.warmup import warm_up
 from transferqueue.workflows.grpo.model.llama import from_llama, is_llama, to_llama
-from transferqueue.workflows.grpo.model.over_sampling import ABORTED, Due, hearing, nothing_due, tell_full
 from transferqueue.workflows.grpo.model.partial_responses import (
     NOTHING,
     PartialResponses,

@@ -14,6 +14,7 @@ from typing import Any, Final, Self, TextIO
 from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
+from transferqueue.workflows.flow.full_batches import ABORTED
 from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, RANKER, STEP
 from transferqueue.workflows.job import names
 
@@ -53,6 +54,8 @@ class RunRecord:
         self.elastic: list[dict[str, Any]] = list(self._earlier(ELASTIC))
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
+        self.aborted: Counter[str] = Counter()
+        """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of this start."""
         self.publish_s: list[float] = []
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0
@@ -80,6 +83,8 @@ class RunRecord:
                 self._write(SAMPLES, sample)
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
+        elif event.kind == ABORTED:
+            self.aborted.update(event.values)
         elif event.kind == CHECKPOINT:
             self.checkpoints.append(int(event.values["step"]))
         elif event.kind == DISPATCH:

@@ -32,6 +32,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
     (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
     ranker: each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
+    aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and ``tokens`` that such rows had.
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
 
@@ -63,6 +64,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: dict[str, Any] = {}
     ranker: list[dict[str, Any]] = []
     publications: dict[str, dict[str, float]] = {}
+    aborted: dict[str, int] = {}
     elastic: ElasticSummary | None = None
     step_s: float | None = None
     predicted: Predicted | None = None
@@ -89,6 +91,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("weights published in", _milliseconds(self.publish_s, "median")),
             *([("weights by rank", _by_rank(self.publications))] if len(self.publications) > 1 else []),
             ("rows put / done / dropped", f"{self.rows_put:,} / {self.rows_done:,} / {dropped}"),
+            *([("handed back at full batches", _aborted(self.aborted))] if self.aborted else []),
             *([("dispatch by length", _dispatched(self.dispatch))] if self.dispatch else []),
             *([("recall by refit", text)] if (text := _recalled(self.ranker)) else []),
             *([("step, predicted", _compared(self.step_s, self.predicted.step_s))] if self.predicted else []),
@@ -139,6 +142,7 @@ def summarize(
         dispatch=record.plans[-1] if record.plans else {},
         ranker=record.refits,
         publications=record.publication_costs(),
+        aborted=dict(record.aborted),
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
         predicted=predicted,
@@ -207,6 +211,10 @@ def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
 def _share(refits: Sequence[Mapping[str, Any]], name: str) -> float:
     rows = sum(int(refit["judged_rows"]) for refit in refits)
     return sum(float(refit[name]) * int(refit["judged_rows"]) for refit in refits) / rows
+
+
+def _aborted(counts: Mapping[str, int]) -> str:
+    return f"{counts['rows']:,} rows with {counts['tokens']:,} tokens, which others went on with"
 
 
 def _by_rank(publications: Mapping[str, Mapping[str, float]]) -> str:

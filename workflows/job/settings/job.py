@@ -167,8 +167,8 @@ class TrainerSettings(_Table):
 class PacingSettings(_Table):
     """How far generation runs ahead. window: prompts from the oldest live one that a step may use, in batches.
 
-    over_sample: batches of prompts that a synchronous job begins. A step takes the groups that are ready first. Nothing stops the others: they are generated
-    to their end, and are trained up to ``ceil(over_sample) - 1`` versions later.
+    over_sample: batches of prompts that a synchronous job begins. A step takes the groups that are ready first. Generators then stop the others between two tokens:
+    their rows go on under the next weights, and are trained up to ``ceil(over_sample) - 1`` versions later. Episodes are generated to their end.
     """
 
     mode: Mode = "async"

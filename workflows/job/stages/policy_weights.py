@@ -8,6 +8,7 @@ The law:
 3. *Exact* (sync, delayed): a row is generated with one version from its first token to its last. In sync mode it is the clock at its lease. In delayed mode
    rows of step k + 1 get the version before the one that step k makes (the delayed parameter update of AsyncFlow, arXiv 2507.01663, section 4).
    The engine changes weights when no row of an older version is left in it.
+   Once a batch is full, nothing more begins in sync mode with weights older than those that the batch makes (`surplus`).
 4. A row never begins with weights that would make it stale: it waits for newer ones.
 """
 
@@ -24,6 +25,7 @@ from transferqueue.adapters.protocols import GENERATE_S, Generator, Pause, Unsup
 from transferqueue.adapters.weights import ChannelWeights, WeightUpdater
 from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
 from transferqueue.workflows.flow.events import SWAP, WEIGHTS
+from transferqueue.workflows.flow.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import POLICY
 from transferqueue.workflows.job.settings.job import Job
@@ -46,8 +48,9 @@ class PolicyWeights(Protocol):
 
 
 @contextmanager
-def policy_weights(context: Context, engine: Generator, job: Job) -> Iterator[PolicyWeights]:
+def policy_weights(context: Context, engine: Generator, job: Job, due: Due = nothing_due) -> Iterator[PolicyWeights]:
     """Load the first version into `engine` and yield the weights that the job's mode asks for. An engine that takes no weights keeps its own.
+    due: of a job that over-samples.
 
     Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
     """
@@ -61,7 +64,7 @@ def policy_weights(context: Context, engine: Generator, job: Job) -> Iterator[Po
         yield FixedWeights()
         return
     if job.pacing.mode != "async":
-        yield ExactWeights(context, engine, job, updater.version)
+        yield ExactWeights(context, engine, job, updater.version, due)
         return
     with followed_weights(context, engine, job, updater.version) as weights:
         yield weights
@@ -120,7 +123,8 @@ class VersionGate:
 class ExactWeights:
     """Rule 3: rows of a step have one version."""
 
-    def __init__(self, context: Context, engine: Generator, job: Job, version: int) -> None:
+    def __init__(self, context: Context, engine: Generator, job: Job, version: int, due: Due = nothing_due) -> None:
+        self._due = due
         self._address, self._channel = context.queue.address, context.queue.weights(POLICY)
         self._update = _updating(context, engine, SWAP)
         self._job = job
@@ -143,7 +147,7 @@ class ExactWeights:
         become stale again.
         """
         if self._job.pacing.mode == "sync":
-            return clock
+            return max(clock, self._due())
         step = group // self._job.trainer.prompts_per_step
         return min(max(step - 1, clock - 1, 0), clock)
 

@@ -12,13 +12,15 @@ from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.generation import PART_ROWS, Generate
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.channels import dispatched
+from transferqueue.workflows.flow.full_batches import nothing_due
 from transferqueue.workflows.flow.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
-from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts
+from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_surplus
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
 from transferqueue.workflows.job.stages.hand_back import handing_back
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
+from transferqueue.workflows.job.stages.surplus import Surplus
 
 _PARTS: Final = 16
 """Finished rows are committed in parts of at most this share of the slots, so that few slots stand empty."""
@@ -33,18 +35,21 @@ def rollout(context: Context) -> Iterator[Work]:
     that is a hash of the job's seed and its ordinal.
     """
     job = context.settings(Job)
-    with generating(context, job) as (engine, weights, sampling, chosen):
-        work = EngineRollout(engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+    surplus = Surplus(context) if stops_surplus(job) else None
+    with generating(context, job, surplus) as (engine, weights, sampling, chosen):
+        work = EngineRollout(
+            engine, weights, sampling, job, slots=engine_of(job, context.instance).slots, surplus=surplus
+        )
         with handing_back(work, engine, context.drain) if hands_back(job) else nullcontext(work) as handed:
             yield chosen(handed)
 
 
 @contextmanager
 def generating(
-    context: Context, job: Job
+    context: Context, job: Job, surplus: Surplus | None = None
 ) -> Iterator[tuple[Generator, PolicyWeights, Sampling, Callable[[Work], Work]]]:
     """Open the engine of this process with the first weights; yield it, its weights, the job's sampling, and what makes the stage's function lease rows by length, if
-    the job dispatches so.
+    the job dispatches so. surplus: stops the engine when a batch is full.
     """
     settings = engine_of(job, context.instance)
     sampling = sampling_of(job, settings)
@@ -58,7 +63,8 @@ def generating(
                 dispatched(context.queue, context.table.name, engine, name=name, slots=slots, serves=settings.serves)
             )
             chosen = partial(PreferringWork, choice=follower.choice)
-        yield engine, stack.enter_context(policy_weights(context, engine, job)), sampling, chosen
+        due = nothing_due if surplus is None else stack.enter_context(surplus.stopping(engine))
+        yield engine, stack.enter_context(policy_weights(context, engine, job, due)), sampling, chosen
 
 
 def _unchanged(work: Work) -> Work:
@@ -68,9 +74,18 @@ def _unchanged(work: Work) -> Work:
 class EngineRollout:
     """The function of ``rollout``: `Generate` under the weights of the job."""
 
-    def __init__(self, engine: Generator, weights: PolicyWeights, sampling: Sampling, job: Job, *, slots: int) -> None:
+    def __init__(
+        self,
+        engine: Generator,
+        weights: PolicyWeights,
+        sampling: Sampling,
+        job: Job,
+        *,
+        slots: int,
+        surplus: Surplus | None = None,
+    ) -> None:
         budget = job.sampling.budget
-        self._weights = weights
+        self._weights, self._surplus = weights, surplus
         self._generate = Generate(
             engine,
             sampling,
@@ -87,7 +102,8 @@ class EngineRollout:
         """Yield rows as they are finished; rows that wait for newer weights come last."""
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
-                yield from self._generate.of(batch, rows)
+                parts = self._generate.of(batch, rows)
+                yield from parts if self._surplus is None else self._surplus.until_full(version, rows, parts)
 
 
 # ---------------------------------------------------------------- sampling

@@ -6,11 +6,12 @@ Each loads its model, goes on from the newest checkpoint of its run, and runs th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 import transferqueue as tq
@@ -19,6 +20,7 @@ from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtyp
 from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound
+from transferqueue.workflows.flow.full_batches import tell_full
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.defaults import defaults_of
@@ -141,12 +143,23 @@ def _loop(context: Context, job: Job, learner: StepLearner, task: str) -> Callab
         figures=context.figures,
         evaluations=_evaluations(context, job, task),
         partner=_partner(context, job, task),
+        full=_announcing(context, job, task),
         step=learner.steps_taken,
         latest=latest,
         version=version,
     )
     trainer.begin(resumed=state is not None)
     return trainer.run
+
+
+def _announcing(context: Context, job: Job, task: str) -> Callable[[int, Sequence[int]], None]:
+    """Return what tells the generators of a job that over-samples that a batch is full."""
+
+    def announce(version: int, rows: Sequence[int]) -> None:
+        if task == names.TRAIN and graph.stops_surplus(job):
+            tell_full(context.queue, version, np.array(rows, np.int64), channel=names.FULL)
+
+    return announce
 
 
 def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms:

@@ -13,7 +13,7 @@ Rules:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
@@ -101,6 +101,8 @@ class Trainer:
     figures: Callable[..., None]
     evaluations: Evaluations = field(default_factory=NoEvaluations)
     partner: Partner | None = None
+    full: Callable[[int, Sequence[int]], None] = lambda version, rows: None
+    """Called with the version that a step makes, and its rows, once they have all come."""
     step: int = 0
     latest: int = -1
     version: int = -1
@@ -158,6 +160,7 @@ class Trainer:
     # ------------------------------------------------------------ a step
 
     def _take(self, gathered: GatheredStep) -> None:
+        self.full(next_version(self.latest, self.step + 1), gathered.rows)
         self.publisher.wait_copied()
         metrics = self.passes.update()
         self.stream.finish()

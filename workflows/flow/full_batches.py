@@ -1,10 +1,10 @@
-"""Over-sampling: rollout begins more responses than a batch needs, and stops the rest when the batch is full.
+"""Over-sampling: generators begin more responses than a batch needs, and stop the rest when the batch is full.
 
 Rules (APRIL, arXiv 2509.18521; here the stop signal goes through the queue):
 
-1. The trainer announces each full batch on the channel `FULL`: version k says that batch k - 1 is full, the one that
+1. The trainer announces each full batch on a weight channel: version k says that batch k - 1 is full, the one that
    makes weights k. Its one tensor holds the row ids of the batch.
-2. A rollout process waits for it at the server, in a separate thread, and stops between two tokens. Unfinished responses are
+2. A generating process waits for it at the server, in a separate thread, and stops between two tokens. Unfinished responses are
    released with their tokens, log-probs and versions, and prompts that were not begun as they are: no row is lost or done twice.
 3. From then on nothing is generated with weights older than k: the rows wait for these weights and continue under them.
 """
@@ -23,7 +23,7 @@ import transferqueue as tq
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, PeerError
 
 FULL: Final = "full"
-"""Weight channel on which full batches are announced."""
+"""Weight channel on which full batches are announced, unless a job has another name for it."""
 ABORTED: Final = "aborted"
 """Kind of the metrics of responses that were stopped because their batch was full: rows, and their tokens so far."""
 _FOLLOW_S: Final = 3600.0
@@ -38,16 +38,18 @@ def nothing_due() -> int:
     return 0
 
 
-def tell_full(queue: tq.Queue, version: int, rows: npt.NDArray[np.int64]) -> None:
+def tell_full(queue: tq.Queue, version: int, rows: npt.NDArray[np.int64], *, channel: str = FULL) -> None:
     """Announce that the batch of weights `version` is full. A second announcement (by a restarted trainer) does nothing."""
     with suppress(AlreadyExists):
-        queue.weights(FULL, keep=1).publish(version, {"rows": np.ascontiguousarray(rows)})
+        queue.weights(channel, keep=1).publish(version, {"rows": np.ascontiguousarray(rows)})
 
 
 @contextmanager
-def hearing(queue: tq.Queue) -> Iterator[Due]:
-    """Listen for full batches until the block ends."""
-    channel = queue.weights(FULL, keep=1)
+def hearing(
+    queue: tq.Queue, *, channel: str = FULL, then: Callable[[int], None] = lambda version: None
+) -> Iterator[Due]:
+    """Listen for full batches until the block ends. then: called with the version of each, in the thread that listens."""
+    announced = queue.weights(channel, keep=1)
     latest = 0
     failures: list[Exception] = []
     ended = threading.Event()
@@ -56,8 +58,9 @@ def hearing(queue: tq.Queue) -> Iterator[Due]:
         nonlocal latest
         try:
             while not ended.is_set():
-                with suppress(DeadlineExceeded), channel.pull(above=latest, timeout_s=_FOLLOW_S) as weights:
+                with suppress(DeadlineExceeded), announced.pull(above=latest, timeout_s=_FOLLOW_S) as weights:
                     latest = weights.version
+                    then(latest)
         except PeerError:
             return  # the queue is closed: the stage is over
         except Exception as failure:  # noqa: BLE001  (raised by `due`)
