@@ -14,24 +14,10 @@ from typing import Annotated, Any, Final
 import typer
 import typer.core
 
-from transferqueue.cli.commands import (
-    chaos,
-    check,
-    docs,
-    doctor,
-    inspect,
-    keys,
-    new_adapter,
-    relay,
-    serve,
-    shard,
-    shim,
-    snapshot,
-    top,
-    train,
-    version,
-)
+from transferqueue.cli.commands import chaos, check, docs, new_adapter, shim, train, version
+from transferqueue.cli.commands.looking import doctor, inspect, top
 from transferqueue.cli.commands.planning import plan, profile
+from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
 from transferqueue.cli.exit_codes import reported
 
 DEMO_MODULE: Final = "transferqueue.cli.commands.demo"

@@ -1,0 +1,1 @@
+"""Commands that show a running queue, its rows, and this machine."""
