@@ -4,7 +4,8 @@ The law:
 
 1. Rows that are preferred are leased if some are ready; else any row that is ready; else the process waits, for preferred rows only.
 2. It looks for other rows again after `LOOK_S`. Waiting for any row instead would give the first process that waits the first row that comes, whatever its class.
-3. A class of rows that is at its end says nothing about the table: only a lease of any row ends the stage.
+3. A patient process waits for the rows that it prefers before it takes any other.
+4. A class of rows that is at its end says nothing about the table: only a lease of any row ends the stage.
 """
 
 from __future__ import annotations
@@ -52,14 +53,15 @@ def lease_preferred(
     """
     wait_s = stage.stall_s if timeout_s is None else timeout_s
     deadline = time.monotonic() + wait_s
-    while where := (*stage.where, *choice().where):
+    while where := (*stage.where, *(chosen := choice()).where):
         with suppress(DeadlineExceeded, EndOfTable):
-            return stage.lease(table, most, 0.0, where)
+            return stage.lease(table, most, min(LOOK_S, wait_s) if chosen.patient else 0.0, where)
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return stage.lease(table, most, 0.0)
         with suppress(DeadlineExceeded):
             return stage.lease(table, most, 0.0)
-        with suppress(DeadlineExceeded, EndOfTable):
-            return stage.lease(table, most, min(LOOK_S, left_s), where)
+        if not chosen.patient:
+            with suppress(DeadlineExceeded, EndOfTable):
+                return stage.lease(table, most, min(LOOK_S, left_s), where)
     return stage.lease(table, most, max(0.0, deadline - time.monotonic()))

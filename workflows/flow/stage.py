@@ -95,10 +95,14 @@ Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
 
 
 class LeaseChoice(NamedTuple):
-    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once (0: as the stage says)."""
+    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once (0: as the stage says).
+
+    patient: wait for rows that are preferred, for `preference.LOOK_S`, before any other row is taken.
+    """
 
     where: Where = ()
     slots: int = 0
+    patient: bool = False
 
 
 @runtime_checkable

@@ -1,12 +1,15 @@
 """The advantage stage: the columns of each kind for whole groups or batches, and groups that teach nothing dropped."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import msgspec
 import numpy as np
 import pytest
 
 import transferqueue as tq
 from tests.workflows.job import jobs
-from transferqueue.workflows.flow.events import Figures
+from transferqueue.workflows.flow.events import WORK, Figures
 from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
@@ -15,6 +18,7 @@ from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.stages.advantage import advantage
 from transferqueue.workflows.job.stages.drop_streak import DropStreak
 
+WAIT_S = 30.0
 LENGTHS = [3, 1, 2, 4, 2, 3, 1, 2]
 REWARDS = [1.0, 0.0, 0.0, 0.5, 0.25, 0.25, 0.25, 0.25]
 
@@ -126,3 +130,62 @@ def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
         StageFailedInProcess, match=r"the last 160 rows, 20 batches, were all dropped: the rewards were equal"
     ):
         streak.count(kept=0, dropped=1)
+
+
+# ---------------------------------------------------------------- rows of one step
+
+
+def test_a_whitened_batch_has_the_rows_of_the_next_step_though_later_ones_are_ready_before():
+    """After a step was taken back, rows of the step after it are generated beside its own."""
+    settings = jobs.job("ppo", "trainer.prompts_per_step=8", "pacing.mode=sync", "trainer.order=ordinal")
+    (stage,) = [stage for stage in stages(settings) if stage.task.name == names.ADVANTAGE]
+    plain = msgspec.json.decode(msgspec.json.encode(settings))
+    needed = [*stage.task.needs, *stage.task.gives]
+    with tq.connect() as queue:
+        table = queue.create_table(
+            names.TABLE,
+            fields=[field for field in fields(settings) if field.name in needed],
+            tasks=[stage.task, tq.Task("keep", needs=stage.task.gives)],
+        )
+        ordinals = [9, 0, 6, 8, 5, 15, 4, 14, 13, 3, 12, 2, 11, 1, 10]
+        (late,) = put_steps(table, stage, [7], without="values")
+        put_steps(table, stage, ordinals)
+        with (
+            ThreadPoolExecutor(1) as pool,
+            advantage(Context(queue=queue, table=table, emit=lambda event: None, settings=plain)) as work,
+        ):
+            leased = threading.Event()
+            served = pool.submit(run_stage, table, stage, work, emit=lambda event: event.name == WORK and leased.set())
+            assert leased.wait(WAIT_S)
+            table.update([late], values=[COLUMNS["values"][7]])
+            table.seal()
+            served.result(WAIT_S)
+        rows = table.read()
+        given = dict(zip(rows.ordinal.tolist(), rows["token_advantages"], strict=True))
+    for first in (0, 8):
+        expected = whitened_step(settings)
+        for row in range(8):
+            assert given[first + row].tolist() == expected[row].tolist()
+
+
+def put_steps(table, stage, ordinals, without=""):
+    """Put rows with these ordinals: that of ordinal n has the columns of row n % 8."""
+    rows = [ordinal % 8 for ordinal in ordinals]
+    columns = {
+        name: [values[row] for row in rows]
+        for name, values in COLUMNS.items()
+        if name in stage.task.needs and name != without
+    }
+    return table.put(ordinal=ordinals, group_id=ordinals, group_size=1, policy_version=0, **columns)
+
+
+def whitened_step(settings):
+    rows = ScoredRows(
+        rewards=REWARDS,
+        group_id=range(8),
+        masks=[np.ones(length, bool) for length in LENGTHS],
+        logprobs=COLUMNS["rollout_logprobs"],
+        ref_logprobs=COLUMNS["ref_logprobs"],
+        values=COLUMNS["values"],
+    )
+    return advantage_columns_of(rows, settings.algorithm)["token_advantages"]

@@ -1,12 +1,22 @@
 """Policy and critic go back to the same step: which checkpoints count, and which go."""
 
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
+import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.workflows.job.jobs import job
 from transferqueue.errors import Corruption
-from transferqueue.workflows.job import names
+from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.stage import Context
+from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.training.pair import (
     TrainerPair,
     begin_pair,
@@ -75,8 +85,6 @@ def test_checkpoints_without_any_of_the_other_are_kept_and_refused(tmp_path: Pat
 
 
 def test_a_pair_begins_with_a_version_that_no_channel_has(tmp_path: Path) -> None:
-    import numpy as np
-
     with tq.connect() as queue:
         begin_pair(queue, tmp_path, 9)
         first = TrainerPair(tmp_path, 9).start()
@@ -88,3 +96,125 @@ def test_a_pair_begins_with_a_version_that_no_channel_has(tmp_path: Path) -> Non
     assert first is not None
     assert again is not None
     assert (first.version, again.version) == (0, 4)
+
+
+# ---------------------------------------------------------------- the critic takes one step after the other
+
+TURN_ROWS, TURN_STEPS, TURN_S = 2, 2, 60.0
+
+
+@pytest.mark.slow
+def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_its_own(tmp_path: Path) -> None:
+    """After a step was taken back, rows of the steps after it are generated again together with its own, by the same version."""
+    pytest.importorskip("torch")
+    from transferqueue.workflows.job.tiny_model.make import make
+
+    make(tmp_path / "critic", kind="value", **SMALL)
+    wanted = job(
+        "ppo",
+        f"critic.path='{tmp_path}/critic'",
+        f"trainer.prompts_per_step={TURN_ROWS}",
+        "trainer.order=ordinal",
+        "algorithm.whiten=false",
+        "algorithm.kl=0",
+        "pacing.mode=sync",
+        f"steps={TURN_STEPS}",
+        "model.dtype=float32",
+    )
+    TrainerPair(tmp_path, TURN_STEPS).begin_again(0)
+    with tq.connect() as queue:
+        table = graph.create_table(queue, wanted)
+        for ordinal in (2, 0, 3, 1):
+            put_and_score(table, ordinal, version=0)
+        with critic_of(queue, wanted, tmp_path) as steps:
+            publish(queue, names.POLICY, 0)
+            queue.weights(names.CRITIC).pull(above=0, timeout_s=TURN_S).release()
+            wait_at_the_server(queue, names.TRAIN_CRITIC)
+            critic = table.stats()["tasks"][names.TRAIN_CRITIC]
+            assert (critic["ready"], critic["leased"]) == (2, 0)
+            with table.lease(names.TRAIN, rows=2, where=tq.Compare("ordinal", "<", 2), timeout_s=TURN_S) as batch:
+                publish(queue, names.POLICY, 1)  # rows 2 and 3 become stale
+                batch.ack(step=1)
+            with table.lease(names.ROLLOUT, rows=2, timeout_s=TURN_S) as batch:
+                batch.ack(**RESPONSES, policy_version=1)
+            score(table)
+            queue.weights(names.CRITIC).pull(above=1, timeout_s=TURN_S).release()
+            with table.lease(names.TRAIN, rows=2, timeout_s=TURN_S) as batch:
+                publish(queue, names.POLICY, 2)
+                batch.ack(step=2)
+            table.seal()
+    assert [step["rows"] for step in steps()] == [TURN_ROWS, TURN_ROWS]
+
+
+SMALL = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8}
+TOKENS = np.array([0.5, -0.5], np.float32)
+RESPONSES = {
+    "response_ids": [np.array([5, 6], np.int32)] * 2,
+    "rollout_logprobs": [TOKENS] * 2,
+    "token_versions": [np.zeros(2, np.int32)] * 2,
+    "finish_reason": ["stop"] * 2,
+}
+
+
+def put_and_score(table: tq.Table, ordinal: int, *, version: int) -> None:
+    table.put(
+        prompt_ids=[np.array([5, 7], np.int32)],
+        data=[{"prompt": "?"}],
+        group_id=ordinal,
+        group_size=1,
+        ordinal=[ordinal],
+    )
+    with table.lease(names.ROLLOUT, rows=1, timeout_s=TURN_S) as batch:
+        batch.ack(**{name: column[:1] for name, column in RESPONSES.items()}, policy_version=version)
+    score(table, rows=1)
+
+
+def score(table: tq.Table, rows: int = TURN_ROWS) -> None:
+    given: dict[str, dict[str, Any]] = {
+        names.REWARD: {"rewards": [1.0] * rows, "reward_terms": [np.ones(1, np.float32)] * rows},
+        names.VALUE: {"values": [TOKENS] * rows},
+        names.ADVANTAGE: {"token_advantages": [TOKENS] * rows, "returns": [TOKENS] * rows},
+    }
+    for task, columns in given.items():
+        with table.lease(task, rows=rows, timeout_s=TURN_S) as batch:
+            batch.ack(**columns)
+
+
+def publish(queue: tq.Queue, channel: str, version: int) -> None:
+    queue.weights(channel).publish(version, {"w": np.zeros(1, np.float32)})
+
+
+@contextmanager
+def critic_of(queue: tq.Queue, wanted: Any, folder: Path) -> Iterator[Callable[[], list[dict[str, Any]]]]:
+    """The critic's trainer in a thread, until the table ends; gives the figures of its steps."""
+    from transferqueue.workflows.job.training.process import train_critic
+
+    told: list[Event] = []
+
+    def run() -> None:
+        with tq.connect(queue.address, label=names.TRAIN_CRITIC) as own:
+            context = Context(
+                queue=own,
+                table=own.table(names.TABLE),
+                emit=told.append,
+                settings=msgspec.to_builtins(wanted),
+                directory=folder,
+            )
+            with train_critic(context) as loop:
+                loop()
+
+    with ThreadPoolExecutor(1) as pool:
+        ended = pool.submit(run)
+        try:
+            yield lambda: [event.values for event in told if isinstance(event, Figures) and event.kind == "critic_step"]
+            ended.result(TURN_S)
+        except BaseException:
+            queue.drop_table(names.TABLE)  # ends the critic's wait
+            raise
+
+
+def wait_at_the_server(queue: tq.Queue, label: str) -> None:
+    """Wait until a process waits for rows: the server shows it, and tells nobody."""
+    deadline = time.monotonic() + TURN_S
+    while not any(wait["label"] == label for wait in queue.stats()["waiting"]):
+        assert time.monotonic() < deadline, f"{label} does not wait"

@@ -2,6 +2,9 @@
 
 Kinds that compare responses get whole groups. With ``filter_equal`` a group whose rewards are equal is dropped, since it teaches nothing,
 and the source admits another in its place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). Kinds that whiten get a whole batch.
+
+In sync mode with rows in the order of the data, the rows of a whitened batch are exactly those of the trainer's next step (`StepRows`), and are computed with in that order. So a
+run with fixed seeds repeats bit for bit, also after a step was taken back.
 """
 
 from __future__ import annotations
@@ -15,18 +18,24 @@ import numpy.typing as npt
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
-from transferqueue.workflows.flow.stage import Context, Work
+from transferqueue.errors import NotFound
+from transferqueue.workflows.flow.preference import PreferringWork
+from transferqueue.workflows.flow.stage import Context, LeaseChoice, Work
 from transferqueue.workflows.job.algorithms.advantages import (
     ScoredRows,
     advantage_columns_of,
     group_advantages,
 )
+from transferqueue.workflows.job.names import ADVANTAGE
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.sizes import depth
 from transferqueue.workflows.job.stages.drop_streak import DropStreak
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""
+_OPEN: Final = ("pending", "held", "ready", "leased")
+"""States of a row that the stage has not finished."""
 
 
 @contextmanager
@@ -40,10 +49,19 @@ def advantage(context: Context) -> Iterator[Work]:
         "check the rewards, begin with a better model, or set algorithm.filter_equal=false",
     )
 
+    step = StepRows(context)
+    whole_steps = bool(
+        algorithm.whiten and job.trainer.order == "ordinal" and job.pacing.mode == "sync" and not depth(job)
+    )
+
     def compare(batch: tq.Batch) -> Iterator[PartialResult]:
+        if whole_steps and not step.are(batch):
+            yield PartialResult(at=np.arange(len(batch)), columns={}, unfinished=True)
+            return
         rewards_B = batch["rewards"].numpy()
         taught_B = _differ(rewards_B, batch.group_id) if algorithm.filter_equal else np.ones(len(batch), bool)
-        at, equal = np.flatnonzero(taught_B), np.flatnonzero(~taught_B)
+        order = np.argsort(batch.ordinal, kind="stable")
+        at, equal = order[taught_B[order]], order[~taught_B[order]]
         if at.size:
             rows = _scored_rows(batch, job, at)
             columns = advantage_columns_of(rows, algorithm, tokens_max=job.sampling.tokens_max)
@@ -60,7 +78,47 @@ def advantage(context: Context) -> Iterator[Work]:
         )
         streak.count(kept=int(at.size), dropped=int(equal.size))
 
-    yield compare
+    yield PreferringWork(compare, step.choice) if whole_steps else compare
+
+
+class StepRows:
+    """Holds the stage to the rows of the trainer's next step: the lowest ordinals that the trainer has not learned from.
+
+    Until a step is taken back there are no other rows. After it, rows of later steps are generated together with its own, and a lease may give some of both.
+    Then the rows go back, and the stage waits for those below the end of the step.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self._queue, self._table = context.queue, context.table
+        self._below: int | None = None
+
+    def choice(self) -> LeaseChoice:
+        """Return which rows the stage waits for."""
+        return (
+            LeaseChoice()
+            if self._below is None
+            else LeaseChoice((tq.Compare("ordinal", "<", self._below),), patient=True)
+        )
+
+    def are(self, batch: tq.Batch) -> bool:
+        """Whether no row with a lower ordinal is still to come. Else `choice` waits for those that are."""
+        before = self._still_to_come(batch)
+        self._below = int(np.sort(np.append(batch.ordinal, before))[len(batch) - 1]) + 1 if before.size else None
+        return not before.size
+
+    def _still_to_come(self, batch: tq.Batch) -> npt.NDArray[np.int64]:
+        """Ordinals before the batch's last one whose rows the stage has not finished. In sync mode rows that were trained are of lower versions."""
+        earlier = self._table.read(where=tq.Compare("ordinal", "<", int(batch.ordinal.max())), fields=[])
+        current = (earlier.policy_version < 0) | (earlier.policy_version >= int(batch.policy_version.max()))
+        rows = np.setdiff1d(earlier.rows[current], batch.rows)
+        waiting = rows[[self._is_open(int(row)) for row in rows]] if rows.size else rows
+        return np.asarray(earlier.ordinal[np.isin(earlier.rows, waiting)], np.int64)
+
+    def _is_open(self, row: int) -> bool:
+        try:
+            return self._queue.inspect(self._table.name, row)["tasks"][ADVANTAGE]["state"] in _OPEN
+        except NotFound:
+            return False  # it ended meanwhile
 
 
 def _differ(rewards_B: npt.NDArray[np.float32], group_B: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:

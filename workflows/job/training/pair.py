@@ -8,6 +8,9 @@ Rules:
    of them lacks, and writes the version that both publish first, which no channel has yet.
 3. The critic publishes that version first; then the policy; then the critic leases rows. So no row is generated, scored or learned from before both are back, and
    versions of both channels stay equal: the values of rows of version v are given by the critic's version v.
+4. In sync mode the critic with weights of version v learns only from rows of version v. When a step was taken back, rows of the steps after it may be in the
+   table, and they are generated again together with its own. The critic may have finished its step before the policy has; the rows of the next step are then still
+   of the version before. They become stale with the policy's next version, and come again. Without this rule the critic would learn from both.
 """
 
 from __future__ import annotations

@@ -174,6 +174,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
         reward=is_policy and defaults_of(job.algorithm.kind).rewarded,
         seals=is_policy,
         evaluate_every=job.evaluation.every,
+        in_turn=not is_policy and job.pacing.mode == "sync" and depth(job) == 0,
     )
 
 

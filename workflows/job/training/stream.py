@@ -52,10 +52,11 @@ class StreamTerms:
 
 @dataclass(slots=True)
 class GatheredStep:
-    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows."""
+    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows. version_from: see `RowStream.step`."""
 
     batches: list[tq.Batch] = field(default_factory=list)
     idle_s: float = 0.0
+    version_from: int = -1
 
     @property
     def rows(self) -> list[int]:
@@ -105,13 +106,14 @@ class RowStream:
         self._learned: dict[int, int] = {}
         """Rows that the model has learned from and that may come again, with their step."""
 
-    def step(self, compute: Compute) -> GatheredStep | None:
+    def step(self, compute: Compute, *, version_from: int = -1) -> GatheredStep | None:
         """Gather the rows of the next step, and compute with them as they come. None: the table has ended.
 
-        The last step of a table may have fewer rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute` raises, all
-        rows are released, those that it computed with as failed.
+        version_from: take only rows that this version of the policy, or a later one, generated (-1: any). The last step of a table may have fewer
+        rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute` raises, all rows are released, those that it computed with as
+        failed.
         """
-        gathered = GatheredStep()
+        gathered = GatheredStep(version_from=version_from)
         try:
             while not self._gatherer.is_complete:
                 self._take_more(gathered)
@@ -180,21 +182,25 @@ class RowStream:
         while True:
             left_s = max(0.0, self.terms.stall_s - (self._clock() - started))
             try:
-                return self._lease(left_s, holds=bool(gathered.batches))
+                return self._lease(left_s, holds=bool(gathered.batches), version_from=gathered.version_from)
             except EndOfTable:
                 return None
             except RowsEnded as ended:
                 self._gatherer.gone(first // self._unit_rows for first, _ in ended.ordinals)
 
-    def _lease(self, timeout_s: float, *, holds: bool) -> tq.Batch:
+    def _lease(self, timeout_s: float, *, holds: bool, version_from: int) -> tq.Batch:
         wanted, terms = self._gatherer.wanted(), self.terms
-        ordinal = () if wanted.below is None else tq.Compare("ordinal", "<", wanted.below * self._unit_rows)
+        where: list[tq.Compare | tq.VersionBetween] = []
+        if wanted.below is not None:
+            where.append(tq.Compare("ordinal", "<", wanted.below * self._unit_rows))
+        if version_from >= 0:
+            where.append(tq.VersionBetween(low=version_from))
         return self.table.lease(
             terms.task,
             groups=wanted.units if terms.whole else None,
             rows=None if terms.whole else wanted.units,
             at_least=wanted.at_least,
-            where=ordinal,
+            where=where,
             fields=[*terms.fields, *terms.figures],
             timeout_s=timeout_s,
             awaited=self._awaited(),

@@ -9,6 +9,7 @@ Rules:
    again under the next number. Rows of the lost versions are then as stale as the table's pacing says.
 3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as dropped ("surplus").
 4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same checkpoint (`pair`).
+5. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule 4).
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class TrainerTerms:
     """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
 
     endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
-    two evaluations (0: before and after only).
+    two evaluations (0: before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them (rule 5).
     """
 
     task: str
@@ -49,6 +50,7 @@ class TrainerTerms:
     reward: bool = False
     seals: bool = True
     evaluate_every: int = 0
+    in_turn: bool = False
 
 
 class Evaluations(Protocol):
@@ -108,6 +110,7 @@ class Trainer:
     version: int = -1
     """Version of the weights as they are."""
     _saved: int = -1
+    _in_turn: bool = False
     _trained: list[Any] = field(default_factory=list)
 
     def begin(self, *, resumed: bool) -> None:
@@ -117,6 +120,7 @@ class Trainer:
                 self._confirm()
                 self._saved = self.step
             self.table.rollback(self.step, task=self.terms.task)
+        self._in_turn = self.terms.in_turn and self._begins_with_partner
         self._publish_first()
         if self._evaluates(self.step):
             self.evaluations.request(self.step, self.version)
@@ -125,7 +129,7 @@ class Trainer:
         """Train until the last step or the end of the table; then save, and end the table if it ends with this trainer."""
         try:
             while not self._has_all_steps:
-                gathered = self.stream.step(self.passes.compute)
+                gathered = self.stream.step(self.passes.compute, version_from=self.version if self._in_turn else -1)
                 if gathered is None:
                     break
                 if gathered.is_held:
@@ -145,6 +149,11 @@ class Trainer:
     @property
     def _has_all_steps(self) -> bool:
         return self.step >= self.terms.steps and not self.terms.endless
+
+    @property
+    def _begins_with_partner(self) -> bool:
+        """Whether both trainers of the pair begin now. A critic that starts again alone finds the version that both began with: the policy has finished."""
+        return self.partner is not None and self.latest < self.partner.first_version()
 
     def _publish_first(self) -> None:
         """Publish the weights as they are, unless they are the newest. Of a pair the critic is first, and waits for the policy (`pair`, rule 3)."""
