@@ -5,6 +5,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from tests.markdown import ROOT
@@ -45,9 +47,11 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 )
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
 """What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four seconds sooner."""
-JOBS = {"grpo": GRPO, "ppo": PPO}
-"""Sync mode, fixed seeds, rows in order: grpo ends with the same weights whatever is killed. PPO does not yet: after a step is taken back, rows of the next step
-wait beside its own, and the critic may learn from them too early."""
+JOBS = {"grpo": GRPO, "ppo": PPO, "ppo-whitened": PPO.replace("whiten = false", "whiten = true")}
+"""Sync mode, fixed seeds, rows in order: each ends with the same weights whatever is killed."""
+
+LOOK_S = 0.01
+"""Time between two looks at a run from outside: a phase may be over in a tenth of a second."""
 
 REWARDS = """
 def spread(completion_ids):
@@ -68,7 +72,7 @@ def make_place(folder: Path, kind: str = "grpo") -> Path:
         "head_dim": 8,
     }
     make(folder / "model", **size)
-    if kind == "ppo":
+    if kind.startswith("ppo"):
         make(folder / "critic", kind="value", **size)
     write_data(folder / "data", train=64, test=16)
     (folder / "job.toml").write_text(JOBS[kind])
@@ -76,16 +80,23 @@ def make_place(folder: Path, kind: str = "grpo") -> Path:
     return folder
 
 
-def train(place: Path, *words: str) -> subprocess.Popen[str]:
-    """`transferqueue train`, whose output is kept for `finished`."""
+def train(place: Path, *words: str, environment: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+    """`transferqueue train`, whose output is kept for `finished`. environment: more variables."""
     return subprocess.Popen(
         [sys.executable, "-m", "transferqueue.cli", "train", *words],
         cwd=place,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", CLASS_VARIABLE: TOKENIZER},
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", CLASS_VARIABLE: TOKENIZER}
+        | dict(environment or {}),
     )
+
+
+def undisturbed(place: Path) -> dict:
+    """The summary of a run in the folder ``whole``, of which nothing is killed."""
+    return finished(train(place, "job.toml", "--out", "whole", "--json"))
 
 
 def finished(process: subprocess.Popen[str], timeout_s: float = 500) -> dict:
@@ -101,17 +112,27 @@ def lines(path: Path) -> list[dict]:
 
 
 def wait_for(process: subprocess.Popen[str], path: Path, rows: int) -> None:
-    """Wait until a file of the run has so many lines, or the run ends. The run writes it, so there is nothing else to wait on."""
+    """Wait until a file of the run has so many lines. Fails if the run ends before, or takes too long."""
     deadline = time.monotonic() + 400
     while path.read_bytes().count(b"\n") < rows if path.exists() else rows:
-        assert process.poll() is None, process.communicate()
         assert time.monotonic() < deadline, f"{path} has {len(lines(path))} lines, not {rows}"
-        time.sleep(0.05)
+        assert not ends_within(process, LOOK_S), process.communicate()
 
 
-def final_weights(folder: Path) -> bytes:
-    """The policy of a run after its last step."""
-    return (folder / "checkpoints" / "train" / f"step-{STEPS:08}" / "model.safetensors").read_bytes()
+def ends_within(process: subprocess.Popen[str], seconds: float) -> bool:
+    """Wait so long for the end of a process; return whether it came."""
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(seconds)
+    return process.returncode is not None
+
+
+def final_weights(folder: Path) -> dict[str, bytes]:
+    """The weights of a run's trainers, by task: those of their last checkpoints, which must be of the last step."""
+    newest = {
+        task.name: max(task.glob("step-*")) for task in sorted((folder / "checkpoints").iterdir()) if task.is_dir()
+    }
+    assert {path.name for path in newest.values()} == {f"step-{STEPS:08}"}, newest
+    return {task: (path / "model.safetensors").read_bytes() for task, path in newest.items()}
 
 
 # ---------------------------------------------------------------- processes of a run
