@@ -76,3 +76,16 @@ def test_whole_groups(ranks: list[tq.Table]) -> None:
         assert batch.group_id.tolist() == [1] * 4
     with pytest.raises(tq.UsageError, match=r"group.*4.*2|2.*group.*4"):  # it could never fit
         table.lease("whole", rows=2, timeout_s=5)
+
+
+def test_an_empty_share_has_facts_of_no_rows(ranks: list[tq.Table]) -> None:
+    table = ranks[0]
+    table.put(x=np.arange(1.0))
+    table.seal()
+    with ThreadPoolExecutor(2) as pool:
+        batches = list(pool.map(lambda at: ranks[at].lease("train", rows=2, rank=at, world=2, timeout_s=20), range(2)))
+    assert sorted(len(batch) for batch in batches) == [0, 1]
+    for batch in batches:
+        facts = (batch.policy_version, batch.tokens, batch.group_id, batch.group_size, batch.ordinal)
+        assert [len(fact) for fact in facts] == [len(batch)] * 5
+        batch.ack()

@@ -33,7 +33,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     parts = [_part(table.core.blocks, places, blocks) for places in table.parts.locate(placed, at)]
     content = ReplyRows(
         rows=rows.tobytes(),
-        **table.rows.reply_facts(at),
+        **table.rows.reply_facts(at, rows.size),
         keys=_of_rows(table.rows.keys, rows, ""),
         tags=_of_rows(table.rows.tags, rows, {}),
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],

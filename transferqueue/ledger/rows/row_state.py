@@ -29,6 +29,8 @@ MASKS_KEPT = 4096
 REPLY_FIELDS_KEPT = 64
 """As `MASKS_KEPT`, for `reply_fields`, whose entries are larger."""
 _UNSET_IN_REPLIES: Final = {name: encode_constant(np.array([UNSET[name]], dtype)) for name, dtype in DTYPES.items()}
+_OF_NO_ROWS: Final = dict.fromkeys(DTYPES, b"")
+"""A share of a batch may have no rows: one item would stand for at least one."""
 
 
 class FieldMask:
@@ -223,10 +225,10 @@ class RowStore:
         self.facts_given[name] = None
         self.facts[name].a[at] = values
 
-    def reply_facts(self, at: Index) -> dict[str, bytes]:
-        """The numeric facts of rows as a reply carries them, by name."""
+    def reply_facts(self, at: Index, rows: int) -> dict[str, bytes]:
+        """The numeric facts of that many rows as a reply carries them, by name."""
         given = {name: encode_constant(self.facts[name].a[at]) for name in self.facts_given}
-        return {**_UNSET_IN_REPLIES, **given}
+        return {**(_UNSET_IN_REPLIES if rows else _OF_NO_ROWS), **given}
 
     def _name(self, rows: list[int], keys: list[str]) -> None:
         self._unname(rows)
