@@ -97,6 +97,18 @@ def test_a_caller_is_told_once_when_nobody_answers_and_the_call_stays_for_its_re
     assert calls.answered(answer(1)) is pending
 
 
+def test_a_call_with_a_later_deadline_keeps_it_on_every_connection() -> None:
+    calls, pending = PendingCalls(), PendingCall(m.Hello(bytes(16)), lambda: None)
+    pending.deadline = 90.0
+    calls.send(pending, 0.0)
+    calls.greet(m.Hello(bytes(16)), 5.0)
+    overdue: list[PendingCall] = []
+    while (due := calls.next_late()) is not None and due < 90.0:
+        overdue += calls.late(due)[1]
+    assert not overdue
+    assert calls.late(120.0)[1] == [pending]
+
+
 def test_an_answered_call_is_not_late() -> None:
     calls = PendingCalls()
     calls.send(asked(), 0.0)

@@ -105,10 +105,12 @@ class PendingCalls:
         return min(next(iter(self._pending), after), next(iter(self._notices), after)) - 1
 
     def send(self, pending: PendingCall, now: float) -> bytes:
-        """Give a call its id. Returns the frame to send."""
+        """Give a call its id, and a deadline unless it has a later one. Returns the frame to send."""
         self._last += 1
         pending.id = self._last
-        pending.deadline = now + wait_of(pending.request) + ANSWER_S
+        deadline = now + wait_of(pending.request) + ANSWER_S
+        if deadline > pending.deadline:
+            pending.deadline = deadline
         pending.next_send = now + wait_of(pending.request) + RESEND_S
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
         self._pending[pending.id] = pending

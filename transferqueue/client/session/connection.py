@@ -26,6 +26,7 @@ from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.undo import unanswered
 from transferqueue.errors import Forked, InternalError, TransferQueueError, Unreachable
+from transferqueue.limits import ANSWER_S
 from transferqueue.transport import ClientChannel
 from transferqueue.wire import messages as m
 
@@ -49,6 +50,7 @@ class Connection:
         self._io.thread.start()
         heard = threading.Event()
         pending = PendingCall(hello, heard.set)
+        pending.deadline = self.clock() + timeout_s + ANSWER_S  # the wait below ends first
         try:
             self._submit(pending)
             if not heard.wait(timeout_s):
