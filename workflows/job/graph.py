@@ -19,6 +19,7 @@ Which of them a job has, and what each reads: `transferqueue.workflows.job.setti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
@@ -27,6 +28,8 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
+from transferqueue.errors import NotFound
+from transferqueue.text import counted
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.job import names
@@ -296,8 +299,15 @@ def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
 
 
 def engine_of(job: Job, instance: int) -> EngineSettings:
-    """Return the settings of the generating process with number `instance`. Those beyond the job's counts were added while it runs, and are like the last."""
+    """Return the settings of the generating process with number `instance`. In an elastic job those beyond its counts were added while it runs, and are
+    like the last; in others there are none (`NotFound`).
+    """
     each = [engine for engine in job.engine for _ in range(engine.count)]
+    if not 0 <= instance < (math.inf if job.elastic.max else len(each)):
+        raise NotFound(
+            f"there is no generating process {instance}: the job declares {counted(len(each), 'engine')} (engine[].count), numbered from 0; add to a count, or set "
+            "elastic.max"
+        )
     return each[min(instance, len(each) - 1)]
 
 

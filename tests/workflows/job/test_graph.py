@@ -6,6 +6,7 @@ import pytest
 
 import transferqueue as tq
 from tests.workflows.job.jobs import KINDS, job
+from transferqueue.errors import NotFound
 from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
@@ -95,6 +96,9 @@ def test_counts_of_processes_follow_from_the_settings():
         count[process.name] = count.get(process.name, 0) + 1
     assert count == {"prompts": 1, "rollout": 3, "reward": 3, "advantage": 1, "train": 1, "evaluate": 1}
     assert [graph.engine_of(settings, number).kind for number in range(3)] == ["vllm", "vllm", "transformers"]
+    for number in (3, -1):
+        with pytest.raises(NotFound, match=rf"no generating process {number}: the job declares 3 engines"):
+            graph.engine_of(settings, number)
 
 
 def test_pacing_follows_the_mode():

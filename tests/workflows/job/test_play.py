@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -17,6 +18,8 @@ from tests.workflows.job.policies import job_of, table_of
 from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, Sampling
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
+from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
+from transferqueue.workflows.flow.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job
@@ -202,16 +205,55 @@ def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
     settings = job("tests.workflows.job.test_play:Broken")
     play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(
-        EnvironmentFailed, match=r"ordinal 1 failed with RuntimeError: the tool is gone; .*1\+1=.* on_error = \"drop\""
-    ):
+        EnvironmentFailed,
+        match=r"ordinal 1 failed with RuntimeError: the tool is gone \(try 2\); the policy had said '2'; .*1\+1=.* on_error = \"drop\"",
+    ) as failed:
         played(play, settings, tokenizer, ["2+2=", "1+1="])
+    assert isinstance(failed.value, StageFailedInProcess)  # which ends the run, whatever other rows do
 
 
-def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(tokenizer: Any) -> None:
+class Shaky(Gated):
+    """Fails each time with other words, as often as `failures` says."""
+
+    failures, failed = 0, 0
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        if Shaky.failed < Shaky.failures:
+            Shaky.failed += 1
+            raise RuntimeError(f"timeout {Shaky.failed}")
+        return super().step(action)
+
+
+@pytest.mark.parametrize("failures", [ATTEMPTS_MAX_DEFAULT - 1, ATTEMPTS_MAX_DEFAULT])
+def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
+    tokenizer: Any, failures: int
+) -> None:
+    settings = job("tests.workflows.job.test_play:Shaky")
+    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    Shaky.failures, Shaky.failed = failures, 0
+    if failures < ATTEMPTS_MAX_DEFAULT:
+        assert played(play, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
+        return
+    with pytest.raises(EnvironmentFailed, match=rf"timeout {failures} \(try {failures}\)"):
+        played(play, settings, tokenizer, ["2+2="])
+
+
+def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
+    settings = job("tests.workflows.job.test_play:Broken", reward={"on_error": "drop"})
+    settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
+    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
+        played(play, settings, tokenizer, ["1+1="] * 20)
+
+
+def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(
+    tokenizer: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     settings = job("tests.workflows.job.test_play:Broken", reward={"on_error": "drop"})
     play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     parts = played(play, settings, tokenizer, ["2+2=", "1+1="])
     assert (parts[0].drop, parts[1].drop) == ("", FAILED)
+    assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=.*the row is dropped", caplog.text)
 
 
 def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:

@@ -56,6 +56,27 @@ def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
         assert words in text
 
 
+def test_each_reward_term_has_its_mean(tmp_path):
+    with RunRecord(tmp_path) as record:
+        for version in range(20):
+            for count in (1, 3):
+                values = {"reward/exact": version / 10, "scored/exact": count, "scored/matches": 0, "version": version}
+                record.add("reward-0", Figures(kind="reward", at=0.0, values=values | {"rows": 4, "dropped": 0}))
+        scored = {"reward/matches": 0.5, "scored/matches": 2, "scored/exact": 0, "version": 0}
+        record.add("reward-0", Figures(kind="reward", at=0.0, values=scored))
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert summary.reward_terms == {"exact": (0.05, 1.85), "matches": (0.5, None)}
+    assert "exact 0.050 → 1.850, matches 0.500 → none" in summary.text()
+
+
+def test_log_probs_are_compared_before_the_first_update_of_a_step(tmp_path):
+    with RunRecord(tmp_path) as record:
+        record.add("train-0", step(1, 1.0, logprob_difference=0.01, logprob_difference_later=0.2))
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0)
+    assert (summary.logprob_difference, summary.logprob_difference_later) == (0.01, 0.2)
+    assert "0.01 before the first update of a step, 0.2 before the others" in summary.text()
+
+
 def test_dispatch_by_length_is_in_the_summary_and_in_a_file(tmp_path):
     figures = {
         "step": 3,

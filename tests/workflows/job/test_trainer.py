@@ -123,6 +123,7 @@ def test_a_step_of_several_updates_publishes_once(model: Path, queue: tq.Queue, 
     steps = trained(queue, given, tmp_path)
     assert [step["version"] for step in steps] == [1, 2, 3, 4]
     assert all(step["rows"] == 6 for step in steps)
+    assert all({"logprob_difference", "logprob_difference_later"} <= set(step) for step in steps)
 
 
 # ---------------------------------------------------------------- resume

@@ -21,6 +21,8 @@ from transferqueue.workflows.job import names
 SAMPLES: Final = "samples"
 """Kind of the event with sample responses."""
 CHECKPOINT: Final = "checkpoint"
+REWARD: Final = "reward"
+"""Kind of the event that says what each reward term gave the rows of a lease."""
 PUBLICATION: Final = "publication"
 """Kind of the event that says what a publication of weights cost a rank of a trainer."""
 SPANS_MAX: Final = 200_000
@@ -54,6 +56,8 @@ class RunRecord:
         self.elastic: list[dict[str, Any]] = list(self._earlier(ELASTIC))
         self.checkpoints: list[int] = []
         self.failures: Counter[str] = Counter()
+        self.terms: dict[int, dict[str, tuple[float, int]]] = {}
+        """Of this start, by the table's clock: the sum of each reward term's scores, and of how many rows."""
         self.aborted: Counter[str] = Counter()
         """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of this start."""
         self.publish_s: list[float] = []
@@ -83,6 +87,8 @@ class RunRecord:
                 self._write(SAMPLES, sample)
         elif event.kind == PUBLICATION:
             self.publications.setdefault(label, []).append(event.values)
+        elif event.kind == REWARD:
+            self._terms(event.values)
         elif event.kind == ABORTED:
             self.aborted.update(event.values)
         elif event.kind == CHECKPOINT:
@@ -108,6 +114,14 @@ class RunRecord:
             self.new_steps.append(int(values["step"]))
             self.ended_s = event.at
         self._write(event.kind, values)
+
+    def _terms(self, values: Mapping[str, Any]) -> None:
+        terms = self.terms.setdefault(int(values["version"]), {})
+        for key, count in values.items():
+            name = key.removeprefix("scored/")
+            if name != key and count:
+                total, rows = terms.get(name, (0.0, 0))
+                terms[name] = total + float(values[f"reward/{name}"]) * int(count), rows + int(count)
 
     def _span(self, label: str, span: TimeSpan) -> None:
         self._spans.append((label, span))

@@ -15,6 +15,8 @@ from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan import Predicted
 
+DIFFERENCE: Final = "logprob_difference"
+"""Figure of a step, and, with ``_later``, of its updates after the first."""
 MEASURES: Final = ("reward", "kl", "loss")
 """What an evaluation may measure; of a run that of its kind."""
 
@@ -28,10 +30,12 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
     processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for weights. publish_s: median time of a
     publication. publications: what those of this start cost each trainer or rank (``train-0``, …): their number (versions), bytes that it wrote and seconds that it
-    stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token. staleness: rows by
+    stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token; where a
+    step takes several updates, before the first of them, and logprob_difference_later of the others. staleness: rows by
     versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
     (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
     ranker: each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
+    reward_terms: mean score of each reward term, before its weight, over the rows that were scored in the first and in the last tenth of this start's versions.
     aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and ``tokens`` that such rows had.
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
@@ -64,6 +68,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     dispatch: dict[str, Any] = {}
     ranker: list[dict[str, Any]] = []
     publications: dict[str, dict[str, float]] = {}
+    reward_terms: dict[str, tuple[float | None, float | None]] = {}
+    logprob_difference_later: float | None = None
     aborted: dict[str, int] = {}
     elastic: ElasticSummary | None = None
     step_s: float | None = None
@@ -78,6 +84,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("steps", f"{self.steps:,}" + (f", in {self.starts} starts" if self.starts > 1 else "")),
             (f"held-out {self.measure}", _change(self.before, self.after)),
             ("reward of trained rows", _change(self.train_reward_first, self.train_reward_last)),
+            *([("each reward of scored rows", _by_term(self.reward_terms))] if self.reward_terms else []),
             ("seconds", f"{self.seconds:.1f}, {self.trained_s:.1f} of them training"),
             ("samples/s, tokens/s", f"{self.samples_per_s:,.1f}, {self.tokens_per_s:,.0f}"),
             ("trainer idle", "not told" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
@@ -85,7 +92,7 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("rows by staleness", _counts(self.staleness)),
             (
                 "trainer − engine log-probs",
-                "not told" if self.logprob_difference is None else f"{self.logprob_difference:.2g}",
+                _difference(self.logprob_difference, self.logprob_difference_later),
             ),
             ("stood still for weights", _milliseconds(self.stood_still_s, "a step")),
             ("weights published in", _milliseconds(self.publish_s, "median")),
@@ -133,7 +140,8 @@ def summarize(
         busy={task: round(share, 4) for task in _TASKS if (share := record.busy(task))},
         stood_still_s=_mean(list(record.each("stood_still_s"))),
         publish_s=round(median(record.publish_s), 5) if record.publish_s else None,
-        logprob_difference=_mean(list(record.each("logprob_difference"))),
+        logprob_difference=_mean(list(record.each(DIFFERENCE))),
+        logprob_difference_later=_mean(list(record.each(f"{DIFFERENCE}_later"))),
         staleness=record.staleness(),
         rows_put=audit.put,
         rows_done=audit.done,
@@ -142,6 +150,7 @@ def summarize(
         dispatch=record.plans[-1] if record.plans else {},
         ranker=record.refits,
         publications=record.publication_costs(),
+        reward_terms=_term_ends(record.terms),
         aborted=dict(record.aborted),
         elastic=elastic_summary(record.elastic),
         step_s=_rounded(record.step_s()),
@@ -181,6 +190,40 @@ def _ends(steps: Mapping[int, Mapping[str, Any]]) -> tuple[float | None, float |
     rewards = [float(steps[step]["reward"]) for step in sorted(steps) if steps[step].get("reward") is not None]
     tenth = max(1, len(rewards) // 10)
     return (round(fmean(rewards[:tenth]), 4), round(fmean(rewards[-tenth:]), 4)) if rewards else (None, None)
+
+
+def _term_ends(terms: Mapping[int, Mapping[str, tuple[float, int]]]) -> dict[str, tuple[float | None, float | None]]:
+    """Mean score of each reward term in the first and in the last tenth of the versions."""
+    versions = sorted(terms)
+    tenth = max(1, len(versions) // 10)
+    names = dict.fromkeys(name for version in versions for name in terms[version])
+    return {
+        name: (
+            _term_mean([terms[version].get(name, (0.0, 0)) for version in versions[:tenth]]),
+            _term_mean([terms[version].get(name, (0.0, 0)) for version in versions[-tenth:]]),
+        )
+        for name in names
+    }
+
+
+def _term_mean(sums: Sequence[tuple[float, int]]) -> float | None:
+    rows = sum(count for _, count in sums)
+    return round(sum(total for total, _ in sums) / rows, 4) if rows else None
+
+
+def _by_term(terms: Mapping[str, tuple[float | None, float | None]]) -> str:
+    def text(mean: float | None) -> str:
+        return "none" if mean is None else f"{mean:.3f}"
+
+    return ", ".join(f"{name} {text(first)} → {text(last)}" for name, (first, last) in terms.items())
+
+
+def _difference(first: float | None, later: float | None) -> str:
+    if first is None:
+        return "not told"
+    return f"{first:.2g}" + (
+        "" if later is None else f" before the first update of a step, {later:.2g} before the others"
+    )
 
 
 def _dispatched(figures: Mapping[str, Any]) -> str:

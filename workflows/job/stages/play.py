@@ -15,6 +15,7 @@ A row's response is everything after its prompt: what the model drew, and betwee
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from functools import partial
@@ -28,6 +29,8 @@ from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, Ep
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import FlowSignal, PeerError, UsageError
+from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
+from transferqueue.workflows.flow.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer
@@ -35,9 +38,12 @@ from transferqueue.workflows.job.graph import engine_of
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
+from transferqueue.workflows.job.stages.drop_streak import DropStreak
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
 
+_log: Final = logging.getLogger("transferqueue.job")
+_SHOWN_CHARS: Final = 300
 FAILED: Final = "environment_error"
 """Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
 
@@ -59,8 +65,8 @@ def environment_of(job: Job) -> RewardSettings:
     raise UsageError('the job has no environment: give reward = [{ environment = "module:factory" }]')
 
 
-class EnvironmentFailed(UsageError):
-    """An environment raised. Its cause is the error."""
+class EnvironmentFailed(StageFailedInProcess):
+    """An environment raised, and the job says "stop": it ends the run. Its cause is the error."""
 
 
 class LimitedEnvironment:
@@ -78,9 +84,13 @@ class LimitedEnvironment:
             return cast(tuple[Any, Mapping[str, Any]], self._environment.reset(seed=seed, options=options))
 
     def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]]:
-        """Act."""
-        with self._call("step"):
-            return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], self._environment.step(action))
+        """Act. An error of the environment gets a note of what the policy said."""
+        try:
+            with self._call("step"):
+                return cast(tuple[Any, SupportsFloat, bool, bool, Mapping[str, Any]], self._environment.step(action))
+        except Exception as error:
+            error.add_note(f"the policy had said {str(action)[:_SHOWN_CHARS]!r}")
+            raise
 
     def close(self) -> None:
         """Free its resources."""
@@ -115,6 +125,7 @@ class Play:
     ) -> None:
         self._limit = limit or CallLimit(settings.timeout_s)
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
+        self._streak = DropStreak(job, "their environments failed", "see the failures in the log of the play stage")
         self._factory = load_callable(settings.environment, "reward.environment")
         self._engine, self._sampling = engine, sampling
         self._tokenizer = tokenizer or load_tokenizer(job.model)
@@ -132,39 +143,59 @@ class Play:
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
                     yield self._part(rows[at], len(prompts[rows[at]]), episode)
+                    self._streak.count(kept=int(episode is not None), dropped=int(episode is None))
 
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
     ) -> Episode | None:
-        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the environment's seed is made from."""
-        draws = row_seed(self._job.seed, ordinal)
-        try:
-            with closing(self._environment(ordinal, data)) as environment:
-                turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
-                player = EpisodePlayer(
-                    self._engine,
-                    self._sampling,
-                    encode=turns.encode,
-                    decode=turns.decode,
-                    tokens_max=self._job.sampling.tokens_max,
-                )
-                return player.play(
-                    environment,
-                    begin=prompt,
-                    seed=row_seed(self._job.seed, number),
-                    options=dict(data),
-                    draws=draws,
-                    given_up=given_up,
-                )
-        except (PeerError, FlowSignal, EpisodeEnded):
-            raise
-        except Exception as error:
-            if self._settings.on_error == "drop" and not given_up():
-                return None
-            raise EnvironmentFailed(
-                f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with {type(error).__name__}: {error}; its "
-                f'data is {str(dict(data))[:300]}; set on_error = "drop" to go on without such rows'
-            ) from error
+        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the environment's seed is made from.
+
+        An environment that raises gets another try, up to `ATTEMPTS_MAX_DEFAULT` in all, unless it fails with the same words as before.
+        """
+        said, attempt = "", 0
+        while True:
+            attempt += 1
+            try:
+                return self._play(prompt, data, number, ordinal, given_up)
+            except (PeerError, FlowSignal, EpisodeEnded, StageFailedInProcess):
+                raise
+            except Exception as error:
+                before, said = said, f"{type(error).__name__}: {error}"
+                if said != before and attempt < ATTEMPTS_MAX_DEFAULT and not given_up():
+                    continue
+                text = self._failure(error, attempt, ordinal, data)
+                if self._settings.on_error == "drop" and not given_up():
+                    _log.warning("%s; the row is dropped", text)
+                    return None
+                raise EnvironmentFailed(f'{text}; set on_error = "drop" to go on without such rows') from error
+
+    def _play(
+        self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
+    ) -> Episode:
+        with closing(self._environment(ordinal, data)) as environment:
+            turns = ChatTurns(self._tokenizer, self._sampling.stop_ids, environment.role)
+            player = EpisodePlayer(
+                self._engine,
+                self._sampling,
+                encode=turns.encode,
+                decode=turns.decode,
+                tokens_max=self._job.sampling.tokens_max,
+            )
+            return player.play(
+                environment,
+                begin=prompt,
+                seed=row_seed(self._job.seed, number),
+                options=dict(data),
+                draws=row_seed(self._job.seed, ordinal),
+                given_up=given_up,
+            )
+
+    def _failure(self, error: Exception, attempts: int, ordinal: int, data: Mapping[str, Any]) -> str:
+        notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+        return (
+            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with {type(error).__name__}: {error} "
+            f"(try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
+        )
 
     def _environment(self, ordinal: int, data: Mapping[str, Any]) -> LimitedEnvironment:
         """Make the environment of one row."""

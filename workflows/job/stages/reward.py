@@ -34,7 +34,9 @@ def reward(context: Context) -> Iterator[Work]:
 
 @contextmanager
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
-    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, and rows dropped."""
+    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, ``scored/NAME``, of how many rows, and
+    rows dropped.
+    """
     job = context.settings(Job)
     scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
     streak = DropStreak(job, "their rewards failed", "see the failures in the log of the reward stage")
@@ -75,6 +77,10 @@ def _report(context: Context, scorer: RewardScorer, scores: RowScores, version: 
         for name, term_B in zip(scorer.names, scores.terms[kept].T, strict=True)
         if not np.isnan(term_B).all()
     }
+    counts = {
+        f"scored/{name}": int(np.count_nonzero(~np.isnan(term_B)))
+        for name, term_B in zip(scorer.names, scores.terms[kept].T, strict=True)
+    }
     context.figures(
         "reward",
         rows=int(np.count_nonzero(kept)),
@@ -82,4 +88,5 @@ def _report(context: Context, scorer: RewardScorer, scores: RowScores, version: 
         dropped=int(np.count_nonzero(scores.failed)),
         failures=list(scores.failures[:_SHOWN]),
         **terms,
+        **counts,
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from typing import Final
 
@@ -60,7 +60,7 @@ class Passes:
         self._kept_ids += ids
 
     def update(self) -> dict[str, float]:
-        """Update the weights once the step's rows were given; returns figures, of several updates their means."""
+        """Update the weights once the step's rows were given; returns figures, of several updates their means (but see `of_updates`)."""
         if not self.keeps_rows:
             return self._update(counts=True)
         columns, figures = joined(self._kept), []
@@ -69,7 +69,7 @@ class Passes:
             self._compute(select(columns, rows), [self._kept_ids[row] for row in rows])
             figures.append(self._update(counts=number == len(cut)))
         self._kept, self._kept_ids = [], []
-        return {name: sum(each[name] for each in figures) / len(figures) for name in figures[-1]}
+        return of_updates(figures)
 
     def discard(self) -> None:
         """Forget the step's rows."""
@@ -106,6 +106,23 @@ class Passes:
     def _update(self, *, counts: bool) -> dict[str, float]:
         self._ranks.tell(Kind.UPDATE, [int(counts)])
         return self._learner.step(counts=counts)
+
+
+DIFFERENCE: Final = "logprob_difference"
+"""Figure that compares log-probs by the trainer with those of the engine: only before the first update have both the same weights."""
+
+
+def of_updates(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the figures of a step of several updates: their means, but for `DIFFERENCE` that of the first, and the mean of the others apart.
+
+    >>> of_updates([{"loss": 1.0, "logprob_difference": 0.01}, {"loss": 3.0, "logprob_difference": 0.5}])
+    {'loss': 2.0, 'logprob_difference': 0.01, 'logprob_difference_later': 0.5}
+    """
+    means = {name: sum(each[name] for each in figures) / len(figures) for name in figures[-1]}
+    if DIFFERENCE not in means or len(figures) == 1:
+        return means
+    later = [each[DIFFERENCE] for each in figures[1:]]
+    return means | {DIFFERENCE: figures[0][DIFFERENCE], f"{DIFFERENCE}_later": sum(later) / len(later)}
 
 
 def encoded(passes: Sequence[Sequence[int]]) -> list[int]:
