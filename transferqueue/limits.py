@@ -140,6 +140,9 @@ STALLED_S: Final = 0.25
 """Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
 """A server whose lock was free this long does not resume its sessions."""
+COPIED_BYTES_MAX: Final = 16 * KIB
+"""Rows of one reply up to this size are copied out of the arena. That takes 2 microseconds; to map their pages, to touch them and to drop
+them takes 10 to 50."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 

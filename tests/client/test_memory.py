@@ -12,6 +12,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
+from transferqueue.limits import COPIED_BYTES_MAX
 
 MIB = 1 << 20
 
@@ -117,6 +118,17 @@ def test_reading_without_a_lease_holds_memory_until_it_is_released(queue: tq.Que
         found["x"].numpy()
     queue.tables()  # a call later than the unpin
     assert queue.stats()["server"]["used_bytes"] < MIB
+
+
+def test_views_of_few_bytes_are_copies_that_hold_no_memory() -> None:
+    with tq.connect(arena_bytes="4MiB") as queue:
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+        views = []
+        for value in range(300):  # 4.7 MiB in all
+            table.put(x=np.full((1, COPIED_BYTES_MAX), value % 251, np.uint8), timeout_s=20)
+            with table.lease("a", rows=1) as batch:
+                views.append(batch["x"].numpy())
+        assert all((view == value % 251).all() for value, view in enumerate(views))
 
 
 def test_two_batches_of_one_process_do_not_see_each_others_changes(table: tq.Table) -> None:

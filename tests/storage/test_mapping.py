@@ -120,6 +120,18 @@ def test_bytes_outside_the_arena_are_corruption_and_leave_no_pin(shard: Shard) -
     assert not shard.mapping._open_pages().viewed
 
 
+def test_copies_are_this_processes_own_and_hold_nothing(shard: Shard) -> None:
+    block = one_block(shard)
+    copy = shard.mapping.copies([block])[block.block]
+    shard.mapping.writable(block.offset, block.nbytes)[:8] = bytes([255] * 8)
+    assert copy.view(np.int64).tolist() == NUMBERS.tolist()
+    assert not shard.mapping._open_pages().viewed
+    with pytest.raises(Corruption, match="is not an aligned piece of the arena"):
+        shard.mapping.copies([replace(block, offset=shard.arena.capacity)])
+    del copy
+    assert shard.released == []
+
+
 def test_if_not_all_can_be_mapped_nothing_is_held(shard: Shard, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = one_block(shard), one_block(shard)
     held = shard.mapping.pin([second])  # so that another look at the second needs a mapping of its own

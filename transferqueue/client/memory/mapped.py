@@ -19,6 +19,7 @@ from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.client.session.session_lock import SessionLock
 from transferqueue.errors import Unreachable
+from transferqueue.limits import COPIED_BYTES_MAX
 from transferqueue.schema import Field
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.columns.column import Column
@@ -101,16 +102,21 @@ class MappedMemory:
         return columns, held
 
     def pin(self, shard: int, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
-        """The bytes of each block of this shard that a reply named, each once. Its pin returns when the last view is collected."""
+        """The bytes of each block of this shard that a reply named, each once. Its pin returns when the last view is collected; that of
+        few bytes, which are copied, at once."""
         if not blocks:
             return {}
         arena = self._arenas.get(shard) or self._arena(shard)
+        copied = sum([block.nbytes for block in blocks]) <= COPIED_BYTES_MAX
         self._count(len(blocks))
         try:
-            return arena.pin(blocks)
+            memory = arena.copies(blocks) if copied else arena.pin(blocks)
         except BaseException:
             self._released(Pins([block.block for block in blocks]))
             raise
+        if copied:
+            self._released(Pins([block.block for block in blocks]))
+        return memory
 
     def pin_all(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
         """The same for blocks of several mapped shards."""
