@@ -120,6 +120,12 @@ def test_reading_without_a_lease_holds_memory_until_it_is_released(queue: tq.Que
     assert queue.stats()["server"]["used_bytes"] < MIB
 
 
+def test_no_rows_have_facts_of_no_rows(table: tq.Table) -> None:
+    table.put(x=[1], tokens=[3])
+    rows = table.read(where=tq.Compare("tokens", ">", 3))
+    assert [rows.tokens.size, rows.group_size.size, rows.policy_version.size, rows.priority.size] == [0, 0, 0, 0]
+
+
 def test_views_of_few_bytes_are_copies_that_hold_no_memory() -> None:
     with tq.connect(arena_bytes="4MiB") as queue:
         table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
