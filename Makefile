@@ -137,8 +137,8 @@ $(SHIMMED): tests/engines/shim.txt pyproject.toml
 	@$(SHIM)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-test-shim: $(SHIMMED) ## the drop-in for transfer_queue against the original's public tests (2 minutes)
-	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py $(ARGS)
+test-shim: $(SHIMMED) ## the drop-in for transfer_queue, by its own tests and against the original's public tests (3 minutes)
+	$(SHIM)/bin/python -m pytest tests/engines/test_shim.py tests/adapters/test_transfer_queue_*.py $(ARGS)
 
 $(VERLED): tests/engines/verl.txt pyproject.toml
 	@test -x $(VERL)/bin/python || { echo 'verl: creating $(VERL) with verl 0.9.1 and what its data path needs'; $(PYTHON) -m venv $(VERL); }

@@ -12,7 +12,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
-pytest.importorskip("omegaconf")
+pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service

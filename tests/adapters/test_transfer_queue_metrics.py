@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("torch")
 pytest.importorskip("tensordict")
-pytest.importorskip("omegaconf")
+pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters import transfer_queue
 from transferqueue.adapters.transfer_queue import deployment as service
