@@ -75,6 +75,7 @@ class PlanFollower:
         self._queue, self._channel, self._engine = queue, plan_channel(table), engine
         self._own = EngineLane(serves, slots)
         self._plan = Plan()
+        self._changed = threading.Condition()
         self._ended = False
         self._thread = threading.Thread(target=self._follow, name="plan", daemon=True)
         self._thread.start()
@@ -83,6 +84,11 @@ class PlanFollower:
     def plan(self) -> Plan:
         """The newest plan."""
         return self._plan
+
+    def wait_for(self, condition: Callable[[LeaseChoice], bool], timeout_s: float) -> bool:
+        """Wait until the newest plan gives a `choice` that satisfies `condition`; return False if none does within `timeout_s`."""
+        with self._changed:
+            return self._changed.wait_for(lambda: condition(self.choice()), timeout_s)
 
     def choice(self) -> LeaseChoice:
         """Return which rows the engine leases first now, and how many it runs at once."""
@@ -100,11 +106,14 @@ class PlanFollower:
         version = -1
         while not self._ended:
             try:
-                version, self._plan = newest(self._queue, self._channel, Plan, above=version, timeout_s=_FOLLOW_S)
+                version, plan = newest(self._queue, self._channel, Plan, above=version, timeout_s=_FOLLOW_S)
             except DeadlineExceeded:
                 continue
             except PeerError:
                 return  # the queue is closed
+            with self._changed:
+                self._plan = plan
+                self._changed.notify_all()
 
 
 @contextmanager

@@ -67,11 +67,12 @@ class Place:
         import msgspec
 
         self.job, self.events = ranked_job(), list[Event]()
+        self._told = threading.Condition()
         self.table = graph.create_table(queue, self.job)
         self.context = Context(
             queue=queue,
             table=self.table,
-            emit=self.events.append,
+            emit=self._tell,
             settings=msgspec.to_builtins(self.job),
             directory=folder,
         )
@@ -118,6 +119,23 @@ class Place:
             batch.ack()
         return kinds, expected
 
+    def _tell(self, event: Event) -> None:
+        with self._told:
+            self.events.append(event)
+            self._told.notify_all()
+
+    def wait_until_learned(self, rows: int) -> None:
+        """Wait until the ranker has learned from so many rows."""
+
+        def learned() -> int:
+            refits = [event for event in self.events if isinstance(event, Figures) and event.kind == "ranker"]
+            return max((event.values["rows"] for event in refits), default=0)
+
+        with self._told:
+            assert self._told.wait_for(lambda: learned() >= rows, WAIT_S), (
+                f"the ranker learned {learned()} of {rows} rows"
+            )
+
     def end(self) -> list[Figures]:
         self.table.seal()
         self.thread.join(WAIT_S)
@@ -136,7 +154,7 @@ def test_it_learns_from_finished_rows_and_puts_the_longest_first(queue: tq.Queue
         place.put(step)
         seen.append(place.generate())
         if step < STEPS - 1:
-            _wait_until_learned(tmp_path / "ranker.npz", rows=(step + 1) * PROMPTS * SIZE)
+            place.wait_until_learned((step + 1) * PROMPTS * SIZE)
     events = place.end()
     figures = [each.values for each in events if each.kind == "dispatch"]
     refits = [each.values for each in events if each.kind == "ranker"]
@@ -171,20 +189,6 @@ def test_a_later_life_goes_on_with_what_was_saved_and_begins_anew_with_what_is_n
     assert (min(expected) > 0, figures.values["ranker_version"]) == (saved, int(saved))
 
 
-def _wait_until_learned(file: Path, rows: int) -> None:
-    """Wait for the ranker's file, which its thread writes after the last rows: there is nothing else to wait on."""
-    import time
-
-    deadline = time.monotonic() + WAIT_S
-    while time.monotonic() < deadline:
-        if file.exists():
-            with np.load(file) as arrays:
-                if arrays["counts"][0] >= rows:
-                    return
-        time.sleep(0.01)
-    raise AssertionError(f"the ranker learned no {rows} rows")
-
-
 # ---------------------------------------------------------------- channels
 
 
@@ -198,10 +202,10 @@ def test_an_engine_is_live_while_its_session_is(queue: tq.Queue) -> None:
         assert follower.choice() == LeaseChoice(slots=3)
         plan = Plan(order="longest", cut=7, lanes={"a": EngineLane("tail", 2), "b": EngineLane("regular", 9)})
         publish(queue, plan_channel("t"), plan)
-        assert _eventually(lambda: follower.plan == plan)
-        assert follower.choice() == LeaseChoice((tq.Compare("tokens", ">=", 7),), 2)
+        assert follower.wait_for(lambda choice: choice == LeaseChoice((tq.Compare("tokens", ">=", 7),), 2), WAIT_S)
+        assert follower.plan == plan
         publish(queue, plan_channel("t"), Plan(lanes={"b": EngineLane("regular", 9)}))
-        assert _eventually(lambda: follower.choice() == LeaseChoice(slots=3))
+        assert follower.wait_for(lambda choice: choice == LeaseChoice(slots=3), WAIT_S)
     other.close()
     assert live_engines(queue, "t") == []
 
@@ -209,7 +213,7 @@ def test_an_engine_is_live_while_its_session_is(queue: tq.Queue) -> None:
 def test_a_follower_of_the_regular_class_takes_the_others(queue: tq.Queue) -> None:
     follower = PlanFollower(queue, "t", "b", 9)
     publish(queue, plan_channel("t"), Plan(cut=7, lanes={"b": EngineLane("regular", 5)}))
-    assert _eventually(lambda: follower.choice() == LeaseChoice((tq.Compare("tokens", "<", 7),), 5))
+    assert follower.wait_for(lambda choice: choice == LeaseChoice((tq.Compare("tokens", "<", 7),), 5), WAIT_S)
     follower.close()
 
 
@@ -219,13 +223,3 @@ def test_a_channel_of_another_program_is_named(queue: tq.Queue) -> None:
         newest(queue, "x", Plan)
     with pytest.raises(DeadlineExceeded):
         newest(queue, "y", Plan)
-
-
-def _eventually(condition: Any) -> bool:
-    """Whether a thread makes the condition true in time; it waits at the server, and tells nobody."""
-    import time
-
-    deadline = time.monotonic() + WAIT_S
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.005)
-    return bool(condition())
