@@ -38,8 +38,8 @@ def rank(run: int, number: int) -> int:
     raise AssertionError(f"rank {number} does not run")
 
 
-def two_ranks(place, out: str, parallel: str = "fsdp2"):
-    return train(place, "job.toml", "--out", out, "--json", *TWO, "--set", f'trainer.parallel="{parallel}"')
+def two_ranks(place, out: str, parallel: str = "fsdp2", *words: str):
+    return train(place, "job.toml", "--out", out, "--json", *TWO, "--set", f'trainer.parallel="{parallel}"', *words)
 
 
 @pytest.mark.parametrize("parallel", ["fsdp2", "ddp"])
@@ -69,3 +69,12 @@ def test_two_ranks_of_fsdp2_train_to_the_end_and_each_publishes_its_half(place) 
     assert first["bytes"] + second["bytes"] > 10_000
     assert 0.3 < first["bytes"] / (first["bytes"] + second["bytes"]) < 0.7
     assert [step["step"] for step in lines(place / "halves" / "steps.jsonl")] == [1, 2, 3, 4]
+
+
+def test_a_rank_that_hangs_is_missed_and_all_are_started_again(place) -> None:
+    process = two_ranks(place, "hung", "ddp", "--set", "trainer.patience_s=20")
+    wait_for(process, place / "hung" / "steps.jsonl", 2)
+    os.kill(rank(process.pid, 1), signal.SIGSTOP)  # it lives, and nobody kills it
+    outcome = finished(process)
+    assert (outcome["starts"], outcome["rows_put"], outcome["rows_done"]) == (1, ROWS, ROWS)
+    assert outcome["rows_dropped"] == {}

@@ -140,7 +140,8 @@ class CriticSettings(ScorerSettings):
 class TrainerSettings(_Table):
     """How the policy is trained. micro_tokens: tokens of one forward and backward pass. stream: begin with the rows that are ready.
 
-    order: "ready" takes groups as they become ready; "ordinal" in the order of the data, so that a run with fixed seeds repeats bit for bit.
+    order: "ready" takes groups as they become ready; "ordinal" in the order of the data, so that a run with fixed seeds repeats bit for bit. patience_s: rank 0 waits
+    so long for another rank in the middle of a step; then all ranks are started again.
     """
 
     prompts_per_step: int = 32
@@ -162,6 +163,7 @@ class TrainerSettings(_Table):
     weight_decay: float = 0.0
     betas: tuple[float, float] = (0.9, 0.95)
     gradient_norm_max: float = 1.0
+    patience_s: float = 600.0
 
 
 class PacingSettings(_Table):

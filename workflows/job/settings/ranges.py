@@ -94,6 +94,7 @@ RANGES: Final[dict[str, NumberRange]] = {
     "trainer.weight_decay": _ANY,
     "trainer.betas": NumberRange(0, 1, below=True, why="they are decays of moving averages"),
     "trainer.gradient_norm_max": NumberRange(0, above=True, why="it bounds the norm of a step's gradient"),
+    "trainer.patience_s": NumberRange(0, 86_400, above=True, why="a rank must have the time for its passes"),
     "pacing.depth": _ANY,
     "pacing.max_staleness": _ANY,
     "pacing.window": NumberRange(1, why="a step uses prompts of one batch at least"),

@@ -47,7 +47,9 @@ def train(context: Context) -> Iterator[Callable[[], None]]:
     """Factory of ``train``: yields the loop that trains the policy. ``context.instance`` is the rank."""
     job = resolve(context.settings(Job))
     settings = job.trainer
-    with meeting(context.queue, context.instance, settings.ranks, settings.parallel) as ranks:
+    with meeting(
+        context.queue, context.instance, settings.ranks, settings.parallel, patience_s=settings.patience_s
+    ) as ranks:
         learner = policy_learner(job, ranks)
         yield _loop(context, job, learner, names.TRAIN)
 

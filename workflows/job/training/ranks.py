@@ -9,6 +9,8 @@ Rules:
    gradient, and the step multiplies by the number of ranks.
 4. A rank that dies ends all: the supervisor sees its death at once, kills the others, and starts all of them again, from the last checkpoint
    (`StageJob.together`). Without a supervisor the next collective of the others fails.
+5. A rank that lives and does not go on (stopped, or in a collective that never ends) is missed by rank 0, whose collectives last at most `patience_s`: it waits in one only while
+   the others have work. It fails then, and rule 4 follows. The others cannot miss rank 0 so: they wait for its commands as long as it waits for rows.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ MEETING_S: Final = 600.0
 CONNECT_S: Final = 5.0
 """Longest time until an announced port answers."""
 WAIT_S: Final = 7 * 3600.0
-"""Longest wait for a command or a collective: longer than rank 0 waits for rows."""
+"""Longest wait of other ranks than 0 for a command: longer than rank 0 waits for rows."""
+PATIENCE_S: Final = 600.0
+"""Longest wait of rank 0 for the others in a collective."""
 _BUCKET: Final = 1 << 26
 """Numbers that are summed over ranks in one call: 256 MiB of float32."""
 
@@ -133,8 +137,10 @@ ALONE: Final = Ranks()
 
 
 @contextmanager
-def meeting(queue: tq.Queue, rank: int, world: int, parallel: Parallel) -> Iterator[Ranks]:
-    """Join the other ranks of this life of the trainer; leave when the block ends.
+def meeting(
+    queue: tq.Queue, rank: int, world: int, parallel: Parallel, *, patience_s: float = PATIENCE_S
+) -> Iterator[Ranks]:
+    """Join the other ranks of this life of the trainer; leave when the block ends. patience_s: longest wait of rank 0 in a collective (rule 5).
 
     Rank 0 announces a port on its host through the queue. Blocks until all have come, at most `MEETING_S`; `Unreachable` then.
     """
@@ -144,7 +150,8 @@ def meeting(queue: tq.Queue, rank: int, world: int, parallel: Parallel) -> Itera
     channel = queue.weights(MEETING, keep=1)
     store = _announced(channel, world) if rank == 0 else _found(channel, world)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timedelta(seconds=WAIT_S))
+    longest = timedelta(seconds=patience_s if rank == 0 else WAIT_S)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=longest)
     try:
         yield Ranks(rank, world, parallel)
     finally:
