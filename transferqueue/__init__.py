@@ -86,7 +86,7 @@ if TYPE_CHECKING:
         TokenBalanced,
         VersionBetween,
     )
-    from transferqueue.schema import Field
+    from transferqueue.schema import Field, Share, Slice
     from transferqueue.storage.columns.column import Column
     from transferqueue.storage.inputs.prepare import Repeat
 
@@ -119,7 +119,7 @@ _MODULES: Final = {
     "policies": "Acked Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
     "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
     "TokenBalanced VersionBetween",
-    "schema": "Field",
+    "schema": "Field Share Slice",
     "storage.columns.column": "Column",
     "storage.inputs.prepare": "Repeat",
 }
@@ -186,6 +186,8 @@ __all__ = [
     "SchemaError",
     "Sealed",
     "Selector",
+    "Share",
+    "Slice",
     "Table",
     "TagIs",
     "Task",

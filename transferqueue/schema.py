@@ -22,7 +22,7 @@ last offset) for each field that is not dense. So a few integers describe a bloc
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Final
 
@@ -155,6 +155,144 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 def known(field: Field) -> Field:
     """The first field that equals this one: its cached properties are computed already."""
     return field
+
+
+SLICE_MAX: Final = 1 << 48
+"""The largest number in a slice: more steps than any memory holds, and twice it is an int64."""
+
+Range = tuple[int, int]
+"""``(start, stop)``: the elements from `start` to before `stop`."""
+
+
+class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share", array_like=True):
+    """The index-th of `of` chunks of each row's first dimension, such as the share of one context-parallel rank: ``Share(0, 4)``.
+
+    Chunks have ``length // of`` steps; the last one has the rest too. zigzag: each row has twice as many chunks, and the share is chunks
+    `index` and ``2 * of - 1 - index``, one after the other, as ring attention balances causal masks. `UsageError` for an index that is
+    none of ``0 .. of - 1``.
+
+    >>> Share(0, 4, zigzag=True)
+    Share(index=0, of=4, zigzag=True)
+    """
+
+    index: int
+    of: int
+    zigzag: bool = False
+
+    def __post_init__(self) -> None:
+        if (
+            not all(type(number) is int for number in (self.index, self.of))
+            or not 0 <= self.index < self.of <= SLICE_MAX
+        ):
+            raise UsageError(
+                f"Share({self.index!r}, {self.of!r}): the first number is the index of a share and the second how many there are; give "
+                "whole numbers with 0 <= index < of, such as Share(rank, ranks)"
+            )
+
+
+class Slice:
+    """Part of each row's value, for `fields` of a lease or a read: ``fields={"experts": Slice(None, (12, 24))}``.
+
+    One entry for each dimension of a row's value, from the first on; missing entries and None are whole. An entry is ``(start, stop)``, with
+    ``0 <= start < stop``; the first may be a `Share`. The shape of the column is cut to it: of a field ``[None, 48, 4]``, one step a token,
+    ``Slice(None, (12, 24))`` leaves ``[None, 12, 4]``. Steps of a ragged row are taken as far as the row has them, so a row that is shorter than
+    `start` is empty. Fits dense and ragged fields with at least one dimension.
+
+    `UsageError`: a range that is empty or negative. `SchemaError`, when it is used: a field that has no such dimension, is shorter there, is
+    text, bytes, plain values or one number a row, or varies in more than its first dimension.
+
+    >>> Slice(None, (12, 24))  # layers 12 to 23 of all tokens
+    Slice(None, (12, 24))
+    >>> Slice((0, 512))  # the first 512 tokens of each row
+    Slice((0, 512))
+    >>> Slice(Share(1, 4), None, (0, 8))  # the second quarter of the tokens, the first 8 of the last dimension
+    Slice(Share(index=1, of=4, zigzag=False), None, (0, 8))
+    """
+
+    __slots__ = ("first", "inner")
+
+    def __init__(self, first: Range | Share | None = None, *inner: Range | None) -> None:
+        self.first = first if isinstance(first, Share) else _range(0, first)
+        ranges = [_range(axis, each) for axis, each in enumerate(inner, start=1)]
+        self.inner = ranges if any(each is not None for each in ranges) else None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of each value is wanted."""
+        return self.first is None and self.inner is None
+
+    def __repr__(self) -> str:
+        return f"Slice({', '.join(map(repr, (self.first, *(self.inner or ()))))})"
+
+
+def _range(axis: int, given: Range | None) -> Range | None:
+    if given is None:
+        return None
+    if isinstance(given, Share):
+        raise UsageError(
+            f"axis {axis} of Slice is {given!r}; a Share is of the first dimension: give (start, stop) here"
+        )
+    if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
+        raise UsageError(
+            f"axis {axis} of Slice is {given!r}; give (start, stop), two whole numbers, or None: a Slice takes every element between"
+        )
+    if not 0 <= given[0] < given[1] <= SLICE_MAX:
+        raise UsageError(
+            f"axis {axis} of Slice is {given}, which is empty, negative or beyond 2**48; give 0 <= start < stop"
+        )
+    return given
+
+
+FieldsWanted = Iterable[str] | Mapping[str, Slice | None] | None
+"""The fields that a caller wants: names, or names with the part of each (None: all of it); None: the default set."""
+
+NO_SLICES: Final[Mapping[str, Slice]] = {}
+"""Of a caller who wants every field whole."""
+
+
+def cut_fields(fields: Mapping[str, Field], slices: Mapping[str, Slice]) -> Mapping[str, Field]:
+    """`fields` as they are after the slices. Raises as `cut_field`."""
+    cut = {name: cut_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
+    return {**fields, **cut} if cut else fields
+
+
+def cut_field(field: Field, cut: Slice) -> Field:
+    """The field of a column that a slice leaves. `SchemaError` if the slice does not fit the field."""
+    dimensions = len(field.shape)
+    if not dimensions or field.varied:
+        why = "one value a row" if not dimensions else "whose rows differ in more than the first dimension"
+        raise SchemaError(f'field "{field.name}" is {field.describe()}, {why}: it cannot be sliced; read it whole')
+    inner = cut.inner or []
+    if len(inner) >= dimensions:
+        raise SchemaError(
+            f'{cut} has {len(inner) + 1} axes, and field "{field.name}" is {field.describe()}, with {dimensions}; leave axes out'
+        )
+    sizes = [_cut_size(field, cut, axis, each) for axis, each in enumerate(inner, start=1)]
+    return known(Field(field.name, field.dtype, (_first_size(field, cut), *sizes, *field.shape[1 + len(inner) :])))
+
+
+def _first_size(field: Field, cut: Slice) -> int | None:
+    size = field.shape[0]
+    if isinstance(cut.first, Share):
+        return None if size is None else _share_size(cut.first, size)
+    return _cut_size(field, cut, 0, cut.first)
+
+
+def _share_size(share: Share, size: int) -> int:
+    chunks = 2 * share.of if share.zigzag else share.of
+    rest = size % chunks if (share.zigzag and share.index == 0) or share.index == chunks - 1 else 0
+    return size // chunks * (2 if share.zigzag else 1) + rest
+
+
+def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | None) -> int | None:
+    size = field.shape[axis]
+    if wanted is None or size is None:
+        return size
+    if wanted[1] > size:
+        raise SchemaError(
+            f'axis {axis} of {cut} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; stop is at most {size}'
+        )
+    return wanted[1] - wanted[0]
 
 
 def not_taken(table: str, field: str, takes: Iterable[str]) -> str:

@@ -8,9 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.client.memory.mapped import placement_of
-from transferqueue.client.memory.shards import _one, _split, run_concurrently
+from transferqueue.client.memory.shards import _cut_here, _one, _split, run_concurrently
 from transferqueue.client.session.run import BlockingWork
 from transferqueue.errors import Unreachable
+from transferqueue.schema import Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.inputs.block_writer import BlockWriter
@@ -49,6 +50,22 @@ def test_what_is_split_by_place_and_joined_is_what_it_was(data):
         [np.arange(2) + 2 * slot + 1000 * block for block, slot in zip(block_of_row, slot_of_row, strict=True)]
     )
     np.testing.assert_array_equal(Column(fields["x"], placement).numpy(), expected)
+
+
+def test_mapped_rows_that_are_cut_join_with_rows_of_other_shards():
+    made = [block_of(number, number, 5) for number in range(2)]
+    fields, slices = {"x": made[0][2]}, {"x": Slice((1, 2))}
+    order = np.array([0, 1, 1, 0, 1], "<i4")
+    slots = np.array([4, 0, 3, 1, 1], "<i4")
+    whole = m.ReplyColumns(["x"], [at for at, _, _ in made], order.tobytes(), slots.tobytes())
+    pieces = []
+    for place, which, some in _split(whole, 5, lambda shard: shard):
+        blocks = MappedBlocks(some.blocks, [made[place][1]], fields)
+        cut = _cut_here(some.fields, placement_of(some, blocks, len(which)), fields, slices)
+        pieces.append((which, *cut))
+    _, placement = _one(pieces, cut_fields(fields, slices), 5)
+    found = Column(cut_fields(fields, slices)["x"], placement).numpy()
+    assert found.tolist() == [[1 + 2 * slot + 1000 * block] for block, slot in zip(order, slots, strict=True)]
 
 
 def asking(run, result=None, abandon=None):

@@ -199,6 +199,32 @@ def test_checksums_are_forgotten_with_their_bytes_and_with_their_extent(bench, d
     assert len(bench.exchange._digests) == 0
 
 
+@pytest.mark.parametrize(
+    ("cut", "error", "message"),
+    [
+        (b.BulkCut([0, 99], []), "SchemaError", "stop is at most 3"),
+        (b.BulkCut([], [[0, 1]]), "SchemaError", "leave axes out"),
+        (b.BulkCut([2, 1], []), "UsageError", "empty, negative or beyond"),
+        (b.BulkCut([1], []), "UsageError", "two whole numbers"),
+        (b.BulkCut([5, 2, 0], []), "UsageError", "0 <= index < of"),
+    ],
+)
+def test_a_cut_that_does_not_fit_its_field_is_refused(bench, cut, error, message):
+    read = bench.read(bench.put(x=np.arange(60, dtype=np.float32).reshape(20, 3)))
+    read.parts[0].cuts["x"] = cut
+    bench.say(read)
+    with pytest.raises(BY_NAME[error], match=message):
+        raise refused(bench)
+
+
+def test_a_cut_is_all_that_leaves(bench):
+    x = np.arange(60, dtype=np.float32).reshape(20, 3)
+    read = bench.read(bench.put(x=x))
+    read.parts[0].cuts["x"] = b.BulkCut([1, 3], [])
+    bench.say(read)
+    assert bench.frames() == x[:, 1:].tobytes().ljust(192, b"\0")
+
+
 def test_bytes_are_written_where_they_were_granted_and_nowhere_else(bench):
     granted = bench.grant(4 * MIB)
     data = np.random.default_rng(0).integers(0, 255, 3 * MIB + 5, dtype=np.uint8)

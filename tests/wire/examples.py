@@ -119,7 +119,13 @@ REPLIES: Final[list[m.Reply]] = [
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [
-    b.ReadColumns(1, 5, 0, FIELDS, [b.RowSelection(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8))]),
+    b.ReadColumns(
+        1,
+        5,
+        0,
+        FIELDS,
+        [b.RowSelection(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8), {"x": b.BulkCut([0, 2, 1], [[4, 8]])})],
+    ),
     b.WriteExtent(2, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128),
     b.WriteFrame(2, 1),
     b.FlowAck(2, 2, True),

@@ -20,7 +20,7 @@ from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.client.session.session_lock import SessionLock
 from transferqueue.errors import Unreachable
 from transferqueue.limits import COPIED_BYTES_MAX
-from transferqueue.schema import Field
+from transferqueue.schema import NO_SLICES, Field, Slice
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
@@ -86,7 +86,11 @@ class MappedMemory:
             self._count(-1)
 
     def columns(
-        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
+        self,
+        parts: Sequence[m.ReplyColumns],
+        fields: Mapping[str, Field],
+        rows: int,
+        slices: Mapping[str, Slice] = NO_SLICES,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """The columns of one reply, and the blocks that hold their memory. Reads no bytes. The pins return when the last view is
         collected, or at once if this fails."""
@@ -98,7 +102,7 @@ class MappedMemory:
             blocks = MappedBlocks(part.blocks, [memory[block.block] for block in part.blocks], fields)
             placement = placement_of(part, blocks, rows)
             held.append(blocks)
-            columns |= {name: Column(fields[name], placement) for name in part.fields}
+            columns |= {name: Column(fields[name], placement, slices.get(name)) for name in part.fields}
         return columns, held
 
     def pin(self, shard: int, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:

@@ -30,7 +30,7 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_SILENCE_S, BULK_TRANSFERS_MAX, BULK_TRIES, STALLED_S, TIMEOUT_S_DEFAULT
-from transferqueue.schema import Field
+from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.buffer_pool import BufferPool
@@ -105,11 +105,16 @@ class RemoteMemory:
         self._carry(lambda number: StoreTransfer(number, session, region.granted, region.offset, staged.data), caller)
 
     def columns(
-        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
+        self,
+        parts: Sequence[m.ReplyColumns],
+        fields: Mapping[str, Field],
+        rows: int,
+        slices: Mapping[str, Slice] = NO_SLICES,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """Receive the columns of one reply. Also returns the blocks that hold them. The pins return in any case."""
+        """Receive the columns of one reply, of those in `slices` only that part. Also returns the blocks that hold them. The pins return
+        in any case."""
         try:
-            asked = [rows_of(part, rows) for part in parts]
+            asked = [rows_of(part, rows, slices) for part in parts]
             found: list[FetchTransfer] = []
             if asked and rows:
                 caller = Caller(self._interrupt)
@@ -121,7 +126,7 @@ class RemoteMemory:
                 )
         finally:
             self._unpin(list({block.block for part in parts for block in part.blocks}))
-        return _columns(parts, asked, fields, found[0] if found else None)
+        return _columns(parts, asked, cut_fields(fields, slices), found[0] if found else None)
 
     def welcomed(self, welcome: m.Welcome) -> None:
         """Begin all transfers again: this session has reconnected, perhaps to the next server."""

@@ -23,11 +23,14 @@ from numpy.typing import NDArray
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
+from transferqueue.client.memory.transfers import ReceivedBlock
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
-from transferqueue.schema import Field
+from transferqueue.limits import FRAME_BYTES
+from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
+from transferqueue.storage.columns.byte_stream import cut_column_stream
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.wire import messages as m
@@ -161,9 +164,14 @@ class ShardClients:
     # ------------------------------------------------------------ reading
 
     def columns(
-        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
+        self,
+        parts: Sequence[m.ReplyColumns],
+        fields: Mapping[str, Field],
+        rows: int,
+        slices: Mapping[str, Slice] = NO_SLICES,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """The columns of one reply, and for each part the blocks that hold its memory. The pins return at once if this fails."""
+        """The columns of one reply, those in `slices` cut, and for each part the blocks that hold its memory. The pins return at once if
+        this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
         shards = {block.shard for block in named.values()}
         received = list(named)
@@ -173,17 +181,17 @@ class ShardClients:
             places = {self._place(number) for number in shards}
             if len(places) < 2:
                 memory = self._memory(shards.pop()) if shards else self._own
-                return (yield from memory.columns(parts, fields, rows))
-            found = yield from self._gathered(parts, fields, rows)
+                return (yield from memory.columns(parts, fields, rows, slices))
+            found = yield from self._gathered(parts, fields, rows, slices)
         except PeerError as error:
             yield from self._explain(shards, error)
         finally:
             if received:
                 self._unpin(received)  # which empties the list
-        return _joined(parts, found, fields, rows)
+        return _joined(parts, found, cut_fields(fields, slices), rows)
 
     def _gathered(
-        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
     ) -> Operation[list[list[Found]]]:
         """The rows of each part, by the shards that hold them."""
         found: list[list[Found]] = [[] for _ in parts]
@@ -192,10 +200,10 @@ class ShardClients:
             for place, which, some in _split(part, rows, self._place):
                 count = rows if which is None else len(which)
                 wanted.setdefault((place, count), []).append((at, which, some))
-        self._view(wanted, fields, found)
+        self._view(wanted, fields, found, slices)
         keys = [key for key in wanted if key[0] != _MAPPED]
         received = yield from run_concurrently(
-            [self._memory(key[0]).columns([some for _, _, some in wanted[key]], fields, key[1]) for key in keys]
+            [self._memory(key[0]).columns([some for _, _, some in wanted[key]], fields, key[1], slices) for key in keys]
         )
         for key, (columns, held) in zip(keys, received, strict=True):
             for (at, which, some), blocks in zip(wanted[key], held, strict=True):
@@ -207,6 +215,7 @@ class ShardClients:
         wanted: Mapping[Key, list[tuple[int, Rows, m.ReplyColumns]]],
         fields: Mapping[str, Field],
         found: list[list[Found]],
+        slices: Mapping[str, Slice],
     ) -> None:
         here = [(count, *one) for (place, count), every in wanted.items() if place == _MAPPED for one in every]
         if not here or not isinstance(self._own, MappedMemory):
@@ -214,7 +223,22 @@ class ShardClients:
         memory = self._own.pin_all({at.block: at for _, _, _, some in here for at in some.blocks}.values())
         for count, at, which, some in here:
             blocks = MappedBlocks(some.blocks, [memory[one.block] for one in some.blocks], fields)
-            found[at].append((which, blocks, placement_of(some, blocks, count)))
+            placement = placement_of(some, blocks, count)
+            if slices.keys() & set(some.fields):
+                blocks, placement = _cut_here(some.fields, placement, fields, slices)
+            found[at].append((which, blocks, placement))
+
+
+def _cut_here(
+    names: Sequence[str], placement: RowPlacement, fields: Mapping[str, Field], slices: Mapping[str, Slice]
+) -> tuple[MappedBlocks, RowPlacement]:
+    """Mapped rows, cut into a block as a shard would send it, so that they can be joined with rows of other shards."""
+    counts, pieces = cut_column_stream([fields[name] for name in names], slices, placement, FRAME_BYTES)
+    taken = list(pieces)
+    memory = np.concatenate(taken) if taken else np.empty(0, np.uint8)
+    block = ReceivedBlock(0, len(memory), placement.rows, list(names), counts, memory)
+    blocks = MappedBlocks([block], [memory], cut_fields(fields, slices))
+    return blocks, RowPlacement.of_run(blocks, 0, 0, placement.rows)
 
 
 PRESENCE_S: Final = 0.1

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import Corruption, Unreachable, from_wire
 from transferqueue.limits import FRAME_BYTES
-from transferqueue.schema import Field, layout
+from transferqueue.schema import NO_SLICES, Field, Slice, cut_field, layout
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk import protocol as b
@@ -56,8 +56,8 @@ class RequestedRows(msgspec.Struct, frozen=True):
     slot_of_row: NDArray[np.int32]
 
 
-def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
-    """The rows to ask for: a stored row that several rows of the reply share is sent once."""
+def rows_of(part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES) -> RequestedRows:
+    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted whole."""
     blocks, slots = (
         run_length.decode_constant(part.block_of_row, "<i4", rows),
         run_length.decode_ascending(part.slot_of_row, "<i4", rows),
@@ -79,6 +79,7 @@ def rows_of(part: m.ReplyColumns, rows: int) -> RequestedRows:
         blocks=located,
         block_of_row=b"" if alone else blocks.tobytes(),
         slot_of_row=slots.tobytes(),
+        cuts={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
     )
     return RequestedRows(wanted, len(slots), index)
 
@@ -167,8 +168,11 @@ class FetchTransfer:
         if begun.part >= len(self._parts):
             raise Corruption(f"part {begun.part} came where {len(self._parts)} were asked for")
         part = self._parts[begun.part]
-        names = part.wanted.fields
-        _, nbytes = layout([self._fields[name] for name in names], part.count, begun.counts)
+        names, cuts = part.wanted.fields, part.wanted.cuts
+        fields = [
+            cut_field(self._fields[name], cuts[name].slice()) if name in cuts else self._fields[name] for name in names
+        ]
+        _, nbytes = layout(fields, part.count, begun.counts)
         if nbytes > self._bound(part):
             raise Corruption(f"a part came with {nbytes} bytes, more than the blocks that hold it")
         memory = self._buffers.take(nbytes)

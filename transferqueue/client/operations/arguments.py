@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Sized
+from collections.abc import Iterable, Mapping, Sized
 from functools import lru_cache
 from itertools import islice
 from typing import Any, Final, TypeVar, get_type_hints
@@ -23,6 +23,7 @@ from transferqueue.limits import (
     check_name,
     short_number,
 )
+from transferqueue.schema import NO_SLICES, FieldsWanted, Slice
 
 T = TypeVar("T")
 _WHOLE_MAX: Final = COUNT_MAX
@@ -102,6 +103,19 @@ def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
         return list(_checked(kind, taken))
     except TypeError:  # a value without a hash, such as a list, cannot be cached
         return [check_name(kind, name) for name in taken]
+
+
+def field_slices(fields: FieldsWanted) -> tuple[list[str] | None, Mapping[str, Slice]]:
+    """The names of the fields that a caller wants, and the slices of those not wanted whole."""
+    wanted = names("field", fields)
+    if not isinstance(fields, Mapping):
+        return wanted, NO_SLICES
+    for name, part in fields.items():
+        if part is not None and not isinstance(part, Slice):
+            raise UsageError(
+                f"fields[{name!r}] is {type(part).__name__}, {part!r}; give a tq.Slice, such as tq.Slice((0, 512)), or None for all of it"
+            )
+    return wanted, {name: part for name, part in fields.items() if part is not None and not part.whole}
 
 
 @lru_cache(maxsize=64)

@@ -12,8 +12,8 @@ from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.shards import OWN
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
-from transferqueue.errors import NotFound, ProtocolError, listing
-from transferqueue.schema import Field
+from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
+from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.wire import messages as m
@@ -37,12 +37,13 @@ class ColumnSource:
         memory: Memory,
         made: dict[str, Column] | None = None,
         held: Sequence[MappedBlocks] = (),
+        slices: Mapping[str, Slice] = NO_SLICES,
     ) -> None:
         self.subject, self.rows = subject, len(content.rows) // 8
-        self.fields: dict[str, Field] = fields.own
+        self.fields: Mapping[str, Field] = cut_fields(fields.own, slices)
         """The fields of the columns, by name."""
         self._content, self._known = content, fields.known
-        self._memory = memory
+        self._memory, self._slices = memory, slices
         self._columns = {} if made is None else made
         self._blocks = list(held)
         self._left_out: list[str] = []
@@ -85,7 +86,7 @@ class ColumnSource:
                 placement = placement_of(part, blocks, self.rows)
                 self._blocks.append(blocks)
                 for field in part.fields:
-                    self._columns.setdefault(field, Column(self._known[field], placement))
+                    self._columns.setdefault(field, Column(self._known[field], placement, self._slices.get(field)))
                 if self.ended:
                     self.end(self.ended)
                 return
@@ -103,9 +104,14 @@ class ColumnSource:
 
 
 def content_source(
-    client: ClientSession, content: m.ReplyRows, terms: TableInfo, subject: str
+    client: ClientSession,
+    content: m.ReplyRows,
+    terms: TableInfo,
+    subject: str,
+    slices: Mapping[str, Slice] = NO_SLICES,
 ) -> Operation[ColumnSource]:
-    """The columns of a reply. Its pins return when the source has ended and no view is left, or at once if this fails."""
+    """The columns of a reply, those in `slices` cut. Its pins return when the source has ended and no view is left, or at once if this
+    fails. `SchemaError` for a slice that does not fit its field."""
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
     if not all(all(map(fields.known.__contains__, block.fields)) for block in named.values()):
@@ -115,10 +121,15 @@ def content_source(
             client.connection.unpin(list(named))
             raise
         fields = terms.reply_fields(content.definitions)
+    try:
+        cut_fields(fields.own, slices)
+    except SchemaError:
+        client.connection.unpin(list(named))
+        raise
     own = client.memory
     if client.verifier is None and isinstance(own, MappedMemory) and all(at.shard == OWN for at in named.values()):
-        return ColumnSource(subject, content, fields, own.pin(OWN, named.values()))
-    placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8)
+        return ColumnSource(subject, content, fields, own.pin(OWN, named.values()), slices=slices)
+    placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)
     if client.verifier is not None:
         try:
             yield from client.verifier.check(content, placed, held, subject)
@@ -126,4 +137,4 @@ def content_source(
             for blocks in held:
                 blocks.end(f"the batch of {subject} was not handed out")
             raise
-    return ColumnSource(subject, content, fields, {}, placed, held)
+    return ColumnSource(subject, content, fields, {}, placed, held, slices)

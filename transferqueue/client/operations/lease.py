@@ -24,6 +24,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
+from transferqueue.schema import NO_SLICES, FieldsWanted, Slice, cut_fields
 from transferqueue.wire import messages as m
 
 B = TypeVar("B")
@@ -43,6 +44,8 @@ class LeaseSpec(NamedTuple):
     request: m.LeaseRequest
     time_limit_s: float | None
     """How long the client renews the lease. None: as long as the task allows; 0: not at all."""
+    slices: Mapping[str, Slice] = NO_SLICES
+    """Of the fields that are not wanted whole."""
 
 
 def lease_spec(
@@ -57,7 +60,7 @@ def lease_spec(
     where: Predicate | Iterable[Predicate],
     lease_s: float | None,
     time_limit_s: float | None,
-    fields: Sequence[str] | None,
+    fields: FieldsWanted,
     rank: int,
     world: int,
     replica: Sequence[int] | None,
@@ -67,21 +70,21 @@ def lease_spec(
     """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same again."""
     plain = (table, task, rows, tokens, groups, at_least, timeout_s, lease_s, time_limit_s, rank, world)
     checked = _remembered if _REMEMBERED.issuperset(map(type, plain)) else _checked
-    request, limit_s = spec = checked(*plain)
+    request, limit_s, _ = spec = checked(*plain)
     if where == () and fields is None and replica is None and awaited == () and not but_held:
         return spec
     peer, peers = checks.peer(replica)
-    wanted = predicates(where), checks.names("field", fields)
+    names, slices = checks.field_slices(fields)
     request = msgspec.structs.replace(
         request,
-        where=wanted[0],
-        fields=wanted[1],
+        where=predicates(where),
+        fields=names,
         replica=peer,
         replicas=peers,
         awaited=_spans(awaited),
         but_held=bool(but_held),
     )
-    return LeaseSpec(request, limit_s)
+    return LeaseSpec(request, limit_s, slices)
 
 
 def _checked(
@@ -157,16 +160,17 @@ def lease(
     batch: Callable[[BatchLease, m.Leased], B],
 ) -> Operation[B]:
     """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
-    request, time_limit_s = spec
+    request, time_limit_s, slices = spec
+    cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
     deadline: Deadline = yield Within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)
     for _ in range(LOST_MAX):
         try:
-            return (yield from _lease(client, terms, request, batch, time_limit_s))
+            return (yield from _lease(client, terms, request, batch, time_limit_s, slices))
         except ShardLost:
             request = msgspec.structs.replace(request, wait_s=deadline.left())
-    return (yield from _lease(client, terms, request, batch, time_limit_s))
+    return (yield from _lease(client, terms, request, batch, time_limit_s, slices))
 
 
 def _log_forgotten(terms: TableInfo) -> None:
@@ -188,6 +192,7 @@ def _lease(
     request: m.LeaseRequest,
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
+    slices: Mapping[str, Slice],
 ) -> Operation[B]:
     leased = yield request
     if type(leased) is m.OrdinalsEnded:
@@ -204,7 +209,7 @@ def _lease(
             lease_s = max(request.lease_s, leased.lease_s)
             renewal = RenewedLease(terms.name, leased.lease, leased.token, lease_s, time_limit_s)
         source = yield from content_source(
-            client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")'
+            client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")', slices
         )
         return batch(BatchLease(client, terms, request.task, leased, source, renewal), leased)
     except BaseException as error:

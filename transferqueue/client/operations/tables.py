@@ -20,7 +20,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
-from transferqueue.schema import Field
+from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_plain
 
@@ -104,28 +104,32 @@ def read(
     terms: TableInfo,
     rows: object,
     where: Predicate | Iterable[Predicate],
-    fields: Sequence[str] | None,
+    fields: FieldsWanted,
     limit: int | None,
 ) -> Operation[Rows]:
     """Read rows without a lease."""
+    names, slices = checks.field_slices(fields)
+    cut_fields(terms.fields, slices)
     request = m.ReadRequest(
         table=terms.name,
         rows=None if rows is None else checks.row_ids(rows),
-        fields=checks.names("field", fields),
+        fields=names,
         where=predicates(where),
         limit=0 if limit is None else checks.positive("limit", limit),
     )
     for _ in range(LOST_MAX):
         try:
-            return (yield from _read(client, terms, request))
+            return (yield from _read(client, terms, request, slices))
         except ShardLost:
             continue  # the next reply names copies in other shards, or says that the rows are gone
-    return (yield from _read(client, terms, request))
+    return (yield from _read(client, terms, request, slices))
 
 
-def _read(client: ClientSession, terms: TableInfo, request: m.ReadRequest) -> Operation[Rows]:
+def _read(
+    client: ClientSession, terms: TableInfo, request: m.ReadRequest, slices: Mapping[str, Slice]
+) -> Operation[Rows]:
     content = (yield from request_reply(request, m.ReadRows)).content
-    source = yield from content_source(client, content, terms, f'table "{terms.name}"')
+    source = yield from content_source(client, content, terms, f'table "{terms.name}"', slices)
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
 

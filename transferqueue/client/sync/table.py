@@ -23,7 +23,7 @@ from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
-from transferqueue.schema import Field
+from transferqueue.schema import Field, FieldsWanted
 
 
 class Table(TableBase):
@@ -161,7 +161,7 @@ class Table(TableBase):
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
-        fields: Sequence[str] | None = None,
+        fields: FieldsWanted = None,
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
@@ -180,7 +180,9 @@ class Table(TableBase):
         the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it may hold the batch at
         all, or since its last `renew` (None: the task's; 0: the lease is not renewed for it). Whoever holds it longer is taken to
         hang, and the rows are given to others.
-        fields: columns to bring (None: the task's needs). rank, world: this rank's share of one batch agreed for `world`
+        fields: columns to bring (None: the task's needs): names, or a mapping from names to the `Slice` of each that is wanted (None: all of
+        it), such as ``{"tokens": None, "experts": tq.Slice(None, (12, 24))}``. Only slices are gathered and cross between hosts; a session
+        on the server's host gets views where numpy can express them. `SchemaError` for a slice that does not fit its field. rank, world: this rank's share of one batch agreed for `world`
         ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
         awaited: first and last ordinal of spans that the caller waits for, ascending; `RowsEnded`, at once, if no row can be given and all
         rows of a span have ended. but_held: this connection releases none of the rows that it has on lease, so `EndOfTable` does not
@@ -221,7 +223,7 @@ class Table(TableBase):
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
-        fields: Sequence[str] | None = None,
+        fields: FieldsWanted = None,
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
@@ -271,7 +273,7 @@ class Table(TableBase):
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
-        fields: Sequence[str] | None = None,
+        fields: FieldsWanted = None,
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
@@ -372,12 +374,12 @@ class Table(TableBase):
         rows: Any = None,
         *,
         where: Predicate | Iterable[Predicate] = (),
-        fields: Sequence[str] | None = None,
+        fields: FieldsWanted = None,
         limit: int | None = None,
     ) -> Rows:
         """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
 
-        fields: columns to bring (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
+        fields: columns to bring, as of `lease` (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
         lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
         the table, for an unknown field, and for a field named here that one of the rows does not have yet.
         """

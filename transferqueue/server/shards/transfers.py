@@ -9,10 +9,10 @@ import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import Field, known, layout
+from transferqueue.schema import Field, cut_field, known, layout
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.storage.columns.byte_stream import column_stream
+from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
@@ -170,12 +170,17 @@ def _parts(read: b.ReadColumns, backing: Backing) -> Iterator[_Part]:
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
-        counts, pieces = column_stream(wanted, placement, FRAME_BYTES)
+        cuts = {name: cut.slice() for name, cut in part.cuts.items()}
+        sent = [cut_field(field, cuts[field.name]) if field.name in cuts else field for field in wanted]
+        if cuts:
+            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES)
+        else:
+            counts, pieces = column_stream(wanted, placement, FRAME_BYTES)
         stored = None
         if len(part.blocks) == 1:
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
-        nbytes = layout(wanted, placement.rows, counts)[1]
+        nbytes = layout(sent, placement.rows, counts)[1]
         yield _Part(b.PartHead(number, counts), stored, nbytes, pieces)
 
 

@@ -13,14 +13,16 @@ need not be:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 import numpy as np
 
 from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
-from transferqueue.schema import Field, align, layout
+from transferqueue.schema import Field, Slice, align, layout
+from transferqueue.storage.columns.cut import CutStream, cut_stream
 from transferqueue.storage.columns.gather import RowEdges, gather_values, load, row_edges, row_shapes
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, U8
@@ -31,6 +33,23 @@ _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
 """The count of each column for `schema.layout`, and the bytes in order: pieces ``uint8``."""
+
+
+def cut_column_stream(
+    fields: Sequence[Field], cuts: Mapping[str, Slice], placement: RowPlacement, piece_bytes: int
+) -> Stream:
+    """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
+    streams = [
+        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes))
+        if field.name in cuts
+        else column_stream([field], placement, piece_bytes)
+        for field in fields
+    ]
+    return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
+
+
+def _listed(stream: CutStream) -> Stream:
+    return [stream[0]], stream[1]
 
 
 def column_stream(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int) -> Stream:

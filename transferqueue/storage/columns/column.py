@@ -10,7 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import BatchEnded, InternalError, UsageError
-from transferqueue.schema import TORCH_ONLY_DTYPES, Field, align
+from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Slice, align, cut_field
+from transferqueue.storage.columns.cut import dense_slices, inner_slices, load_cut
 from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
 from transferqueue.storage.columns.gather import LoadedColumn, dense_run, load, offsets_of
 from transferqueue.storage.columns.placement import RowPlacement
@@ -52,10 +53,11 @@ class Column(ProcessBound):
 
     _remedy: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
 
-    __slots__ = ("__weakref__", "_cell", "_placement", "_rows", "field")
+    __slots__ = ("__weakref__", "_cell", "_cut", "_placement", "_rows", "_whole", "field")
 
-    def __init__(self, field: Field, placement: RowPlacement) -> None:
-        self.field = field
+    def __init__(self, field: Field, placement: RowPlacement, cut: Slice | None = None) -> None:
+        self.field = field if cut is None else cut_field(field, cut)
+        self._whole, self._cut = field, cut
         self._placement: RowPlacement | None = placement
         self._rows = placement.rows
         self._cell: dict[str, LoadedColumn] = {}
@@ -66,6 +68,7 @@ class Column(ProcessBound):
         values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
+        column._whole, column._cut = field, None
         column._cell = {"rows": LoadedColumn(len(values), values, None, None)}
         return column
 
@@ -102,7 +105,7 @@ class Column(ProcessBound):
             cell = self._cell.get("rows")
             if cell is None and self._placement is not None:
                 self._placement.blocks.live_memory()
-                cell = load(self.field, self._placement.select(slice(count)))
+                cell = self._gather(self._placement.select(slice(count)))
         except BatchEnded:
             return "ended"
         if cell is None:
@@ -133,7 +136,7 @@ class Column(ProcessBound):
         chosen = rows if isinstance(rows, slice) else np.asarray(rows) if len(rows) else slice(0)
         if self._placement is None:
             return Column.of_inline(self.field, self._load().values[chosen])
-        return Column(self.field, self._placement.select(chosen))
+        return Column(self._whole, self._placement.select(chosen), self._cut)
 
     @property
     def lengths(self) -> I64:
@@ -166,8 +169,16 @@ class Column(ProcessBound):
         """Ragged rows: the values ``[steps, *shape[1:]]`` of all rows in order, and offsets int64 ``[rows + 1]``. Row i is ``values[offsets[i]:offsets[i + 1]]``."""
         if not self.field.ragged:
             raise self._unfit("ragged")
-        loaded = self._load()
-        return self._steps(loaded).view(shown_dtype(self.field.dtype)), offsets_of(loaded)
+        placement, cut = self._placement, self._cut
+        if cut is not None and cut.first is None and placement is not None and placement.run is not None:
+            placement.blocks.columns.add(self)
+            loaded = load(self._whole, placement)  # a view of the block
+            steps = loaded.values.reshape(int(offsets_of(loaded)[-1]), *self._whole.fixed)
+            steps = steps[(slice(None), *inner_slices(cut))]
+        else:
+            loaded = self._load()
+            steps = self._steps(loaded)
+        return steps.view(shown_dtype(self.field.dtype)), offsets_of(loaded)
 
     def nested(self) -> Tensor:
         """Ragged rows: a jagged nested tensor ``[rows, None, *shape[1:]]`` on the CPU, over the same memory."""
@@ -226,9 +237,12 @@ class Column(ProcessBound):
             return loaded
         placement.blocks.live_memory()
         if loaded is None:  # of two concurrent threads, both use what the first one stored
-            loaded = self._cell.setdefault("rows", load(self.field, placement))
+            loaded = self._cell.setdefault("rows", self._gather(placement))
             placement.blocks.columns.add(self)
         return loaded
+
+    def _gather(self, placement: RowPlacement) -> LoadedColumn:
+        return load(self._whole, placement) if self._cut is None else load_cut(self._whole, self._cut, placement)
 
     def forget(self) -> None:
         """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch ends."""
@@ -238,7 +252,11 @@ class Column(ProcessBound):
     def _dense(self) -> NDArray[Any]:
         placement = self._placement
         if placement is not None and placement.run is not None:  # a view of the block: nothing is loaded
-            return dense_run(self.field, placement, *placement.run)
+            whole = dense_run(self._whole, placement, *placement.run)
+            if self._cut is None:
+                return whole
+            if (cut := dense_slices(self._whole, self._cut)) is not None:
+                return whole[(slice(None), *cut)]
         return self._load().values.reshape(self._rows, *self.field.fixed)
 
     def _steps(self, loaded: LoadedColumn) -> NDArray[Any]:

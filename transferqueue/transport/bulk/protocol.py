@@ -37,6 +37,7 @@ from transferqueue.limits import (
     ROWS_PER_REQUEST_MAX,
     TICKET_BYTES,
 )
+from transferqueue.schema import RAGGED_RANK_MAX, Share, Slice
 from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
 from transferqueue.wire.versions import PROTOCOL
 
@@ -91,14 +92,45 @@ class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     ticket: Ticket
 
 
+class BulkCut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """The part of each row's value that is wanted (`schema.Slice`).
+
+    first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a share. inner: of the
+    others the same without shares; fewer: the rest is whole.
+    """
+
+    first: Annotated[list[Count], Meta(max_length=3)]
+    inner: Annotated[list[Annotated[list[Count], Meta(max_length=2)]], Meta(max_length=RAGGED_RANK_MAX)]
+
+    @staticmethod
+    def of(wanted: Slice) -> BulkCut:
+        """A slice as a message carries it."""
+        first = wanted.first
+        numbers = [first.index, first.of, int(first.zigzag)] if isinstance(first, Share) else list(first or ())
+        return BulkCut(numbers, [list(each or ()) for each in wanted.inner or ()])
+
+    def slice(self) -> Slice:
+        """The slice. `UsageError` if it is none."""
+        first = self.first
+        if len(first) == 3:
+            return Slice(Share(first[0], first[1], bool(first[2])), *map(_range, self.inner))
+        return Slice(_range(first), *map(_range, self.inner))
+
+
+def _range(numbers: list[int]) -> tuple[int, int] | None:
+    return tuple(numbers) if numbers else None  # type: ignore[return-value]  # `Slice` refuses what is no pair
+
+
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there."""
+    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there.
+    cuts: of each field that is not wanted whole, by name."""
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
     blocks: Annotated[list[BulkBlock], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     block_of_row: I32
     slot_of_row: I32
+    cuts: Annotated[dict[Text, BulkCut], Meta(max_length=FIELDS_MAX)] = {}
 
 
 class ReadColumns(BulkHead, tag="Read"):

@@ -1,0 +1,157 @@
+"""Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from where the rows lie.
+
+A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a smaller shape. The first
+dimension costs nothing that is not wanted: the edges of each row move, and only the steps between them are read. Inner dimensions lie side by
+side in each step, so whole steps are read, a piece at a time, and copied once more: they save bytes that cross, not time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from transferqueue.limits import ALIGNMENT
+from transferqueue.schema import Field, Share, Slice, cut_field
+from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
+from transferqueue.storage.columns.placement import RowPlacement
+from transferqueue.storage.columns.ranges import copy_ranges
+from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+
+CutStream = tuple[int, Iterator[U8]]
+"""The count of the cut column for `schema.layout`, and the bytes of its block in order."""
+
+
+def cut_ranges(first: tuple[int, int] | Share | None, edges: RowEdges) -> tuple[I64, I64]:
+    """The wanted steps of each row: starts and ends int64 ``[rows, ranges]``, within its edges. A zigzag share has two ranges a row."""
+    lengths = edges.last - edges.first
+    if first is None:
+        low, high = np.zeros_like(lengths)[:, None], lengths[:, None]
+    elif isinstance(first, Share):
+        low, high = _share(first, lengths)
+    else:
+        start, stop = first
+        low, high = np.minimum(lengths, start)[:, None], np.minimum(lengths, stop)[:, None]
+    return edges.first[:, None] + low, edges.first[:, None] + high
+
+
+def _share(share: Share, lengths: I64) -> tuple[I64, I64]:
+    chunks = 2 * share.of if share.zigzag else share.of
+    wanted = np.array([share.index, chunks - 1 - share.index] if share.zigzag else [share.index], np.int64)
+    size = (lengths // chunks)[:, None]
+    high = (wanted + 1) * size
+    return wanted * size, np.where(wanted == chunks - 1, lengths[:, None], high)
+
+
+def inner_slices(cut: Slice) -> list[slice]:
+    """The ranges of all dimensions but the first, for an index of numpy."""
+    return [slice(None) if each is None else slice(*each) for each in cut.inner or ()]
+
+
+def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
+    """The ranges of all dimensions of a dense row, for an index of numpy; None for a zigzag share, which is two ranges."""
+    first = cut.first
+    if isinstance(first, Share):
+        if first.zigzag:
+            return None
+        edges = RowEdges(np.zeros(1, np.int64), np.array([_steps_of_row(field)], np.int64))
+        low, high = cut_ranges(first, edges)
+        return [slice(int(low[0, 0]), int(high[0, 0])), *inner_slices(cut)]
+    return [slice(None) if first is None else slice(*first), *inner_slices(cut)]
+
+
+def load_cut(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
+    """The cut rows of a column, gathered into new memory. `Corruption`, `BatchEnded` as of `gather.load`."""
+    if not len(placement):
+        return load(cut_field(field, cut), placement)
+    starts, ends = _wanted(field, cut, placement)
+    offsets = _summed((ends - starts).sum(axis=1))
+    values = _gathered(field, cut, placement, starts, ends).view(stored_dtype(field.dtype))
+    return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
+
+
+def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: int) -> CutStream:
+    """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
+
+    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long.
+    """
+    starts, ends = _wanted(field, cut, placement)
+    offsets = _summed((ends - starts).sum(axis=1))
+    step = cut_field(field, cut)
+    step_bytes = step.row_bytes if field.ragged else step.row_bytes // max(1, _steps_of_row(step))
+
+    def pieces() -> Iterator[U8]:
+        if field.ragged:
+            yield from _padded(offsets.view(np.uint8), piece_bytes)
+        read = offsets * _step_bytes(field)
+        for start, stop in _groups(read, piece_bytes):
+            values = _gathered(field, cut, placement, starts[start:stop], ends[start:stop], slice(start, stop))
+            for at in range(0, len(values), piece_bytes):
+                yield values[at : at + piece_bytes]
+        yield from _padding(int(offsets[-1]) * step_bytes)
+
+    return (int(offsets[-1]) if field.ragged else 0), pieces()
+
+
+def _steps_of_row(field: Field) -> int:
+    """Steps of one dense row."""
+    size = field.shape[0]
+    return 0 if size is None else size
+
+
+def _step_bytes(field: Field) -> int:
+    """Bytes of one step of a row before the cut."""
+    return field.row_bytes if field.ragged else field.row_bytes // max(1, _steps_of_row(field))
+
+
+def _wanted(field: Field, cut: Slice, placement: RowPlacement) -> tuple[I64, I64]:
+    """The wanted steps of each row, counted from the start of its column in its block: int64 ``[rows, ranges]``."""
+    if field.ragged:
+        edges = row_edges(field, placement)
+    else:
+        placement.blocks.live_memory()
+        steps = _steps_of_row(field)
+        first = placement.slot_of_row.astype(np.int64) * steps
+        edges = RowEdges(first, first + steps)
+    return cut_ranges(cut.first, edges)
+
+
+def _gathered(
+    field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, rows: slice = slice(None)
+) -> U8:
+    spans, step = placement.blocks.spans(field), _step_bytes(field)
+    low, stretch = placement.blocks.stretch()
+    base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row[rows]][:, None]
+    taken = copy_ranges(stretch, (base + starts * step).reshape(-1), (base + ends * step).reshape(-1))
+    inner = field.shape[1:]
+    if cut.inner is None or not len(taken):
+        return taken
+    whole = taken.view(stored_dtype(field.dtype)).reshape(-1, *inner)
+    return np.ascontiguousarray(whole[(slice(None), *inner_slices(cut))]).reshape(-1).view(np.uint8)
+
+
+def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    start, rows = 0, len(ends) - 1
+    while start < rows:
+        stop = int(np.searchsorted(ends, ends[start] + piece_bytes, side="right")) - 1
+        stop = min(max(stop, start + 1), rows)
+        yield start, stop
+        start = stop
+
+
+def _summed(lengths: I64) -> I64:
+    offsets = np.zeros(len(lengths) + 1, np.int64)
+    np.cumsum(lengths, out=offsets[1:])
+    return offsets
+
+
+def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:
+    for at in range(0, len(buffer), piece_bytes):
+        yield buffer[at : at + piece_bytes]
+    yield from _padding(len(buffer))
+
+
+def _padding(nbytes: int) -> Iterator[Any]:
+    if gap := -nbytes % ALIGNMENT:
+        yield np.zeros(gap, np.uint8)
