@@ -10,6 +10,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 from typing import Self
 
 from bench.harness import ROOT
@@ -37,18 +38,25 @@ def inside(module: str, *arguments: str, timeout_s: float) -> None:
 
 
 class Far:
-    """The second host. `command`: what to put before a command so that it runs there."""
+    """The second host. `command`: what to put before a command so that it runs there. own_processes: with process numbers and shared memory of its own, so that the queue
+    takes its clients for those of another machine, and sends them bytes instead of mapping memory. Their locks must lie there too.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, *, own_processes: bool = False) -> None:
+        own = ("--pid", "--fork", "--kill-child", "--mount-proc") if own_processes else ()
+        script = "mount -t tmpfs tmpfs /dev/shm && " if own_processes else ""
         self._holder = subprocess.Popen(
-            ["unshare", "--net", "sh", "-c", "echo ready; exec cat"],
+            ["unshare", "--net", *own, "sh", "-c", f"{script}echo ready; exec cat"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
         )
         if self._holder.stdout is None or self._holder.stdout.readline() != "ready\n":
             raise RuntimeError("a second network namespace cannot be made here")
-        self.command = ["nsenter", "--target", str(self._holder.pid), "--net"]
+        entered = ("--net", "--pid", "--mount") if own_processes else ("--net",)
+        self.command = ["nsenter", "--target", str(self._inside() if own_processes else self._holder.pid), *entered]
+        if own_processes:
+            self.command += ["env", "TRANSFERQUEUE_RUNTIME=/dev/shm/runtime"]
         _run("ip", "link", "set", "lo", "up")
         _run("ip", "link", "add", "tq0", "type", "veth", "peer", "name", "tq1", "netns", str(self._holder.pid))
         _run("ip", "addr", "add", f"{NEAR}/24", "dev", "tq0")
@@ -56,6 +64,11 @@ class Far:
         self.run("ip", "link", "set", "lo", "up")
         self.run("ip", "addr", "add", f"{FAR}/24", "dev", "tq1")
         self.run("ip", "link", "set", "tq1", "up")
+
+    def _inside(self) -> int:
+        """The process number of the holder's child, the first process there."""
+        holder = self._holder.pid
+        return int(Path(f"/proc/{holder}/task/{holder}/children").read_text(encoding="ascii").split()[0])
 
     def run(self, *command: str) -> None:
         """Run a command there."""

@@ -124,7 +124,7 @@ class Context:
     """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
 
     instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time. directory: folder
-    of the run; None if it has none. drain: says when the process shall end with the rows that it has.
+    of the run; None if it has none. drain: says when the process shall end with the rows that it has. weights: has the channels of weights; it is `queue` unless the process is at another site.
     """
 
     def __init__(
@@ -137,6 +137,7 @@ class Context:
         instance: int = 0,
         directory: Path | None = None,
         drain: DrainRequest | None = None,
+        weights: tq.Queue | None = None,
     ) -> None:
         self.queue = queue
         self.table = table
@@ -144,6 +145,7 @@ class Context:
         self.instance = instance
         self.directory = directory
         self.drain = drain or DrainRequest()
+        self.weights = weights or queue
         self._settings = dict(settings or {})
 
     def settings(self, into: type[T]) -> T:

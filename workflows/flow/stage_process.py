@@ -35,7 +35,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
     factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
     process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
-    together: processes with the same name here work only together, such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a
+    weights: address of the server whose channels have the weights, such as that of the site ("": the queue's). together: processes with the same name here work only together, such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a
     source for room; a stage has its own.
     """
 
@@ -50,6 +50,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     directory: str = ""
     elastic: bool = False
     together: str = ""
+    weights: str = ""
     stall_s: float = STALL_S
 
     @property
@@ -75,7 +76,9 @@ def run_job(
     leave: called, in another thread, when the drain is requested before the process has taken a row.
     """
     drain = drain or DrainRequest()
-    with tq.connect(address, timeout_s=job.timeout_s, label=job.label) as queue:
+    with ExitStack() as opened:
+        queue = opened.enter_context(tq.connect(address, timeout_s=job.timeout_s, label=job.label))
+        weights = opened.enter_context(tq.connect(job.weights, label=job.label)) if job.weights else queue
         table = queue.table(job.table, timeout_s=job.timeout_s)
         context = Context(
             queue=queue,
@@ -85,6 +88,7 @@ def run_job(
             instance=job.instance,
             directory=Path(job.directory) if job.directory else None,
             drain=drain,
+            weights=weights,
         )
         with ExitStack() as stack:
             with drain.when_requested(leave):

@@ -276,8 +276,11 @@ def create_table(queue: tq.Queue, job: Job) -> tq.Table:
     )
 
 
-def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
-    """Return the processes of the job. directory: folder of the run, where the trainer keeps its checkpoints."""
+def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weights: str = "") -> list[StageJob]:
+    """Return the processes of the job at `site`: its engines there, and at the job's own site ("") everything else too.
+
+    directory: folder of the run, where the trainer keeps its checkpoints. weights: address of the server that engines read weights from ("": that of the queue).
+    """
     described = StageJob(
         name=names.PROMPTS,
         table=names.TABLE,
@@ -287,15 +290,19 @@ def stage_jobs(job: Job, directory: Path | None = None) -> list[StageJob]:
         together=TRAINERS if names.TRAIN_CRITIC in task_names(job) else "",
         stall_s=STALL_S,
     )
+    generating = generating_task(job)
     processes = [_process(described, names.PROMPTS)]
     for stage in stages(job):
         name = stage.task.name
         if name == names.LENGTHS:
             continue  # `rank` serves it
-        processes += [_process(described, name, stage, number) for number in range(_count(name, job))]
+        here = [n for n in range(_count(name, job)) if name != generating or engine_of(job, n).site == site]
+        processes += [_process(described, name, stage, number) for number in here]
     if job.evaluation.path:
         processes.append(_process(described, names.EVALUATE))
-    return processes
+    if site:
+        processes = [process for process in processes if process.name == generating]
+    return [msgspec.structs.replace(process, weights=weights) for process in processes]
 
 
 def engine_of(job: Job, instance: int) -> EngineSettings:

@@ -88,6 +88,15 @@ PageOption = Annotated[
         show_default=False,
     ),
 ]
+SiteOption = Annotated[
+    str | None,
+    typer.Option(
+        "--site",
+        metavar="NAME",
+        show_default=False,
+        help="Run only the engines of this site, for a job that runs at another one, at queue.address.",
+    ),
+]
 JsonOption = Annotated[
     bool,
     typer.Option("--json", help="Print the summary (or the dry run) as one JSON document; progress goes to stderr."),
@@ -103,6 +112,7 @@ def train(
     discard: DiscardOption = False,
     out: OutOption = None,
     page: PageOption = None,
+    site: SiteOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Train a model as a job file says: prompts, rollout, rewards, scores and trainer are processes around one queue.
@@ -111,6 +121,9 @@ def train(
     learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on, and --discard
     gives up the run.
     """
+    if site is not None:
+        _run_site(job, changes or [], out, site, others=dry_run or resume or discard or plan is not None)
+        return
     if discard:
         _discard(job, changes or [], out, others=dry_run or resume or plan is not None)
         return
@@ -177,6 +190,23 @@ def _discard(job: Path | None, changes: list[str], out: Path | None, *, others: 
     folder = unfinished_folder(name, out)
     freed = discard_run(folder)
     say(f"discarded the run in {folder.path}: {freed / (1 << 20):,.1f} MiB freed; its checkpoints and logs stay")
+
+
+def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str, *, others: bool) -> None:
+    from transferqueue.errors import UsageError
+    from transferqueue.workflows.job.run.folder import new_folder
+    from transferqueue.workflows.job.run.site import run_site
+    from transferqueue.workflows.job.settings.read import job_from_file
+
+    if others or job is None:
+        raise UsageError(
+            "train --site runs engines of a job: JOB.toml --site NAME, with --set and --out; it takes neither --resume nor --discard nor --plan nor --dry-run"
+        )
+    settings = job_from_file(job, set=changes)
+    folder = new_folder(settings, out).path
+    with ended_like_ctrl_c(signal.SIGTERM), last_words_shown():
+        run_site(settings, site, directory=folder, code=job.parent, tell=lambda line: say(line, err=True))
+    say(f"site {site}: the job has ended; logs in {folder}")
 
 
 def _run(

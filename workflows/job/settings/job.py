@@ -54,7 +54,9 @@ class DataSettings(_Table):
 
 
 class EngineSettings(_Table):
-    """Processes that generate. count: number of them. slots: requests that one runs at a time. serves: the class of rows that dispatch by length may give it. options: passed to the engine."""
+    """Processes that generate. count: number of them. slots: requests that one runs at a time. serves: the class of rows that dispatch by length may give it.
+    site: where they run ("": where the job does); ``transferqueue train --site`` starts those of another site there. options: passed to the engine.
+    """
 
     kind: EngineKind = "vllm"
     url: str = ""

@@ -348,6 +348,19 @@ def _elastic(job: Job) -> None:
         )
 
 
+def _sites(job: Job) -> None:
+    sites = sorted({engine.site for engine in job.engine} - {""})
+    if sites and job.elastic.max:
+        raise UsageError(
+            f"elastic.max={job.elastic.max} with engines at {', '.join(sites)}: processes are added at the job's own site; leave one of them out"
+        )
+    if sites and not job.queue.address:
+        raise UsageError(
+            f'engine.site="{sites[0]}" without queue.address: the server of a run listens on its own machine alone; start transferqueue serve with a tcp address that '
+            "the site can reach, and give queue.address"
+        )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -431,6 +444,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _order,
     _dispatch,
     _elastic,
+    _sites,
     _pacing,
     _tokens,
     _memory,

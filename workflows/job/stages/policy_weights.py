@@ -54,7 +54,7 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
 
     Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
     """
-    updater = WeightUpdater(context.queue, POLICY, _updating(context, engine, SWAP))
+    updater = WeightUpdater(context.weights, POLICY, _updating(context, engine, SWAP))
     try:
         if not updater.follow(FIRST_S):
             raise DeadlineExceeded(
@@ -125,7 +125,7 @@ class ExactWeights:
 
     def __init__(self, context: Context, engine: Generator, job: Job, version: int, due: Due = nothing_due) -> None:
         self._due = due
-        self._address, self._channel = context.queue.address, context.queue.weights(POLICY)
+        self._address, self._channel = context.weights.address, context.weights.weights(POLICY)
         self._update = _updating(context, engine, SWAP)
         self._job = job
         self._gate = VersionGate(self._load, version)
@@ -237,7 +237,7 @@ def followed_weights(context: Context, engine: Generator, job: Job, version: int
         except Exception as failure:  # noqa: BLE001  (`FollowedWeights.at` raises it)
             weights.failed(failure)
 
-    updater = WeightUpdater(context.queue, POLICY, update, version)
+    updater = WeightUpdater(context.weights, POLICY, update, version)
     threading.Thread(target=follow, name="weights", daemon=True).start()
     try:
         yield weights
