@@ -44,8 +44,8 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
     return new, columns
 
 
-def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
-    """Convert columns of `transferqueue.Rows` to a TensorDict ``[samples]``.
+def tensordict_of(rows: Any, names: Sequence[str], samples: int | None = None) -> TensorDict:
+    """Convert columns of `transferqueue.Rows`, or columns by name, to a TensorDict ``[samples]``. samples: their number, if not ``len(rows)``.
 
     Scalars are dense, other tensors jagged (strided if more than the first dimension varies), the rest is non-tensor data. Columns that lie
     together in memory are not copied.
@@ -61,7 +61,7 @@ def tensordict_of(rows: Any, names: Sequence[str]) -> TensorDict:
             columns[name] = column.nested()
         else:
             columns[name] = torch.nested.as_nested_tensor([torch.as_tensor(part) for part in column])
-    return TensorDict(columns, batch_size=[len(rows)])
+    return TensorDict(columns, batch_size=[len(rows) if samples is None else samples])
 
 
 def single(fields: TensorDict | Mapping[str, Any]) -> TensorDict:

@@ -105,7 +105,8 @@ class Partition:
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return tags of samples by index, for samplers."""
-        with self.table.read(indexes_of(global_indices), fields=()) as rows:
+        once = list(dict.fromkeys(global_indices))  # a sampler may choose a sample several times
+        with self.table.read(indexes_of(once), fields=()) as rows:
             tagged = zip(rows.rows.tolist(), rows.tags, strict=True)
             return {row: given_tags(tags) if tags else tags for row, tags in tagged}
 
@@ -257,6 +258,14 @@ class Controller:
             return self._partition(partition.partition_id)
 
     # ------------------------------------------------------------ status
+
+    def consumed_counts(self) -> dict[str, dict[str, int]]:
+        """Return how many samples each task has consumed, by partition."""
+        with self._guard:
+            return {
+                name: {task: len(rows) for task, rows in partition.consumed.items()}
+                for name, partition in self._partitions.items()
+            }
 
     def consumption(self, task: str, partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the indexes of a partition, and which a task has consumed; None if the partition does not exist."""

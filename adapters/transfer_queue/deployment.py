@@ -39,7 +39,6 @@ class DropInServer:
         control = config.get("controller") or {}
         with ExitStack() as ending:
             self._queue = ending.enter_context(tq.connect(label="transfer_queue"))
-            self._measure(config.get("metrics") or {}, ending)
             self.controller = Controller(
                 self._queue.address,
                 sampler=make_sampler(control.get("sampler")),
@@ -47,12 +46,13 @@ class DropInServer:
                 rows_max=_rows_max(config),
             )
             ending.callback(self.controller.close)
+            self._measure(config.get("metrics") or {}, ending)
             self._ending = ending.pop_all()
 
     def _measure(self, settings: Mapping[str, Any], ending: ExitStack) -> None:
         """Start the metrics endpoint if the configuration enables it, and add its address to the configuration."""
         if settings.get("enabled"):
-            metrics = Metrics(self._queue, settings.get("port", 0))
+            metrics = Metrics(self._queue, settings.get("port", 0), self.controller.consumed_counts)
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 

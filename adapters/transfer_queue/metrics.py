@@ -1,5 +1,8 @@
 """The drop-in's Prometheus endpoint: ``GET /metrics`` at the loopback address of the server's machine.
 
+An answer has this package's metrics, and beside them those of the original that mean something here, by the original's names, so
+that its dashboard shows them. All are computed at the scrape.
+
 Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only if the
 configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that send
 incomplete or slow requests shut nobody out. A connection that is silent for `PATIENCE_S` is closed.
@@ -10,34 +13,80 @@ from __future__ import annotations
 import socket
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 import transferqueue as tq
+from transferqueue.adapters.transfer_queue.tags import partition_of
 from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
+from transferqueue.text import visible
 
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0
 OPEN_MAX: Final = 16
 """Each connection is a thread, for the milliseconds of an answer."""
 
+Consumed = Callable[[], Mapping[str, Mapping[str, int]]]
+"""Returns how many samples each task has consumed, by partition."""
+Samples = list[tuple[dict[str, str], float]]
+
+_STORAGE_UNIT: Final = {"storage_unit_id": "server"}
+
+
+def original_names(stats: Stats, consumed: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
+    """Yield the metrics of the original, in the text format. All are gauges, as there.
+
+    Progress is a part of the samples that the partition has now, from 0 to 1; a partition without samples has none.
+    """
+    tables = {name: table for held, table in stats.tables.items() if (name := partition_of(held)) is not None}
+    resident = {name: table.rows_resident for name, table in tables.items()}
+    active, capacity = sum(resident.values()), max((table.rows_limit for table in tables.values()), default=0)
+    progress = [
+        ({"partition_id": name, "task_name": task}, min(1.0, count / resident[name]))
+        for name, tasks in consumed.items()
+        for task, count in tasks.items()
+        if resident.get(name)
+    ]
+    by_partition: Samples = [({"partition_id": name}, rows) for name, rows in resident.items()]
+    yield _gauge("controller_uptime_seconds", "Age of the server.", [({}, stats.server.uptime_s)])
+    yield _gauge("partitions_total", "Partitions.", [({}, len(tables))])
+    yield _gauge("partition_samples_total", "Samples of a partition.", by_partition)
+    yield _gauge("partition_consumption_progress", "Part of the samples that a task has consumed.", progress)
+    yield _gauge("storage_active_keys_total", "Samples of all partitions.", [(_STORAGE_UNIT, active)])
+    if capacity:
+        yield _gauge("storage_capacity_total", "Samples that a partition may hold.", [(_STORAGE_UNIT, capacity)])
+
+
+def _gauge(name: str, told: str, samples: Samples) -> str:
+    lines = [f"# HELP tq_{name} {told}\n# TYPE tq_{name} gauge\n"]
+    for labels, value in samples:
+        named = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
+        lines.append(f"tq_{name}{{{named}}} {float(value)!r}\n" if named else f"tq_{name} {float(value)!r}\n")
+    return "".join(lines)
+
+
+def _escaped(text: str) -> str:
+    return visible(text).replace("\\", r"\\").replace('"', r"\"")
+
 
 class Metrics:
-    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one.
+    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one. consumed: called at each scrape.
 
     Raises `UsageError` for an invalid port, or one that is in use.
     """
 
-    def __init__(self, queue: tq.Queue, port: int = 0) -> None:
+    def __init__(self, queue: tq.Queue, port: int = 0, consumed: Consumed = dict) -> None:
         if not isinstance(port, int) or isinstance(port, bool) or not 0 <= port < 1 << 16:
             raise UsageError(f"metrics.port={port!r} is no port; give a number up to 65535, or 0 for a free one")
 
         class Answer(_Answer):
             shown = queue
+            consumption = staticmethod(consumed)
 
         try:
             self._server = _Server((HOST, port), Answer)
@@ -111,6 +160,7 @@ def _end(connection: socket.socket, how: int) -> None:
 
 class _Answer(BaseHTTPRequestHandler):
     shown: tq.Queue
+    consumption: Consumed
     timeout = PATIENCE_S
 
     def do_GET(self) -> None:
@@ -118,7 +168,9 @@ class _Answer(BaseHTTPRequestHandler):
             self._answer(HTTPStatus.NOT_FOUND, "text/plain", b"there is /metrics\n")
             return
         try:
-            self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(parse("stats", self.shown.stats(), Stats)))
+            stats = parse("stats", self.shown.stats(), Stats)
+            theirs = "".join(original_names(stats, type(self).consumption())).encode()
+            self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(stats) + theirs)
         except TransferQueueError as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
 

@@ -173,10 +173,19 @@ def rows_of(table: tq.Table, keys: Sequence[str]) -> Rows:
 
 
 def columns_at(table: tq.Table, rows: Rows, names: Sequence[str] | None) -> TensorDict:
-    """Read columns of samples by index: all that each has, or those of `names` that the table has."""
+    """Read columns of samples by index: all that each has, or those of `names` that the table has.
+
+    A sample may be named several times, as a sampler with replacement chooses it.
+    """
     chosen = None if names is None else [name for name in names if name in table.fields]
-    with table.read(rows, fields=chosen) as read:
-        return tensordict_of(read, read.fields if chosen is None else chosen)
+    once = list(dict.fromkeys(rows.tolist()))
+    with table.read(rows if len(once) == len(rows) else indexes_of(once), fields=chosen) as read:
+        shown = read.fields if chosen is None else chosen
+        if len(once) == len(rows):
+            return tensordict_of(read, shown)
+        place = {row: at for at, row in enumerate(once)}
+        again = [place[row] for row in rows.tolist()]
+        return tensordict_of({name: read[name][again] for name in shown}, shown, len(rows))
 
 
 def _put_keyed(

@@ -16,10 +16,11 @@ pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
+from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.errors import Disconnected, SchemaError
 
 DEADLINE_S = 50.0
-TensorDict = tensordict.TensorDict
+TensorDict, NonTensorStack = tensordict.TensorDict, tensordict.NonTensorStack
 
 
 @pytest.fixture
@@ -129,3 +130,30 @@ def test_fields_of_an_empty_partition_may_be_of_other_types(client: Any) -> None
         client.kv_put(["a"], "p", TensorDict({"x": torch.arange(1)}, batch_size=[1]), None)
         assert client.get_data(early.result(DEADLINE_S))["x"].tolist() == [0]
     assert client.kv_get(["a"], "p", ["x"])["x"].dtype == torch.int64
+
+
+class WithReplacement(BaseSampler):
+    """Chooses the last sample twice and then the first, and consumes nothing."""
+
+    def sample(self, ready_indexes: list[int], batch_size: int, *_: Any, **__: Any) -> tuple[list[int], list[int]]:
+        return [ready_indexes[-1], ready_indexes[-1], ready_indexes[0]], []
+
+
+def test_a_sampler_may_choose_with_replacement() -> None:
+    server = service.DropInServer({"controller": {"sampler": WithReplacement}})
+    attached = attach(server)
+    ragged = torch.nested.as_nested_tensor([torch.arange(2), torch.arange(5)], layout=torch.jagged)
+    data = TensorDict({"x": torch.tensor([7, 8]), "y": ragged, "z": NonTensorStack("a", "b")}, batch_size=[2])
+    try:
+        attached.client.put(data, partition_id="p")
+        for _ in range(2):
+            meta = attached.client.get_meta(["x", "y", "z"], 3, "p", task_name="t")
+            assert meta.global_indexes == [1, 1, 0]
+            read = attached.client.get_data(meta)
+            assert read["x"].tolist() == [8, 8, 7]
+            assert [each.tolist() for each in read["y"].unbind()] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
+            assert read["z"] == ["b", "b", "a"]
+        assert attached.client.get_consumption_status("t", "p")[1].tolist() == [0, 0]
+    finally:
+        attached.close()
+        server.shutdown()

@@ -1,3 +1,4 @@
+# ruff: noqa: E402  (imports after a check that they are there)
 """The drop-in's Prometheus endpoint."""
 
 from __future__ import annotations
@@ -8,8 +9,8 @@ from typing import Any
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("tensordict")
+torch = pytest.importorskip("torch")
+TensorDict = pytest.importorskip("tensordict").TensorDict
 pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters import transfer_queue
@@ -68,3 +69,30 @@ def test_it_tells_what_is_there_until_the_service_ends() -> None:
     transfer_queue.close()
     with pytest.raises(ConnectionRefusedError):
         get(endpoint)
+
+
+def test_the_original_s_names_are_beside_ours() -> None:
+    transfer_queue.init({"metrics": {"enabled": True}, "controller": {"polling_mode": True}})
+    endpoint = transfer_queue.get_metrics_endpoint()
+    assert endpoint is not None
+    assert samples(endpoint)["tq_partitions_total"] == 0.0
+    data = TensorDict({"x": torch.arange(4)}, batch_size=[4])
+    client = transfer_queue.get_client()
+    client.put(data, partition_id='a "name"')
+    client.get_meta(["x"], 3, 'a "name"', task_name="train")
+    told = samples(endpoint)
+    assert told["tq_partitions_total"] == 1.0
+    assert told[r'tq_partition_samples_total{partition_id="a \"name\""}'] == 4.0
+    assert told[r'tq_partition_consumption_progress{partition_id="a \"name\"",task_name="train"}'] == 0.75
+    assert told['tq_storage_active_keys_total{storage_unit_id="server"}'] == 4.0
+    assert told["tq_controller_uptime_seconds"] > 0
+    client.clear_partition('a "name"')
+    assert not [name for name in samples(endpoint) if name.startswith("tq_partition_")]
+
+
+def samples(endpoint: str) -> dict[str, float]:
+    status, text = get(endpoint)
+    assert status == 200
+    split = [line.rpartition(" ") for line in text.splitlines() if not line.startswith("#")]
+    assert len({name for name, _, _ in split}) == len(split)
+    return {name: float(value) for name, _, value in split}
