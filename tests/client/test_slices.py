@@ -63,9 +63,10 @@ def test_a_lease_and_a_read_bring_the_parts_that_they_ask_for(queue: tq.Queue, n
 def test_shares_of_all_ranks_are_the_whole(queue: tq.Queue, name: str) -> None:
     table = filled(queue, name)
     parts = [
-        table.read(fields={"experts": tq.Slice(tq.Share(rank, 3, zigzag=True))})["experts"].list() for rank in range(3)
+        table.read(limit=8, fields={"experts": tq.Slice(tq.Share(rank, 3, zigzag=True))})["experts"].list()
+        for rank in range(3)
     ]
-    for whole, *found in zip(EXPERTS, *parts, strict=True):
+    for whole, *found in zip(EXPERTS[:8], *parts, strict=True):
         assert sorted(map(str, [step for part in found for step in part])) == sorted(map(str, whole.tolist()))
 
 
