@@ -199,7 +199,7 @@ def run(sites: str, seed: int, folder: Path, far: Far, options: argparse.Namespa
     finally:
         server.stop()
     version = summary["publications"]["train-0"]["bytes"]
-    figures = _after_start(folder / f"{sites}-{seed}" / "steps.jsonl") | {"version_mb": version / 1e6}
+    figures = _after_start(folder / f"{sites}-{seed}" / "steps.jsonl") | {"version_bytes": version}
     for way in ("down", "up") if links else ():
         figures[way] = sum(getattr(link, way) for link in links) / version / (summary["steps"] + 1)
     return figures
