@@ -103,7 +103,7 @@ class DecodeMeter:
     >>> meter.began("a", 0.0), meter.began("b", 0.0), meter.ended("a", 100, 2.0), meter.ended("b", 100, 2.0)
     (None, None, None, None)
     >>> meter.curve()
-    DecodeCurve(rows=(2.0,), ms=(20.0,))
+    DecodeCurve(rows=(2.0,), ms=(20.0,), refill_ms=0.0)
     """
 
     def __init__(self) -> None:
