@@ -51,6 +51,8 @@ PLAIN: dict[str, Any] = {
     "field": "x",
     "op": "<",
     "value": 1,
+    "index": 0,
+    "of": 2,
 }
 """A value for each parameter that has no default."""
 
@@ -84,6 +86,9 @@ def use(queue: tq.Queue, value: Any) -> None:
         case tq.TagIs() | tq.VersionBetween() | tq.Compare():
             queue.table("there").read(where=value)
             return
+        case tq.Share():
+            queue.table("there").read(fields={"values": tq.Slice(value)}).release()
+            return
         case _:
             terms["tasks"] = [tq.Task("a", selector=value)]
     queue.create_table("made", **terms)
@@ -93,7 +98,9 @@ def use(queue: tq.Queue, value: Any) -> None:
 @pytest.mark.parametrize("kind", VALUES, ids=lambda kind: kind.__name__)
 def test_every_value_of_a_policy_is_good_or_a_usage_error(queue: tq.Queue, kind: type[Any]) -> None:
     if "there" not in queue.tables():
-        queue.create_table("there", fields=[tq.Field("x", "int64")]).put(x=[1])
+        queue.create_table("there", fields=[tq.Field("x", "int64"), tq.Field("values", "int64", (None,))]).put(
+            x=[1], values=[np.arange(5)]
+        )
     parameters = inspect.signature(kind).parameters
     given = {name: PLAIN[name] for name, one in parameters.items() if one.default is one.empty}
     use(queue, kind(**given)) if kind not in (tq.Plugin, tq.Requeue, tq.Pacing) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import cache
 
 import numpy as np
@@ -257,7 +258,10 @@ def test_a_long_tail_goes_to_engines_with_small_batches() -> None:
 
 def _published(deviation: float, seed: int, refill_ms: float) -> tuple[Plan, float, float]:
     """The plan for a batch of published lengths by the errors of a real ranker; and the seconds by its true lengths, under the plan and in the given order."""
-    batch, dispatcher = Batch(192, deviation, seed), _of_published_prompts(deviation)
+    batch, dispatcher = (
+        Batch(192, deviation, seed),
+        deepcopy(_of_published_prompts(deviation)),
+    )  # its draws do not depend on plans before
     expected = dispatcher.expect([prompt.ids for prompt in batch.prompts]).tokens
     curve = DecodeCurve((4.0, 9.0, 15.0), (8.9, 9.2, 9.36), refill_ms)
     plan = dispatcher.plan(expected, [engine(name, 16, curve) for name in "ab"])
