@@ -8,7 +8,8 @@ The phases of a task's process, and where it is killed in them:
 - of the trainers also ``publishes`` (the version is visible, the step not acked), ``acks`` (the step is acked) and ``saves`` (the checkpoint is on the disk, and the
   queue does not know).
 
-The queue's own processes, the run and all at once have ``starts`` (the run has no table yet, or no trainer) and ``runs``, and are killed at a random moment.
+The queue's own processes, the run and all at once have ``starts`` (the run has no table yet, or no trainer) and ``runs``, and are killed at a random moment; the server
+that starts stops when it has been forked.
 """
 
 import os
@@ -69,6 +70,8 @@ class Kill:
 def kill_of(what: str, phase: str, draws: random.Random) -> Kill:
     """Draw a kill. Each phase but the first comes again with each step; what a checkpoint needs comes with every second one."""
     after = 0 if phase == STARTS else draws.randrange(short_run.STEPS - 2)
+    if (what, phase) == (stops.SERVER, STARTS):
+        return Kill(what, phase, point=stops.START)
     if what in SERVING:
         return Kill(what, phase, after, later_s=draws.uniform(0, LATER_S[phase]))
     return Kill(what, phase, after, draws.choice(POINTS[phase]) if phase in POINTS else "")

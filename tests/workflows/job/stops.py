@@ -2,7 +2,7 @@
 
 `environment` makes a folder with a ``sitecustomize.py`` that imports this module in each Python process of the run. A process that is named in the folder by a
 file ``NAME.stop`` stops at the first point that the file lists, removes the file, and says in a file ``NAME.here`` that it is there: its process id. It never goes
-on: without being killed, it exits after `STOP_S`.
+on: without being killed, it exits after `STOP_S`. The names are those of the tasks, and `SERVER`, the child of the supervisor that serves the queue.
 """
 
 import json
@@ -15,6 +15,7 @@ from typing import Any
 
 FOLDER = "TRANSFERQUEUE_TEST_STOPS"
 STOP_S = 300.0
+SERVER = "server"
 START, CONNECTED = "start", "connected"
 LEASED, ACKING, ACKED = "leased", "acking", "acked"
 PUBLISHED, SAVED = "published", "saved"
@@ -63,11 +64,15 @@ def _replace(path: Path, text: str) -> None:
 
 
 def plant() -> None:
-    """Make this process stop where it is asked to, if it is the first one of a task."""
-    name = _name(sys.orig_argv)
-    if name is None or FOLDER not in os.environ:
+    """Make this process stop where it is asked to, if it is the first one of a task; of a supervisor, the server that it forks."""
+    if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])
+    if {"serve", "--supervise"} <= set(sys.orig_argv):
+        os.register_at_fork(after_in_child=lambda: _stop(folder, SERVER, START))
+    name = _name(sys.orig_argv)
+    if name is None:
+        return
 
     def at(point: str) -> None:
         _stop(folder, name, point)
