@@ -10,6 +10,7 @@ import time
 import numpy as np
 
 import transferqueue as tq
+from transferqueue.limits import COPIED_BYTES_MAX
 from transferqueue.observe.diagnosis import Diagnosis, diagnose
 
 
@@ -30,7 +31,9 @@ def test_a_channel_is_told_version_by_version() -> None:
         assert "nobody has applied a version" in [one.text for one in told(queue).channels["policy"]]
         slow.weights("policy").applied(0)
         for version in (1, 2):
-            policy.publish(version, {"w": np.full(4, float(version))})
+            policy.publish(
+                version, {"w": np.full(COPIED_BYTES_MAX, float(version))}
+            )  # a small one is copied, and not held
         fast.weights("policy").applied(2)
         held = reader.weights("policy").pull()
         with fast.weights("policy").turn(length_s=60):

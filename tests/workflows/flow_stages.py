@@ -4,6 +4,7 @@ import fcntl
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -67,13 +68,15 @@ def loop(context: Context) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def works_only_together(context: Context) -> Iterator[Callable[[], None]]:
-    """Factory of a loop of two processes: in their first life the second is killed, and the first waits for ever."""
+    """Factory of a loop of two processes: in their first life the second is killed once the first lives, and the first waits for ever."""
     marks, number = Path(context.settings(Settings).marks), context.instance
     life = len(list(marks.glob(f"{number}-*")))
     (marks / f"{number}-{life}").touch()
 
     def work() -> None:
         context.figures("life", instance=number, life=life)
+        while number and not (marks / "0-0").exists():
+            time.sleep(0.01)  # a file tells nobody
         if not life and number:
             os.kill(os.getpid(), signal.SIGKILL)
         if not life:
