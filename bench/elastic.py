@@ -33,8 +33,8 @@ from transferqueue.observe.measurement_record import Measurement
 from transferqueue.workflows.elastic.scaler import ELASTIC
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Context, Work
-from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of

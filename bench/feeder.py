@@ -1,7 +1,7 @@
 """What it gains to lease rows as slots come free, beside whole leases: ``python -m bench.feeder``.
 
 One engine generates the same rows twice, in turn: with one lease at a time, which is done when its longest row is, and with slots that are kept full
-(`workflows.flow.slots`). Lengths are StreamRL's published ones, scaled, as exact limits of tokens without a stop token. Everything else is the same: engine, queue,
+(`workflows.flow.loop.slots`). Lengths are StreamRL's published ones, scaled, as exact limits of tokens without a stop token. Everything else is the same: engine, queue,
 rows, order. Both do the rows of several leases, and both end with a tail in which slots stand empty.
 
 Needs vLLM (its CPU build will do) or transformers; times are of a machine whose other work shares the cores, so compare ratios of pairs.
@@ -28,7 +28,7 @@ from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Completion, Prompt, Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.observe.measurement_record import Measurement, summarize
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 LONGEST: Final = 384

@@ -25,7 +25,7 @@ from transferqueue.adapters.protocols import Sampling
 from transferqueue.adapters.stages.generation import Generate
 from transferqueue.adapters.trainers.trl import BehaviourRatio, QueueRollouts, rollout_pacing, rollout_tasks
 from transferqueue.adapters.weights import WeightUpdater
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 VOCABULARY, TOKENS, GENERATIONS, PROMPTS = 512, 32, 8, 2

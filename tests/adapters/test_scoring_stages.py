@@ -9,7 +9,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import UsageError
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 torch = pytest.importorskip("torch")

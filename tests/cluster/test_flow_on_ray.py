@@ -13,8 +13,8 @@ from transferqueue.workflows.flow.draining import ADDED, REMOVED
 from transferqueue.workflows.flow.events import Failure, Figures
 from transferqueue.workflows.flow.flow import StageFailed
 from transferqueue.workflows.flow.on_ray import RayFlow, run_on_ray
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import StageJob
 
 ray = pytest.importorskip("ray", reason="make test-ray has Ray")
 from ray.cluster_utils import Cluster  # noqa: E402

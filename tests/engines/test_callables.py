@@ -26,7 +26,7 @@ from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.stages import STAGE_CHECKS, StageSubject
 from transferqueue.workflows.flow.events import Event, Failure
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Stage as Served
 
 

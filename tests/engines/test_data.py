@@ -19,7 +19,7 @@ from tests.scale import only_long
 from transferqueue.adapters.stages.prompts import PromptSource
 from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensordict
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.flow.runner import run_source
+from transferqueue.workflows.flow.loop.runner import run_source
 
 ROWS, STEP = 24, 4
 

@@ -15,7 +15,7 @@ import transferqueue as tq
 from transferqueue.adapters.engines.transformers import TransformersGenerator
 from transferqueue.adapters.protocols import Sampling
 from transferqueue.adapters.stages.environments import Episodes
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 ROWS = 6

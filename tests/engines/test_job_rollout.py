@@ -21,7 +21,7 @@ transformers = pytest.importorskip("transformers", reason="make test-engines ins
 import transferqueue as tq
 from tests.workflows.job.policies import context_of, job_of, publish, put_prompts
 from transferqueue.workflows.flow.events import Event, Failure
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import Job

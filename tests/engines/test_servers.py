@@ -29,7 +29,7 @@ from transferqueue.adapters.vllm.server import VllmServer
 from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]

@@ -29,7 +29,7 @@ from transferqueue.adapters.trainers.trl import (
 )
 from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import UsageError
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Stage
 
 STEPS, GENERATIONS, PROMPTS = 6, 4, 2

@@ -16,7 +16,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.errors import UsageError
-from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce, Work
 
 
@@ -75,7 +75,9 @@ def works_only_together(context: Context) -> Iterator[Callable[[], None]]:
 
     def work() -> None:
         context.figures("life", instance=number, life=life)
+        until = time.monotonic() + 60
         while number and not (marks / "0-0").exists():
+            assert time.monotonic() < until, "process 0 wrote no mark in 60 s"
             time.sleep(0.01)  # a file tells nobody
         if not life and number:
             os.kill(os.getpid(), signal.SIGKILL)

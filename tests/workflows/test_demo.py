@@ -167,6 +167,6 @@ def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
     ],
 )
 def test_a_process_loads_no_more_than_its_stage_needs(module: str, unwanted: set[str]) -> None:
-    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.flow.stage_process; print(*sys.modules)"
+    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.flow.processes.stage_process; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert unwanted & set(loaded.stdout.split()) == set()

@@ -16,8 +16,8 @@ import pytest
 import transferqueue as tq
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, StageFailed
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import StageJob
 
 pytestmark = pytest.mark.slow
 

@@ -17,8 +17,8 @@ from transferqueue.errors import AlreadyExists, NotFound, UsageError
 from transferqueue.workflows.flow.draining import ADDED, REMOVED, DrainRequest
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import StageJob
 
 pytestmark = pytest.mark.slow
 GENEROUS_S = 60.0

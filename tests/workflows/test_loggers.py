@@ -9,9 +9,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.flow import loggers
 from transferqueue.workflows.flow.events import Figures, TimeSpan
-from transferqueue.workflows.flow.loggers import figures_of, logged, logger_named
+from transferqueue.workflows.flow.reports import loggers
+from transferqueue.workflows.flow.reports.loggers import figures_of, logged, logger_named
 
 STEP = {
     "step": 2,

@@ -21,8 +21,8 @@ from tests.scale import examples
 from tests.workflows.test_demo import SMALL
 from transferqueue.errors import DeadlineExceeded, Full, Impossible, UsageError
 from transferqueue.workflows.flow.events import Event, Figures
-from transferqueue.workflows.flow.full_batches import FULL, hearing, tell_full
-from transferqueue.workflows.flow.serving import _commit
+from transferqueue.workflows.flow.loop.full_batches import FULL, hearing, tell_full
+from transferqueue.workflows.flow.loop.serving import _commit
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, pacing, stages
 from transferqueue.workflows.grpo.learning.problems import problem_set

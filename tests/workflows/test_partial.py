@@ -24,7 +24,7 @@ from transferqueue.adapters.stages.generation import Generate
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.events import WORK, Event, Failure, TimeSpan
 from transferqueue.workflows.flow.flow import Flow
-from transferqueue.workflows.flow.runner import run_source, run_stage
+from transferqueue.workflows.flow.loop.runner import run_source, run_stage
 from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.grpo.job import POLICY, JobSettings, create_table, stages
 from transferqueue.workflows.grpo.learning.problems import problem_set

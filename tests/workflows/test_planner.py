@@ -9,8 +9,8 @@ import pytest
 
 from transferqueue.cli import main
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import WAIT, WORK, TimeSpan
+from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
 from transferqueue.workflows.sim.planner import algorithm_1, bound_s, draw_lengths, plan, plans, predict
 from transferqueue.workflows.sim.profile import (
     DeviceKind,

@@ -11,8 +11,8 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable
-from transferqueue.workflows.flow.preference import PreferringWork, lease_preferred
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.preference import PreferringWork, lease_preferred
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import LeaseChoice, Stage
 
 TASK = tq.Task("double", needs=["x"], gives=["y"], selector=tq.LongestFirst())

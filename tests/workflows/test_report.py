@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import InternalError
-from transferqueue.workflows.flow.audit import Audit
 from transferqueue.workflows.flow.events import Figures, TimeSpan
+from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.report import RunLog, Summary, summarize, write_files
 

@@ -10,9 +10,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
-from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.events import Event, Failure, TimeSpan
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_source, run_stage
+from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Stage, load
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64"), tq.Field("z", "int64")]

@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
-from transferqueue.workflows.flow.audit import audit
-from transferqueue.workflows.flow.chrome_trace import busy_share
 from transferqueue.workflows.flow.events import WORK, Event, Failure, TimeSpan
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
-from transferqueue.workflows.flow.slots import Slots
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.loop.slots import Slots
+from transferqueue.workflows.flow.reports.audit import audit
+from transferqueue.workflows.flow.reports.chrome_trace import busy_share
 from transferqueue.workflows.flow.stage import Stage
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64")]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
 from transferqueue.workflows.flow.events import Figures, TimeSpan
+from transferqueue.workflows.flow.reports.chrome_trace import busy_share, write_chrome_trace
 
 SPANS = {
     "rollout-0": [

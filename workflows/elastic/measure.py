@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from transferqueue.workflows.elastic.controller import StepTimes
 from transferqueue.workflows.flow.events import WORK, Figures, TimeSpan
-from transferqueue.workflows.flow.loggers import STEP
+from transferqueue.workflows.flow.reports.loggers import STEP
 
 _SPANS_MAX: Final = 4096
 """Spans of one generator that are kept; of a step with more, the rest counts as waiting."""

@@ -17,7 +17,7 @@ from transferqueue.workflows.elastic.controller import Change, ElasticController
 from transferqueue.workflows.elastic.measure import MeasuredStep, StepMeter
 from transferqueue.workflows.flow.draining import REMOVED, Removed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Figures, TimeSpan
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 
 ELASTIC: Final = "elastic"
 """Kind of the event that reports a measured step (by: 0) or a change (by: 1 or −1). Its values: step, by, why, generators (before the change), delta_s, bound_s,

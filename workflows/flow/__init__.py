@@ -8,9 +8,9 @@ from transferqueue.lazy import lazy_names
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Flow, StageFailed
-    from transferqueue.workflows.flow.loggers import Logger, logged, logger_named
+    from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_source, run_stage
     from transferqueue.workflows.flow.on_ray import run_on_ray
-    from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
+    from transferqueue.workflows.flow.reports.loggers import Logger, logged, logger_named
     from transferqueue.workflows.flow.stage import Context, Stage
 
 __all__ = [
@@ -32,8 +32,8 @@ __getattr__ = lazy_names(
     {
         "flow": "Flow StageFailed",
         "stage": "Stage Context",
-        "runner": "run_source run_stage StageFailedInProcess",
+        "loop.runner": "run_source run_stage StageFailedInProcess",
         "on_ray": "run_on_ray",
-        "loggers": "Logger logged logger_named",
+        "reports.loggers": "Logger logged logger_named",
     },
 )

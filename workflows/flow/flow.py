@@ -43,8 +43,6 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.errors import PeerError, TransferQueueError
-from transferqueue.workflows.flow.audit import audit
-from transferqueue.workflows.flow.child_process import ChildProcess
 from transferqueue.workflows.flow.draining import (
     ADDED,
     DRAIN_S,
@@ -56,8 +54,10 @@ from transferqueue.workflows.flow.draining import (
     check_removal,
 )
 from transferqueue.workflows.flow.events import Event, Failure, Figures
-from transferqueue.workflows.flow.signals import signal_pipe
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
+from transferqueue.workflows.flow.processes.child_process import ChildProcess
+from transferqueue.workflows.flow.processes.signals import signal_pipe
+from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob
+from transferqueue.workflows.flow.reports.audit import audit
 
 RESTARTS_MAX: Final = 2
 """Restarts of a process. One that was killed from outside deserves another try; one that dies three times is broken."""

@@ -38,8 +38,8 @@ from transferqueue.workflows.flow.draining import (
 )
 from transferqueue.workflows.flow.events import Failure, Figures, Receiver, Sender
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
-from transferqueue.workflows.flow.runner import StageFailedInProcess
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob, run_job
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
+from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob, run_job
 
 _PIECE_BYTES: Final = 1 << 16
 

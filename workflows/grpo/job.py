@@ -20,8 +20,8 @@ from typing import Final, Literal
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.grpo.learning.settings import LearningSettings
 
 TABLE: Final = "rollouts"
@@ -62,7 +62,7 @@ class JobSettings:
     partial: tokens that one lease adds to a response at most (0: no bound). An unfinished response is released with its
     tokens, and any rollout process continues it under its current weights (partial rollouts; Kimi k1.5,
     arXiv 2501.12599, section 2.6.2). over_sample: a synchronous job begins this multiple of a batch; when the batch is full, the
-    rest is released and continued under the next weights (`flow.full_batches`). filter_zero_advantage: groups with equal rewards are
+    rest is released and continued under the next weights (`flow.loop.full_batches`). filter_zero_advantage: groups with equal rewards are
     dropped, and other prompts are admitted in their place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). replace_lost:
     groups whose bytes are lost with a shard are replaced too; without it the run ends that much shorter, or waits for ever for the rest
     of a batch. replicas: shards that store each row; at least so many must lend memory.

@@ -17,7 +17,7 @@ import transferqueue as tq
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Observe
 from transferqueue.workflows.flow.on_ray import run_on_ray
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.grpo.job import JobSettings, jobs
 from transferqueue.workflows.grpo.run import RunOutcome, run_job
 

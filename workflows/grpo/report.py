@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any, Final
 
 from transferqueue.errors import InternalError
-from transferqueue.workflows.flow.audit import Audit
-from transferqueue.workflows.flow.chrome_trace import busy_share, write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Figures, TimeSpan
-from transferqueue.workflows.flow.full_batches import ABORTED
-from transferqueue.workflows.flow.loggers import mean_staleness
+from transferqueue.workflows.flow.loop.full_batches import ABORTED
+from transferqueue.workflows.flow.reports.audit import Audit
+from transferqueue.workflows.flow.reports.chrome_trace import busy_share, write_chrome_trace
+from transferqueue.workflows.flow.reports.loggers import mean_staleness
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.weight_swaps import measure, publish_lag_s
 

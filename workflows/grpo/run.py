@@ -14,11 +14,11 @@ from pathlib import Path
 import msgspec
 
 import transferqueue as tq
-from transferqueue.workflows.flow.audit import Audit, audit
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, Observe
-from transferqueue.workflows.flow.loggers import STEP
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
+from transferqueue.workflows.flow.reports.audit import Audit, audit
+from transferqueue.workflows.flow.reports.loggers import STEP
 from transferqueue.workflows.grpo.job import TABLE, JobSettings, create_table, jobs
 from transferqueue.workflows.grpo.report import RunLog, Summary, summarize, write_files
 

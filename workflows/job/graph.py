@@ -30,8 +30,8 @@ import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import NotFound
 from transferqueue.text import counted
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
-from transferqueue.workflows.flow.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.defaults import advantage_columns, columns_of, defaults_of, tasks_of
 from transferqueue.workflows.job.settings.job import EngineSettings, Job

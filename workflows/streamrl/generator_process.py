@@ -18,8 +18,8 @@ from transferqueue.adapters.weights import WeightUpdater
 from transferqueue.errors import DeadlineExceeded, UsageError
 from transferqueue.workflows.dispatch.channels import dispatched
 from transferqueue.workflows.flow.events import Event
-from transferqueue.workflows.flow.preference import PreferringWork
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.preference import PreferringWork
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import STALL_S, LeaseChoice, Stage, Where, Work
 from transferqueue.workflows.streamrl.service import GENERATE, NAME, StreamService
 

@@ -19,7 +19,7 @@ from transferqueue.adapters.stages.generation import BEGUN  # noqa: E402
 from transferqueue.errors import Impossible, UsageError  # noqa: E402
 from transferqueue.workflows.flow.draining import DrainRequest  # noqa: E402
 from transferqueue.workflows.flow.events import WORK, Event, TimeSpan  # noqa: E402
-from transferqueue.workflows.flow.runner import run_stage  # noqa: E402
+from transferqueue.workflows.flow.loop.runner import run_stage  # noqa: E402
 from transferqueue.workflows.flow.stage import Context  # noqa: E402
 from transferqueue.workflows.job import names  # noqa: E402
 from transferqueue.workflows.job.graph import engine_of, in_parts, stage_jobs, stages  # noqa: E402

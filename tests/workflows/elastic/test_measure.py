@@ -9,7 +9,7 @@ from transferqueue.workflows.elastic.measure import StepMeter
 from transferqueue.workflows.elastic.scaler import ELASTIC, Scaler
 from transferqueue.workflows.flow.draining import REMOVED, Removed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Figures, TimeSpan
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 
 
 def step(number: int, at: float, idle_s: float) -> Figures:

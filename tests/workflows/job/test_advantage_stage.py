@@ -10,7 +10,7 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job import jobs
 from transferqueue.workflows.flow.events import WORK, Figures
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of

@@ -12,7 +12,7 @@ import torch
 
 from tests.workflows.job.test_learner import columns, learner, model
 from transferqueue.errors import Corruption, NotFound, UsageError
-from transferqueue.workflows.flow.serving import StageFailedInProcess
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, checkpoint_state, load_checkpoint
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner

@@ -18,8 +18,8 @@ from tests.workflows.job import jobs
 from tests.workflows.job.tokens import ByteTokenizer, save_tokenizer
 from transferqueue.errors import Impossible, InternalError, NotFound, UsageError
 from transferqueue.workflows.flow.flow import Flow
-from transferqueue.workflows.flow.runner import run_source
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.loop.runner import run_source
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data import source
 from transferqueue.workflows.job.data.prompt_data import open_held_out, open_prompts

@@ -7,7 +7,7 @@ import pytest
 import transferqueue as tq
 from tests.workflows.job.jobs import KINDS, job
 from transferqueue.errors import NotFound
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows

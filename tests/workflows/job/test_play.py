@@ -19,7 +19,7 @@ from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, 
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
 from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
-from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job

@@ -16,9 +16,9 @@ from transferqueue.adapters.stages.reward_functions import RewardCall, RewardFai
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import Figures
 from transferqueue.workflows.flow.flow import Flow, StageFailed
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob
 from transferqueue.workflows.flow.stage import Context, Stage
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL, StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer

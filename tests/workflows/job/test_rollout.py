@@ -20,8 +20,8 @@ from transferqueue.adapters.stages.generation import BEGUN  # noqa: E402
 from transferqueue.errors import UsageError  # noqa: E402
 from transferqueue.workflows.dispatch.channels import live_engines  # noqa: E402
 from transferqueue.workflows.flow.events import Event, TimeSpan  # noqa: E402
-from transferqueue.workflows.flow.preference import PreferringWork  # noqa: E402
-from transferqueue.workflows.flow.runner import run_stage  # noqa: E402
+from transferqueue.workflows.flow.loop.preference import PreferringWork  # noqa: E402
+from transferqueue.workflows.flow.loop.runner import run_stage  # noqa: E402
 from transferqueue.workflows.flow.stage import Stage  # noqa: E402
 from transferqueue.workflows.job import graph, names  # noqa: E402
 from transferqueue.workflows.job.settings.job import Job  # noqa: E402

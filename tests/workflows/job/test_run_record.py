@@ -7,8 +7,8 @@ import pytest
 
 from tests.workflows.job.jobs import job
 from transferqueue.errors import AddressInUse, NotFound, UsageError
-from transferqueue.workflows.flow.audit import Audit
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Failure, Figures, TimeSpan
+from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.job.run import folder as folders
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder, unfinished_folder
 from transferqueue.workflows.job.run.plot import draw

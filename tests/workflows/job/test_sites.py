@@ -14,7 +14,7 @@ from tests.workflows.job.jobs import GRPO
 from tests.workflows.job.short_run import ROWS, STEPS, finished, lines, make_place, train
 from transferqueue.cli.app import app
 from transferqueue.errors import UsageError
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job.graph import stage_jobs
 from transferqueue.workflows.job.run.site import check_site
 from transferqueue.workflows.job.settings.read import job_from_values

@@ -17,8 +17,8 @@ import transferqueue as tq
 from tests.workflows.job.policies import context_of, job_of, publish, put_prompts, table_of
 from transferqueue.adapters.protocols import PartialResult, Pause, Unsupported
 from transferqueue.workflows.flow.events import Event, Failure, Figures
-from transferqueue.workflows.flow.full_batches import ABORTED, tell_full
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.full_batches import ABORTED, tell_full
+from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.stages.rollout import rollout

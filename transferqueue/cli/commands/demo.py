@@ -23,7 +23,7 @@ from transferqueue.errors import UsageError
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Observe
-    from transferqueue.workflows.flow.loggers import Logger
+    from transferqueue.workflows.flow.reports.loggers import Logger
     from transferqueue.workflows.grpo.job import JobSettings
     from transferqueue.workflows.grpo.run import RunOutcome
 
@@ -144,7 +144,7 @@ def demo(
     Shows the held-out reward before and after, and leaves summary.json, learning.png and timeline.json (open it at
     https://ui.perfetto.dev). Ctrl-C ends every process and leaves none.
     """
-    from transferqueue.workflows.flow.loggers import logged
+    from transferqueue.workflows.flow.reports.loggers import logged
     from transferqueue.workflows.grpo.run import run_name
 
     _check_installed()
@@ -255,7 +255,7 @@ def show(outcome: RunOutcome, to: Console) -> None:
 
 
 def _logging(name: str | None, directory: Path) -> AbstractContextManager[Logger | None]:
-    from transferqueue.workflows.flow.loggers import logger_named
+    from transferqueue.workflows.flow.reports.loggers import logger_named
 
     return nullcontext() if name is None else logger_named(name)(directory / name)
 

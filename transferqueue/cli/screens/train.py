@@ -60,7 +60,7 @@ class JobFigures(Latest):
         return self._steps[-1][0] - self._steps[0][0]
 
     def _staleness_mean(self) -> float:
-        from transferqueue.workflows.flow.loggers import mean_staleness
+        from transferqueue.workflows.flow.reports.loggers import mean_staleness
 
         return mean_staleness(self._steps[-1][1].get("staleness", {}))
 

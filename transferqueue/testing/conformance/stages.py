@@ -15,7 +15,7 @@ from transferqueue.errors import FlowSignal
 from transferqueue.testing.conformance.report import require
 from transferqueue.workflows.flow import stage as flow
 from transferqueue.workflows.flow.events import Event, Failure
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_stage
 
 _TASK: Final = "stage"
 _STALL_S: Final = 120.0

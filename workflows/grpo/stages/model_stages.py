@@ -16,9 +16,9 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import DeadlineExceeded, NotFound, Sealed
-from transferqueue.workflows.flow.audit import audit
 from transferqueue.workflows.flow.events import PUBLISH, SWAP, TimeSpan
-from transferqueue.workflows.flow.full_batches import ABORTED, Due, hearing, nothing_due, tell_full
+from transferqueue.workflows.flow.loop.full_batches import ABORTED, Due, hearing, nothing_due, tell_full
+from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import STALL_S, Context, Work
 from transferqueue.workflows.grpo.job import POLICY, REFERENCE, JobSettings
 from transferqueue.workflows.grpo.learning.evaluate import Evaluation, evaluate

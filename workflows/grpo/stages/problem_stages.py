@@ -10,7 +10,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
-from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce, Work
 from transferqueue.workflows.grpo.job import JobSettings
 from transferqueue.workflows.grpo.learning.problems import Problem, ProblemSet, Split, problem_set

@@ -23,7 +23,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.errors import InternalError, Sealed
-from transferqueue.workflows.flow.audit import audit
+from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Produce
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.prompt_data import open_prompts

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
-from transferqueue.workflows.flow.stage_process import EXIT_FINAL
+from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL
 
 LATER_S: Final = 2.0
 """How much later the timer of C ends the process: its traceback names the code, but no row."""

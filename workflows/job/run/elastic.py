@@ -10,7 +10,7 @@ import msgspec
 from transferqueue.workflows.elastic.controller import ElasticController, ElasticTerms
 from transferqueue.workflows.elastic.scaler import Scaler
 from transferqueue.workflows.flow.flow import Observe
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.settings.job import Job
 

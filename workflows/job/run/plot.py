@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from transferqueue.workflows.flow.loggers import mean_staleness
+from transferqueue.workflows.flow.reports.loggers import mean_staleness
 from transferqueue.workflows.job.run.record import RunRecord
 from transferqueue.workflows.job.run.summary import RunSummary
 

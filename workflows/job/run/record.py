@@ -12,10 +12,10 @@ from types import TracebackType
 from typing import Any, Final, Self, TextIO
 
 from transferqueue.workflows.elastic.scaler import ELASTIC
-from transferqueue.workflows.flow.chrome_trace import write_chrome_trace
 from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Event, Failure, Figures, TimeSpan
-from transferqueue.workflows.flow.full_batches import ABORTED
-from transferqueue.workflows.flow.loggers import DISPATCH, EVALUATION, RANKER, STEP
+from transferqueue.workflows.flow.loop.full_batches import ABORTED
+from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
+from transferqueue.workflows.flow.reports.loggers import DISPATCH, EVALUATION, RANKER, STEP
 from transferqueue.workflows.job import names
 
 SAMPLES: Final = "samples"

@@ -23,10 +23,10 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.workflows.elastic.scaler import Scaler
-from transferqueue.workflows.flow.audit import Audit, audit
 from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.flow import Flow, Observe
-from transferqueue.workflows.flow.loggers import logged, logger_named
+from transferqueue.workflows.flow.reports.audit import Audit, audit
+from transferqueue.workflows.flow.reports.loggers import logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import msgspec
 
-from transferqueue.workflows.flow.audit import Audit
+from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.elastic import ElasticSummary, elastic_summary
 from transferqueue.workflows.job.run.record import RunRecord

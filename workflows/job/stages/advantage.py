@@ -19,7 +19,7 @@ import numpy.typing as npt
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.errors import NotFound
-from transferqueue.workflows.flow.preference import PreferringWork
+from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, LeaseChoice, Work
 from transferqueue.workflows.job.algorithms.advantages import (
     ScoredRows,

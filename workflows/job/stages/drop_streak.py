@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows
 

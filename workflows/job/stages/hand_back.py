@@ -7,7 +7,7 @@ was pausing is met by the next round. An engine that cannot abort finishes its r
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -54,14 +54,22 @@ class HandBack:
 
     def abort(self, engine: Generator) -> None:
         """End every request of the engine, also those that begin meanwhile, with its tokens so far. Returns when none runs."""
-        with self._changed:
-            while self._running:
-                try:
-                    engine.pause(Pause.ABORT)
-                    engine.resume()
-                except (Unsupported, DeadlineExceeded):
-                    return  # its rows are finished
-                self._changed.wait(_ROUND_S)
+        abort_while(engine, lambda: self._running > 0, self._changed)
+
+
+def abort_while(engine: Generator, runs: Callable[[], bool], changed: threading.Condition) -> None:
+    """Abort the requests of `engine` in rounds until none runs, or return at once where the engine cannot: its rows are then finished.
+
+    runs: whether requests run that are to end; asked while `changed` is held. changed: notified when a request ends; taken here.
+    """
+    with changed:
+        while runs():
+            try:
+                engine.pause(Pause.ABORT)
+                engine.resume()
+            except (Unsupported, DeadlineExceeded):
+                return
+            changed.wait(_ROUND_S)
 
 
 @contextmanager

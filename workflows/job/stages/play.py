@@ -30,7 +30,7 @@ from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import FlowSignal, PeerError, UsageError
 from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
-from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer

@@ -25,7 +25,7 @@ from transferqueue.adapters.protocols import GENERATE_S, Generator, Pause, Unsup
 from transferqueue.adapters.weights import ChannelWeights, WeightUpdater
 from transferqueue.errors import DeadlineExceeded, NotFound, PeerError
 from transferqueue.workflows.flow.events import SWAP, WEIGHTS
-from transferqueue.workflows.flow.full_batches import Due, nothing_due
+from transferqueue.workflows.flow.loop.full_batches import Due, nothing_due
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import POLICY
 from transferqueue.workflows.job.settings.job import Job

@@ -26,8 +26,8 @@ from transferqueue.observe.figure_table import LINES_MAX, FigureTable, figures_c
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher, Refit, priorities
 from transferqueue.workflows.dispatch.ranker import LengthRanker
-from transferqueue.workflows.flow.loggers import DISPATCH, RANKER
-from transferqueue.workflows.flow.runner import run_stage
+from transferqueue.workflows.flow.loop.runner import run_stage
+from transferqueue.workflows.flow.reports.loggers import DISPATCH, RANKER
 from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.graph import stages

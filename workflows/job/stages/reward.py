@@ -11,7 +11,7 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.adapters.stages.reward_functions import RewardFailed
-from transferqueue.workflows.flow.runner import StageFailedInProcess
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_tokenizer

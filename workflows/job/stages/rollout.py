@@ -12,8 +12,8 @@ from transferqueue.adapters.protocols import Generator, PartialResult, Sampling
 from transferqueue.adapters.stages.generation import PART_ROWS, Generate
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.channels import dispatched
-from transferqueue.workflows.flow.full_batches import nothing_due
-from transferqueue.workflows.flow.preference import PreferringWork
+from transferqueue.workflows.flow.loop.full_batches import nothing_due
+from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
 from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_surplus

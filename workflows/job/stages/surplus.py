@@ -2,7 +2,7 @@
 
 Rules:
 
-1. The trainer announces a full batch (`transferqueue.workflows.flow.full_batches`). The engine is then told to abort: each request ends with its tokens so far, and
+1. The trainer announces a full batch (`transferqueue.workflows.flow.loop.full_batches`). The engine is then told to abort: each request ends with its tokens so far, and
    its row is handed back with them. A row that was not begun is handed back as it is. So no row is lost, or generated twice at once.
 2. A row that is leased again waits for the weights that the batch makes (`policy_weights`). It goes on with its tokens, or begins anew where its oldest token is
    more than `pacing.max_staleness` versions behind.
@@ -15,19 +15,15 @@ import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 import numpy as np
 
-from transferqueue.adapters.protocols import Generator, PartialResult, Pause, Unsupported
+from transferqueue.adapters.protocols import Generator, PartialResult
 from transferqueue.adapters.stages.generation import BEGUN
-from transferqueue.errors import DeadlineExceeded
-from transferqueue.workflows.flow.full_batches import ABORTED, Due, hearing
+from transferqueue.workflows.flow.loop.full_batches import ABORTED, Due, hearing
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import FULL
-
-_ROUND_S: Final = 0.2
-"""Seconds between two rounds of aborting, while requests run that a round did not meet."""
+from transferqueue.workflows.job.stages.hand_back import abort_while
 
 
 class Surplus:
@@ -52,7 +48,8 @@ class Surplus:
         """
         with self._changed:
             is_full = self._is_full(version)
-            self._running[version] += not is_full
+            if not is_full:
+                self._running[version] += 1
         if is_full:
             yield self._counted(version, PartialResult(columns={}, at=np.array(rows, np.intp), unfinished=True))
             return
@@ -62,20 +59,15 @@ class Surplus:
         finally:
             with self._changed:
                 self._running[version] -= 1
+                if not self._running[version]:
+                    del self._running[version]
                 self._changed.notify_all()
 
     def stop(self, engine: Generator, due: int) -> None:
         """The batch that makes the weights `due` is full: abort the requests under older weights. Returns when none runs, or the engine cannot."""
         with self._changed:
             self._due = due
-            while any(count for version, count in self._running.items() if self._is_full(version)):
-                try:
-                    engine.pause(Pause.ABORT)
-                    engine.resume()
-                except (Unsupported, DeadlineExceeded):
-                    return  # its rows are finished
-                self._changed.wait(_ROUND_S)
-            self._running = +self._running
+        abort_while(engine, lambda: any(map(self._is_full, self._running)), self._changed)
 
     def _is_full(self, version: int) -> bool:
         return 0 <= version < self._due

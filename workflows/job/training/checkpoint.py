@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.checksum import checksum
-from transferqueue.workflows.flow.serving import StageFailedInProcess
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
 from transferqueue.workflows.job.training.pair import checkpoint_path, checkpoint_steps

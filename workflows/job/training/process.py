@@ -20,7 +20,7 @@ from transferqueue.adapters.scoring.load import checkpoint_gradients, torch_dtyp
 from transferqueue.adapters.scoring.lora import add_lora
 from transferqueue.adapters.weights import TensorWeights, copy_weights
 from transferqueue.errors import DeadlineExceeded, NotFound
-from transferqueue.workflows.flow.full_batches import tell_full
+from transferqueue.workflows.flow.loop.full_batches import tell_full
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.defaults import defaults_of

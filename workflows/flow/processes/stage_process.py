@@ -1,4 +1,4 @@
-"""The process of one stage: ``python -m transferqueue.workflows.flow.stage_process --address … --events FD --job JSON``.
+"""The process of one stage: ``python -m transferqueue.workflows.flow.processes.stage_process --address … --events FD --job JSON``.
 
 Its standard input is its lifeline: the supervisor holds the other end. When that end closes, the
 supervisor is gone or ends the flow, and the process exits at once. It needs no clean-up:
@@ -22,7 +22,7 @@ import transferqueue as tq
 from transferqueue.errors import Corruption, DeadlineExceeded, Impossible, TransferQueueError, UsageError
 from transferqueue.workflows.flow.draining import EXIT_DRAINED, DrainRequest
 from transferqueue.workflows.flow.events import Sender
-from transferqueue.workflows.flow.runner import StageFailedInProcess, run_source, run_stage
+from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
 
 EXIT_FINAL: Final = 65
@@ -128,7 +128,9 @@ def end_with(descriptor: int, drain: DrainRequest | None = None) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run one job and return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m transferqueue.workflows.flow.stage_process", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m transferqueue.workflows.flow.processes.stage_process", description=__doc__
+    )
     parser.add_argument("--address", required=True)
     parser.add_argument("--events", required=True, type=int, help="file descriptor for events")
     parser.add_argument("--job", required=True, help="a Job as JSON")

@@ -16,7 +16,7 @@ import msgspec
 
 from transferqueue.workflows.flow.draining import Removal
 from transferqueue.workflows.flow.events import Failure, Receiver
-from transferqueue.workflows.flow.stage_process import StageJob
+from transferqueue.workflows.flow.processes.stage_process import StageJob
 
 _LAST_WORDS_BYTES: Final = 4000
 
@@ -98,6 +98,6 @@ class ChildProcess:
 
 
 def _command(job: StageJob, address: str, events: int) -> list[str]:
-    module = "transferqueue.workflows.flow.stage_process"
+    module = "transferqueue.workflows.flow.processes.stage_process"
     text = msgspec.json.encode(job).decode()
     return [sys.executable, "-m", module, "--address", address, "--events", str(events), "--job", text]

@@ -25,8 +25,8 @@ from typing import Final
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
-from transferqueue.workflows.flow.preference import lease_preferred
-from transferqueue.workflows.flow.serving import check_broken, serve
+from transferqueue.workflows.flow.loop.preference import lease_preferred
+from transferqueue.workflows.flow.loop.serving import check_broken, serve
 from transferqueue.workflows.flow.stage import ChoosingWork, LeaseChoice, Stage, Work
 
 LEASE_WAIT_S: Final = 2.0

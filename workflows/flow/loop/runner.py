@@ -24,9 +24,9 @@ from collections.abc import Callable
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Sealed
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
-from transferqueue.workflows.flow.preference import lease_preferred
-from transferqueue.workflows.flow.serving import StageFailedInProcess, check_broken, serve
-from transferqueue.workflows.flow.slots import LEASE_WAIT_S, Feeder
+from transferqueue.workflows.flow.loop.preference import lease_preferred
+from transferqueue.workflows.flow.loop.serving import StageFailedInProcess, check_broken, serve
+from transferqueue.workflows.flow.loop.slots import LEASE_WAIT_S, Feeder
 from transferqueue.workflows.flow.stage import STALL_S, ChoosingWork, LeaseChoice, Produce, Stage, Work
 
 __all__ = ["StageFailedInProcess", "run_source", "run_stage"]

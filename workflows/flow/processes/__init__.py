@@ -1,0 +1,1 @@
+"""The processes of a flow: their start, their signals, and their ends."""
