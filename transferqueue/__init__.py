@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         AddressInUse,
         AlreadyExists,
         BatchEnded,
+        ColumnFreed,
         Corruption,
         DeadlineExceeded,
         Disconnected,
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from transferqueue.limits import Limits
     from transferqueue.policies import (
         Acked,
+        AckedColumns,
         Compare,
         Complete,
         DeliverPartial,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
         KeepStale,
         LongestFirst,
         Manual,
+        ManualColumns,
         OldestVersionFirst,
         OnStale,
         Pacing,
@@ -112,12 +115,12 @@ _MODULES: Final = {
     "client.operations.weights": "Weights",
     "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
-    "errors": "AddressInUse AlreadyExists BatchEnded Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
+    "errors": "AddressInUse AlreadyExists BatchEnded ColumnFreed Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
     "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError RowsEnded SchemaError Sealed "
     "TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
-    "policies": "Acked Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
-    "OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
+    "policies": "Acked AckedColumns Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
+    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
     "TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
@@ -126,6 +129,7 @@ _MODULES: Final = {
 
 __all__ = [
     "Acked",
+    "AckedColumns",
     "AddressInUse",
     "AlreadyExists",
     "AsyncBatch",
@@ -138,6 +142,7 @@ __all__ = [
     "Batch",
     "BatchEnded",
     "Column",
+    "ColumnFreed",
     "Compare",
     "Complete",
     "Corruption",
@@ -163,6 +168,7 @@ __all__ = [
     "Loader",
     "LongestFirst",
     "Manual",
+    "ManualColumns",
     "NotFound",
     "OldestVersionFirst",
     "OnStale",

@@ -6,6 +6,7 @@
     ├── UsageError                you: fix the call; nothing was changed
     │   ├── SchemaError               a column does not fit its field
     │   ├── NotFound                  table, field, task, row or key that does not exist
+    │   │   └── ColumnFreed               a column of a row that was there, and was freed
     │   ├── AlreadyExists             table, task or key that does
     │   ├── Impossible                a configuration or request that could never make progress
     │   ├── Sealed                    put into, or seal of, a sealed table
@@ -56,6 +57,10 @@ class SchemaError(UsageError):
 
 class NotFound(UsageError, LookupError):
     """A table, field, task, row or key does not exist; the message lists those that do."""
+
+
+class ColumnFreed(NotFound):
+    """A column of a row was there and was freed, though the row lives on; the message says when, and by which task or session."""
 
 
 class AlreadyExists(UsageError):

@@ -81,6 +81,8 @@ PAGE_BYTES: Final = 4096
 """Extents begin and end on pages, so that a private mapping can drop the pages of one extent without its neighbour."""
 SMALL_EXTENT_BYTES: Final = 256 * KIB
 """Puts below this share an extent: a one-row put costs its bytes, not a page per put."""
+COLUMN_APART_BYTES: Final = SMALL_EXTENT_BYTES
+"""A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it costs less than the copy."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
 """Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated as they are
 used."""

@@ -145,7 +145,22 @@ class Manual(_Policy):
     """A row stays, readable, until `delete`."""
 
 
-Retention = Acked | Manual
+class AckedColumns(Acked):
+    """As `Acked`, and each column is freed earlier, with its last task: when every task that needs it is done with the row.
+
+    A column that no task needs stays as long as its row. A task leases only fields that it needs or gives, or that no task needs, since
+    others may be freed by then (`ColumnFreed`). Puts lay columns that end with different tasks into memory of their own. Scalars of up to
+    eight bytes are in the ledger and stay. A value that is lost with a shard is given again only if what its task needs is not freed.
+    """
+
+
+class ManualColumns(Manual):
+    """As `Manual`, and each column of `COLUMN_APART_BYTES` (256 KiB) or more of a put lies in memory of its own, which `free_columns`
+    returns at once. Of other tables, memory returns when every column of a put is freed.
+    """
+
+
+Retention = Acked | Manual | AckedColumns | ManualColumns
 
 # ---------------------------------------------------------------- predicates: which rows may be chosen
 

@@ -304,6 +304,9 @@ class Driver:
     def delete(self, rows: Sequence[int], *, table: str = "t") -> Any:
         return self.apply(m.Delete(table, i64(rows)))
 
+    def free(self, rows: Sequence[int], fields: Sequence[str], *, again: bool = False, table: str = "t") -> Any:
+        return self.apply(m.FreeColumns(table, i64(rows), list(fields), again))
+
     def reserve(self, rows: int, version: int = -1, *, table: str = "t", wait_s: float = 0.0) -> Any:
         return self.apply(m.Reserve(table, rows, version, wait_s))
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from transferqueue.policies import (
     Acked,
+    AckedColumns,
     DeliverPartial,
     DropGroup,
     Freshest,
@@ -92,6 +93,9 @@ class Model:
         self.rows_max = rows_max
         self.pacing = pacing
         self.acked = isinstance(retention, Acked)
+        self.columns_end = isinstance(retention, AckedColumns)
+        self.freed: set[tuple[int, str]] = set()
+        """(row, field) of values that were freed and not written again."""
         self.rows: dict[int, Row] = {}
         """Resident rows."""
         self.next_row = 0
@@ -100,7 +104,7 @@ class Model:
         self.units: dict[str, dict[int, Unit]] = {task.name: {} for task in tasks}
         self.changed: dict[str, dict[int, None]] = {task.name: {} for task in tasks}
         self.doomed: list[tuple[list[int], str]] = []
-        self.unwanted: list[int] = []
+        self.unwanted: list[tuple[int, str]] = []
         self.counter = 0
         self.leases: dict[int, Lease] = {}
         self.next_lease = 1
@@ -215,7 +219,7 @@ class Model:
             unit = self.units[name].get(row.unit)
             if task.groups and unit is not None and unit.state == "over":
                 row.state[name] = "absent"
-                self.unwanted.append(row.id)
+                self.unwanted.append((row.id, name))
         self.complete(name, [row for row in rows if row.state[name] == "pending"])
 
     def _check_groups(self, rows: list[Row]) -> None:
@@ -264,6 +268,7 @@ class Model:
     def write(self, rows: list[int], fields: set[str], version: int | None, commit: int) -> None:
         for row in rows:
             self.rows[row].fields.update(dict.fromkeys(fields, commit))
+            self.freed -= {(row, name) for name in fields}
             if version is not None:
                 self.rows[row].version = version
         for name, task in self.tasks.items():
@@ -365,7 +370,7 @@ class Model:
             others = [one for one, task in self.tasks.items() if one != name and field_ in task.gives]
             for row in (self.rows[number] for number in rows):
                 waits = any(row.state[one] in ("pending", "held", "ready", "leased") for one in others)
-                if field_ not in row.fields and not waits:
+                if field_ not in row.fields and (row.id, field_) not in self.freed and not waits:
                     return True
         return False
 
@@ -449,11 +454,31 @@ class Model:
                 unit.state, unit.deadline = "over", None
                 for late in [one for one in self.members(row.unit) if one.state[name] in ("pending", "held")]:
                     late.state[name] = "absent"
-                    self.unwanted.append(late.id)
+                    self.unwanted.append((late.id, name))
             if all(state in ("done", "absent") for state in row.state.values()):
                 ended.append(number)
+            else:
+                self.end_columns(name, row)
         self.done_count += len(ended)
         self.leave(ended, "done")
+
+    def end_columns(self, name: str, row: Row) -> None:
+        """The task is done with the row, or never gets it: what it was the last to need is freed."""
+        if not self.columns_end:
+            return
+        for field_ in [one for one in row.fields if one not in INLINE]:
+            holders = [one for one, task in self.tasks.items() if field_ in task.needs]
+            if holders and self.pacing and any(self._may_be_requeued(one) for one in holders):
+                holders.append(self.pacing.task)
+            if name in holders and all(row.state[one] in ("done", "absent") for one in holders):
+                del row.fields[field_]
+                self.freed.add((row.id, field_))
+
+    def _may_be_requeued(self, name: str) -> bool:
+        pacing = self.pacing
+        if not pacing or pacing.max_staleness is None or not isinstance(pacing.on_stale, Requeue):
+            return False
+        return name == pacing.on_stale.task or name in self._downstream(pacing.on_stale.task)[1]
 
     # ------------------------------------------------------------ steps
 
@@ -539,9 +564,12 @@ class Model:
 
     def conclude(self) -> None:
         while True:
-            late = [self.rows[row] for row in self.unwanted if row in self.rows]
-            gone = [row.id for row in late if all(state in ("absent", "done") for state in row.state.values())]
+            late = [(self.rows[row], name) for row, name in self.unwanted if row in self.rows]
+            gone = [row.id for row, _ in late if all(state in ("absent", "done") for state in row.state.values())]
             self.unwanted.clear()
+            for row, name in late:
+                if row.fate == "live":
+                    self.end_columns(name, row)
             if gone:
                 self.doomed.append((gone, "group_incomplete"))
             if self.doomed:
@@ -692,7 +720,7 @@ class Model:
                     self._enqueue(name, unit)
                     for number in pending:
                         self.rows[number].state[name] = "absent"
-                        self.unwanted.append(number)
+                        self.unwanted.append((number, name))
                     if pending:
                         self.doomed.append((pending, "group_incomplete"))
                 self.await_rest(unit)

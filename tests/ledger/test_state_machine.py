@@ -24,6 +24,7 @@ from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Acked,
+    AckedColumns,
     Complete,
     DeliverPartial,
     DropGroup,
@@ -81,7 +82,7 @@ class LedgerMachine(RuleBasedStateMachine):
         groups=group_rules,
         grade_groups=st.sampled_from([None, None, None, Complete(incomplete=DeliverPartial(), min_size=1)]),
         on_stale=stale_rules,
-        manual=st.booleans(),
+        retention=st.sampled_from([Acked(), Manual(), AckedColumns()]),
         attempts_max=st.integers(0, 2),
         replicas=st.sampled_from([1, 1, 2]),
     )
@@ -92,7 +93,7 @@ class LedgerMachine(RuleBasedStateMachine):
         groups: Complete | None,
         grade_groups: Complete | None,
         on_stale: Any,
-        manual: bool,
+        retention: Any,
         attempts_max: int,
         replicas: int,
     ) -> None:
@@ -103,7 +104,6 @@ class LedgerMachine(RuleBasedStateMachine):
         ]
         bound = None if on_stale is None else 1
         pacing = Pacing("train", 5, 3, bound, on_stale or DropStale())
-        retention = Manual() if manual else Acked()
         self.world = World()
         self.replicas = replicas
         self.drivers = {}

@@ -23,7 +23,7 @@ def test_every_use_of_a_deployment_is_simulated():
         run.whole()
         used.update(job.table for job in run.jobs)
         durable.add(run.durable)
-    assert used == {"t", "ranks", "stepped", "kept", "policy", "copied"}
+    assert used == {"t", "ranks", "stepped", "kept", "columns", "policy", "copied"}
     assert durable == {True, False}
 
 

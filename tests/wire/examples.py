@@ -91,6 +91,9 @@ REQUESTS: Final[list[m.Request]] = [
     m.PollCommands(7, 4, [3], 1.5),
     m.CreateTable("x", FIELDS, extra_fields=True),
     m.AckLeases("t", TWO, TWO, 3),
+    m.FreeColumns("t", TWO, ["x"], True),
+    m.CreateTable("y", retention=p.AckedColumns()),
+    m.CreateTable("z", retention=p.ManualColumns()),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),

@@ -24,6 +24,7 @@ from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatches
+from transferqueue.ledger.tasks.task_order import TasksOfField, tasks_that_hold
 from transferqueue.ledger.tasks.task_state import OPEN, TaskState
 from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
@@ -93,6 +94,12 @@ class TableState:
         self.parts = ColumnGroups(self.rows)
         self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}
+        self.holders: TasksOfField = {}
+        """Field -> the tasks that must be done with a row before its value may be freed (see `rules.column_ends`)."""
+        self.columns_freed = 0
+        """Number of values that were freed though their rows lived on."""
+        self.column_bytes_freed = 0
+        """Bytes of the blocks that ended thereby. The block of a put ends with the last of its columns."""
         self.group_tasks: list[GroupTaskState] = []
         """Tasks that take whole groups."""
         self.flow = FlowControl()
@@ -134,6 +141,7 @@ class TableState:
         needed = frozenset(name for other in self.tasks.values() for name in other.task.needs)
         for other in self.tasks.values():
             other.required_results = needed.intersection(other.task.gives)
+        self.holders = tasks_that_hold([other.task for other in self.tasks.values()], self.pacing)
         return state
 
     def terms(self) -> TableTerms:

@@ -65,6 +65,8 @@ _TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("rows_limit", "gauge", "Live rows that the table may hold."),
     ("bytes", "gauge", "Bytes of live blocks."),
     ("bytes_limit", "gauge", "Bytes of live blocks that the table may hold."),
+    ("columns_freed", "counter", "Values that were freed though their rows lived on."),
+    ("column_bytes_freed", "counter", "Bytes of the blocks that ended thereby."),
     ("groups", "gauge", "Groups with a resident row."),
     ("version", "gauge", "The clock: the trainer's version."),
     ("sealed", "gauge", "Whether no more rows may enter."),

@@ -19,6 +19,7 @@ from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
+from transferqueue.ledger.rules.column_ends import free_values
 from transferqueue.ledger.rules.finish import finish_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks import task_state
@@ -26,6 +27,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
 from transferqueue.ledger.tasks.reservations import FlowControl
 from transferqueue.ledger.tasks.task_state import TaskState
+from transferqueue.policies import AckedColumns
 from transferqueue.server.durability import recorded_ledger
 from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.server.shards.own_memory import OwnShardMemory
@@ -132,6 +134,17 @@ def _all(_was: Any) -> Any:
     return lambda _rows, _where, ids, _at: np.ones(ids.size, np.bool_)
 
 
+def _freed_uncovered(was: Any) -> Any:
+    def acked(table: Any, task: Any, rows: Any, request: Any, session: int, now: float) -> None:
+        covered = request.step <= task.checkpoint
+        was(table, task, rows, request, session, now)
+        if not covered and isinstance(table.retention, AckedColumns):
+            every = np.ones(rows.size, np.bool_)
+            free_values(table, dict.fromkeys(task.task.needs, every), rows, now, task=task.task.name)
+
+    return acked
+
+
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((ack, "return_rows", _consumed),),
     "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
@@ -160,6 +173,8 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
     "a predicate is not heeded": ((task_state, "matches", _all),),
     "a kept row is freed when it is done": ((finish, "Acked", lambda _was: object),),
+    "a column is freed before a checkpoint covers its row": ((ack, "_finish_acked", _freed_uncovered),),
+    "a column is never freed": ((finish, "end_columns", _nothing),),
     "the bytes of a table are not bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
     "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
     "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),

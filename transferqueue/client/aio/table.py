@@ -387,7 +387,7 @@ class AsyncTable(TableBase):
 
         fields: columns to bring, as of `lease` (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
         lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
-        the table, for an unknown field, and for a field named here that one of the rows does not have yet.
+        the table, for an unknown field, and for a field named here that one of the rows does not have yet; `ColumnFreed` if it had it.
         """
         return await self._run(tables.read(self._client, self._terms, rows, where, fields, limit))
 
@@ -402,6 +402,18 @@ class AsyncTable(TableBase):
     async def delete(self, rows: Any) -> int:
         """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""
         return await self._run(tables.delete(self._terms, rows))
+
+    async def free_columns(self, rows: Any, fields: Iterable[str], *, again: bool = False) -> int:
+        """Free columns of these rows, which live on with their other columns. Returns how many values were freed; values that a row does not
+        have do not count. The memory of a put returns when all its columns are freed and no view of them is left; that of a column of 256
+        KiB or more returns by itself in a table with `ManualColumns` or `AckedColumns`. Reading a freed column is `ColumnFreed`; `update`
+        may write it again.
+
+        `UsageError`, and nothing changes, if a task that needs a column still has work with one of the rows. again: then, or if the task is
+        done with the row, it waits until the column is written again, and gets the row again; a lease of the row ends. Not for a task that takes groups.
+        `NotFound` for a row or field that is not in the table.
+        """
+        return await self._run(tables.free_columns(self._terms, rows, fields, again))
 
     async def add_task(self, task: Task) -> None:
         """Declare one more task; ``from_`` says whether it sees the rows that are there."""

@@ -13,6 +13,7 @@ Rules:
 6. A commit that fills an extent also closes it: the client need not return it.
 7. The copies of a region are regions in other shards, with the same bytes. They end as it does.
 8. An extent whose shard was lost takes no further put.
+9. Puts share an extent only within a lane: what is freed early does not lie between what stays.
 """
 
 from __future__ import annotations
@@ -33,6 +34,12 @@ OPEN_MAX: Final = 2
 """Open extents kept for each copy that puts have: the one in use, and one that another thread asked for at the same moment."""
 
 
+ROWS: Final = "rows"
+"""The lane of what is freed with its rows."""
+COLUMNS: Final = "columns"
+"""The lane of columns that may be freed before their rows."""
+
+
 class CommitOutcome(enum.Enum):
     """What became of the commit of a region."""
 
@@ -43,10 +50,10 @@ class CommitOutcome(enum.Enum):
 
 
 class _GrantedExtent:
-    __slots__ = ("granted", "retired", "used", "writers")
+    __slots__ = ("granted", "lane", "retired", "used", "writers")
 
-    def __init__(self, granted: m.Granted) -> None:
-        self.granted = granted
+    def __init__(self, granted: m.Granted, lane: str = ROWS) -> None:
+        self.granted, self.lane = granted, lane
         self.used = self.writers = 0
         self.retired = False
 
@@ -88,17 +95,22 @@ class WriteGrants:
         self._return_extent = return_extent
         self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
-        self._open: deque[_GrantedExtent] = deque()
+        self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque()}
         self._open_max = OPEN_MAX
 
     def region(
-        self, nbytes: int, deadline: Deadline, apart: Sequence[int] = (), use: m.GrantPurpose = "results"
+        self,
+        nbytes: int,
+        deadline: Deadline,
+        apart: Sequence[int] = (),
+        use: m.GrantPurpose = "results",
+        lane: str = ROWS,
     ) -> Operation[WriteRegion]:
-        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline."""
+        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS` or `COLUMNS`."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
-        while (region := self._take(nbytes, apart)) is None:
-            self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1)
+        while (region := self._take(nbytes, apart, lane)) is None:
+            self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1, lane)
         return region
 
     def _whole(self, granted: m.Granted, nbytes: int) -> WriteRegion:
@@ -106,10 +118,10 @@ class WriteGrants:
         extent.retired, extent.writers = True, 1
         return WriteRegion(self, extent, granted.offset, nbytes)
 
-    def _take(self, nbytes: int, apart: Sequence[int]) -> WriteRegion | None:
+    def _take(self, nbytes: int, apart: Sequence[int], lane: str) -> WriteRegion | None:
         size = align(nbytes)
         with self._guard:
-            for extent in reversed(self._open):
+            for extent in reversed(self._open[lane]):
                 if extent.granted.shard not in apart and extent.used + size <= extent.granted.nbytes:
                     offset = extent.granted.offset + extent.used
                     extent.used += size
@@ -117,12 +129,13 @@ class WriteGrants:
                     return WriteRegion(self, extent, offset, nbytes)
         return None
 
-    def _adopt(self, granted: m.Granted, copies: int) -> None:
+    def _adopt(self, granted: m.Granted, copies: int, lane: str) -> None:
         with self._guard:
-            self._open.append(_GrantedExtent(granted))
+            extents = self._open[lane]
+            extents.append(_GrantedExtent(granted, lane))
             self._open_max = max(self._open_max, copies * OPEN_MAX)
-            while len(self._open) > self._open_max:
-                retired = self._open.popleft()
+            while len(extents) > self._open_max:
+                retired = extents.popleft()
                 retired.retired = True
                 self._return_if_left(retired)
 
@@ -132,8 +145,8 @@ class WriteGrants:
             end = region.offset - extent.granted.offset + align(region.nbytes)
             if outcome is CommitOutcome.REFUSED and end == extent.used:
                 extent.used -= align(region.nbytes)
-            if outcome is CommitOutcome.TORN and extent in self._open:
-                self._open.remove(extent)
+            if outcome is CommitOutcome.TORN and extent in self._open[extent.lane]:
+                self._open[extent.lane].remove(extent)
                 extent.retired = True
             if outcome is not CommitOutcome.COMMITTED or region.nbytes != extent.granted.nbytes:
                 self._return_if_left(extent)

@@ -62,8 +62,8 @@ class ColumnSource:
             return column
         if name not in self.fields:
             raise NotFound(
-                f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it; read those that do, '
-                f"or wait for whoever gives it; they have {listing(self.fields)}"
+                f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not there yet, or was freed; '
+                f"name it in the fields of a read to hear which; they have {listing(self.fields)}"
                 if name in self._left_out
                 else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self.fields)}; name others with '
                 "fields="

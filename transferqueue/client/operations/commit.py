@@ -4,7 +4,7 @@
    A name never heard of is asked for first; if the table has none, the field is inferred.
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
-3. Inline columns travel in the message. The others are written into one region of granted memory.
+3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
 4. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
    region is gone, the columns are written into another shard.
 """
@@ -12,7 +12,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any, Final, TypeVar
 
 import msgspec
@@ -20,17 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteRegion
+from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
 from transferqueue.client.operations.arguments import few, row_ids
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
+from transferqueue.client.operations.written_blocks import WrittenBlocks, write_columns
 from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
-from transferqueue.schema import Field, align
-from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
+from transferqueue.schema import Field
 from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
@@ -174,19 +173,19 @@ def _attempt(
         terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
     fields = [column.field for column in out.columns]
-    blocks = block_writers([column for column in out.columns if not column.field.inline])
+    placed = [column for column in out.columns if not column.field.inline]
     inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    region = (yield from write(client, blocks, deadline, use, terms.last.replicas)) if blocks else None
-    carried = m.Columns(fields, placed(region, blocks) if region else [], inline, out.facts)
-    reply = yield from finish_commit(region, request(out.rows, carried), kind)
+    written = (yield from write_columns(client, terms.last, placed, deadline, use)) if placed else None
+    carried = m.Columns(fields, written.blocks() if written else [], inline, out.facts)
+    reply = yield from finish_commit(written, request(out.rows, carried), kind)
     if has_new_fields:
         terms.learn(fields)
     return reply
 
 
-def finish_commit(region: WriteRegion | None, request: m.Request, kind: type[R]) -> Operation[R]:
-    """Send the commit of a region, and end the region with its outcome."""
+def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[R]) -> Operation[R]:
+    """Send the commit of written blocks, and end their regions with its outcome."""
     outcome = CommitOutcome.UNKNOWN
     try:
         reply = yield request
@@ -201,66 +200,8 @@ def finish_commit(region: WriteRegion | None, request: m.Request, kind: type[R])
         outcome = CommitOutcome.TORN
         raise
     finally:
-        if region:
-            region.done(outcome)
-
-
-def write(
-    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, use: m.GrantPurpose, replicas: int = 1
-) -> Operation[WriteRegion]:
-    """Write the blocks into one region, and copies of it into remote shards, `replicas` in all."""
-    region = yield from _written(client, blocks, deadline, [], use)
-    try:
-        while len(region.copies) + 1 < replicas:
-            apart = [one.shard for one in (region, *region.copies)]
-            region.copies.append((yield from _written(client, blocks, deadline, apart, use)))
-    except BaseException:
-        region.done(CommitOutcome.REFUSED)
-        raise
-    return region
-
-
-def _written(
-    client: ClientSession, blocks: Sequence[BlockWriter], deadline: Deadline, apart: list[int], use: m.GrantPurpose
-) -> Operation[WriteRegion]:
-    """Write one copy into a shard that is not in `apart`."""
-    nbytes = sum([align(block.nbytes) for block in blocks])
-    region = yield from client.grants.region(nbytes, deadline, apart, use)
-    yield from client.shards.write(region, nbytes, partial(fill, blocks=blocks, checksums=client.checksums))
-    return region
-
-
-def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) -> None:
-    """Write blocks one after the other. checksums: and take the checksum of each."""
-    at = 0
-    for block in blocks:
-        written = memory[at : at + block.nbytes]
-        block.write(written)
-        if checksums:
-            block.take_checksum(written)
-        at += align(block.nbytes)
-
-
-def placed(region: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenBlock]:
-    """How a commit names blocks that were written one after the other into a region."""
-    found: list[m.WrittenBlock] = []
-    at = region.offset
-    for block in blocks:
-        found.append(
-            m.WrittenBlock(
-                extent=region.extent,
-                offset=at,
-                nbytes=block.nbytes,
-                rows=block.stored_rows,
-                fields=[field.name for field in block.fields],
-                counts=block.counts,
-                slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
-                checksum=block.sum,
-                copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies],
-            )
-        )
-        at += align(block.nbytes)
-    return found
+        if written:
+            written.done(outcome)
 
 
 def _refresh(terms: TableInfo) -> Operation[bool]:

@@ -29,7 +29,8 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.commit import CERTAIN, finish_commit, placed, retry_on_other_shard, write
+from transferqueue.client.operations.commit import CERTAIN, finish_commit, retry_on_other_shard
+from transferqueue.client.operations.written_blocks import WrittenBlocks, write
 from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
@@ -227,12 +228,12 @@ def _commit(
     written = [writer for writer in block_writers if writer.field.name not in kept]
     nbytes[0] = sum(writer.nbytes for writer in written)
     blocks = [*beside, *kept.values()]
-    region = (yield from write(client, written, deadline, "weights")) if written else None
+    region = WrittenBlocks(((yield from write(client, written, deadline, "weights")), written)) if written else None
     request = m.Publish(
         channel=channel,
         version=number,
         fields=[field for writer in written for field in writer.fields],
-        blocks=placed(region, written) if region else [],
+        blocks=region.blocks() if region else [],
         keep=keep,
         wait_s=deadline.left(),
         base=basis.version if blocks else -1,

@@ -19,7 +19,7 @@ from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, Limits, check_name
-from transferqueue.policies import Acked, Manual, Pacing, Predicate, Retention, Task
+from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_plain
@@ -50,7 +50,7 @@ def create_table(
         tasks=_each("tasks", tasks, Task, TASKS_MAX),
         limits=_one("limits", limits, Limits),
         pacing=None if pacing is None else _one("pacing", pacing, Pacing),
-        retention=None if retention is None else _one("retention", retention, Acked | Manual),
+        retention=None if retention is None else _one("retention", retention, Retention),
         exist_ok=bool(exist_ok),
         replicas=checks.whole("replicas", replicas, least=1),
         extra_fields=extra_fields,
@@ -153,6 +153,15 @@ def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
 def delete(terms: TableInfo, rows: object) -> Operation[int]:
     """Free rows of a table with manual retention. Returns how many."""
     return (yield from request_reply(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
+
+
+def free_columns(terms: TableInfo, rows: object, fields: Iterable[str], again: bool) -> Operation[int]:
+    """Free columns of rows that live on. Returns how many values."""
+    names = checks.names("field", fields)
+    if not names:
+        raise UsageError("free_columns frees the columns that it names; give at least one field, or delete the rows")
+    request = m.FreeColumns(table=terms.name, rows=checks.row_ids(rows), fields=names, again=bool(again))
+    return (yield from request_reply(request, m.DoneReply)).rows
 
 
 # ---------------------------------------------------------------- flow and terms

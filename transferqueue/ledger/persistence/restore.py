@@ -134,6 +134,8 @@ class _SnapshotRestore:
             rows.set_fact(name, at, snapshot.rows[name])
         for name, has_field in snapshot.has.items():
             rows.set_fields(at[has_field], rows.mask((name,)))
+        for name, gone in snapshot.freed.items():
+            rows.mark_freed(at[gone], rows.mask((name,)))
         for name, values in snapshot.inline.items():
             rows.set_inline(name, at, values)
         for texts, facts in (
@@ -207,5 +209,6 @@ def _counts(table: TableState, snapshot: TableSnapshot) -> None:
         dict(counts.staleness_in_flight),
         dict(counts.staleness_in_queue),
     )
+    table.columns_freed, table.column_bytes_freed = counts.columns_freed, counts.column_bytes_freed
     table.flow.refills = dict(counts.refills)
     table.ordinals.spans = snapshot.ordinals

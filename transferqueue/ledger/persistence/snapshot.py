@@ -43,7 +43,7 @@ class TaskCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     dropped: int
 
 
-class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """Counters of a table. refills: group -> members that are asked for again."""
 
     next_row: int
@@ -56,6 +56,8 @@ class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tasks: dict[str, TaskCounts]
     staleness_in_flight: dict[int, int] = {}
     staleness_in_queue: dict[int, int] = {}
+    columns_freed: int = 0
+    column_bytes_freed: int = 0
 
 
 @dataclass(slots=True)
@@ -81,6 +83,8 @@ class TableSnapshot:
     forming: dict[str, Columns]
     ordinals: IntArray
     """Spans of ordinals that have ended: ``[spans, 2]``."""
+    freed: dict[str, BoolArray] = field(default_factory=dict)
+    """Which rows had a field until it was freed; only fields of which a row did."""
 
 
 @dataclass(slots=True)
@@ -161,6 +165,7 @@ def _table(table: TableState, now: float) -> TableSnapshot:
         groups=_groups(table),
         forming={task.task.name: _forming(task, now) for task in table.group_tasks},
         ordinals=table.ordinals.spans.copy(),
+        freed={name: gone for name in table.rows.fields if (gone := table.rows.were_freed(at, name)).any()},
     )
 
 
@@ -177,6 +182,7 @@ def _counts(table: TableState) -> TableCounts:
     return TableCounts(
         table.rows.pages.next_row, table.rows_put, table.rows_done, dict(table.rows_dropped), dict(table.staleness),
         refills, table.ordinals.cursor(), tasks, dict(table.staleness_in_flight), dict(table.staleness_in_queue),
+        table.columns_freed, table.column_bytes_freed,
     )  # fmt: skip
 
 

@@ -147,6 +147,7 @@ class _Checks:
         self._numbers("the clock", [self._terms.version], 0, VERSION_MAX)
         self._numbers("a count of rows", [counts.next_row, counts.rows_put, counts.rows_done, counts.cursor])
         self._numbers("a count of dropped rows", counts.rows_dropped.values())
+        self._numbers("a count of freed columns", [counts.columns_freed, counts.column_bytes_freed])
         for lags in (counts.staleness, counts.staleness_in_flight, counts.staleness_in_queue):
             self._numbers("a lag", lags, -VERSION_MAX, VERSION_MAX)
             self._numbers("rows of a lag", lags.values())
@@ -200,6 +201,10 @@ class _Checks:
         fields = [field.name for field in self._terms.fields]
         if sorted(self._snapshot.has) != sorted(fields):
             raise self._wrong(f"its rows have the fields {sorted(self._snapshot.has)}, its terms {sorted(fields)}")
+        for name, gone in self._snapshot.freed.items():
+            if name not in self._snapshot.has:
+                raise self._wrong(f"a field {name[:40]!r} was freed, which the table does not have")
+            self._rows(gone & self._snapshot.has[name], f'has "{name}", which was freed')
 
     # ------------------------------------------------------------ groups
 

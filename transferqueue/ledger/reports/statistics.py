@@ -61,6 +61,8 @@ def table_stats(table: TableState, now: float) -> Plain:
         "rows_limit": table.limits.rows,
         "bytes": table.usage.bytes,
         "bytes_limit": table.limits.bytes_max,
+        "columns_freed": table.columns_freed,
+        "column_bytes_freed": table.column_bytes_freed,
         "fields": {name: field.describe() for name, field in table.rows.fields.items()},
         "extra_fields": table.extra_fields is not False,
         "groups": len(table.groups),
@@ -273,6 +275,7 @@ def _field(table: TableState, name: str, at: IntArray) -> Plain:
     """Whether a row has a field, and its value or the location of its bytes."""
     column = table.rows.inline.get(name)
     view: Plain = {"set": bool(table.rows.has_all(at, table.rows.mask((name,)))[0]), "inline": column is not None}
+    view["freed"] = bool(table.rows.were_freed(at, name)[0])
     view |= dict.fromkeys(("value", "block", "slot", "shard", "bytes"))
     if view["set"] and column is not None:
         value = column.a[at[0]].item()

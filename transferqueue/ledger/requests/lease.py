@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError
+from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError, listing
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
@@ -21,6 +23,7 @@ from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
 from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
 from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
+from transferqueue.policies import AckedColumns
 from transferqueue.text import counted
 from transferqueue.wire.messages import Leased, LeaseRequest, OrdinalsEnded
 
@@ -78,6 +81,19 @@ def _check_request(table: TableState, task: TaskState, request: LeaseRequest) ->
     for name in request.fields or ():
         if name not in table.rows.fields and name not in table.expected_fields():
             raise table.rows.unknown_field(name)
+    if request.fields and isinstance(table.retention, AckedColumns):
+        _check_not_freed(table, task, request.fields)
+
+
+def _check_not_freed(table: TableState, task: TaskState, fields: Sequence[str]) -> None:
+    """Raise if the task asks for a field whose value may be freed before the task is done with the row."""
+    for name in fields:
+        holders = table.holders.get(name, ())
+        if holders and task.task.name not in holders and name not in task.task.gives and name not in table.rows.inline:
+            raise UsageError(
+                f'task "{task.task.name}" does not need field "{name}", which table "{table.name}" frees as soon as {listing(holders)} '
+                f'{"is" if len(holders) == 1 else "are"} done with a row (retention AckedColumns); add it to the needs of "{task.task.name}"'
+            )
 
 
 def _check_peers(request: LeaseRequest) -> None:

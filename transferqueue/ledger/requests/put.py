@@ -1,4 +1,4 @@
-"""Requests that add or remove rows and columns: put, update, drop, delete."""
+"""Requests that add or remove rows and columns: put, update, drop, delete, free columns."""
 
 from __future__ import annotations
 
@@ -18,9 +18,11 @@ from transferqueue.ledger.rows.commit import (
     write_columns,
 )
 from transferqueue.ledger.rows.pages import LIVE, SHIFT
+from transferqueue.ledger.rules.column_ends import check_not_needed, free_values
 from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
+from transferqueue.ledger.rules.requeue import wait_again
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -28,7 +30,7 @@ from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
 from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.text import counted
-from transferqueue.wire.messages import Delete, DoneReply, Drop, PutRequest, PutRows, Update
+from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, PutRequest, PutRows, Update
 
 # ---------------------------------------------------------------- put
 
@@ -238,7 +240,7 @@ def _complete_rows(table: TableState, name: str, rows: IntArray, at: IntArray, n
     table.wake_task(name)
 
 
-# ---------------------------------------------------------------- drop, delete
+# ---------------------------------------------------------------- drop, delete, free columns
 
 
 def check_reason(table: TableState, reason: str) -> None:
@@ -281,3 +283,38 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
         free_rows(table, rows[resident], at[resident])
         table.wake_room()
     return DoneReply(rows.size)
+
+
+@in_table(FreeColumns)
+def free_columns(table: TableState, request: FreeColumns, session: int, now: float) -> DoneReply:
+    """Free columns of rows that live on. Values that a row does not have are no error."""
+    rows, fields = decode_rows(request.rows), list(dict.fromkeys(request.fields))
+    at = table.rows.places(rows)
+    if not fields:
+        raise UsageError("free_columns without fields frees nothing; name at least one, or delete the rows")
+    for name in fields:
+        if name not in table.rows.fields:
+            raise table.rows.unknown_field(name)
+    if request.again:
+        _check_no_groups(table, fields)
+    else:
+        check_not_needed(table, fields, rows, at)
+    chosen = {name: table.rows.has_all(at, table.rows.mask((name,))) for name in fields}
+    freed = free_values(table, chosen, rows, now, session=session)
+    if request.again:
+        live = table.rows.pages.fate.a[at] == LIVE
+        for name, had in chosen.items():
+            wait_again(table, name, rows[had & live])
+        apply_stale_policy(table, rows[live], now)
+    apply_group_and_stale_rules(table, now)
+    return DoneReply(freed)
+
+
+def _check_no_groups(table: TableState, fields: list[str]) -> None:
+    for task in table.group_tasks:
+        for name in fields:
+            if name in task.needs:
+                raise UsageError(
+                    f'task "{task.task.name}" of table "{table.name}" takes whole groups and needs "{name}": it cannot wait for single '
+                    "members again; free the column without again, when the task is done with the rows"
+                )

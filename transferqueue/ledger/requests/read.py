@@ -6,11 +6,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transferqueue.errors import NotFound
+from transferqueue.errors import ColumnFreed, NotFound
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import IntArray, decode_rows, run_of, some
 from transferqueue.ledger.rows.pages import DROPPED
+from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
@@ -38,7 +39,7 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
         fields = complete_fields(table, at, list(table.rows.fields))
     else:
         fields = list(dict.fromkeys(request.fields))
-        _check_complete(table, rows, at, fields)
+        _check_complete(table, rows, at, fields, now)
     content, blocks = describe_rows(table, rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)
@@ -72,10 +73,13 @@ def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray
     return np.concatenate(chosen)[:most] if chosen else np.empty(0, np.int64)
 
 
-def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str]) -> None:
+def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str], now: float) -> None:
     complete = complete_fields(table, at, fields)
     for name in fields:
         if name not in complete:
+            freed = table.rows.were_freed(at, name)
+            if freed.any():
+                raise ColumnFreed(why_freed(table, name, rows[freed], now))
             lacking = rows[~table.rows.has_all(at, table.rows.mask((name,)))]
             raise NotFound(
                 f'row {some(lacking)} of table "{table.name}" does not have "{name}" yet; read rows that have it'

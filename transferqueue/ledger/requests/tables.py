@@ -8,11 +8,12 @@ import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
 from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
-from transferqueue.ledger.rules.requeue import downstream
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
+from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import ABSENT, PENDING
 from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
 from transferqueue.policies import Acked, Pacing, Requeue, Task
@@ -139,9 +140,26 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
     if len(table.tasks) >= TASKS_MAX:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, which is the maximum')
     _check_task(table.core, task)
+    _check_not_freed(table, task, now)
     _introduce(table, task, now)
     apply_group_and_stale_rules(table, now)
     return table.terms()
+
+
+def _check_not_freed(table: TableState, task: Task, now: float) -> None:
+    """Raise `Impossible` if the task would wait for ever for columns of live rows that were freed."""
+    if task.from_ == "now" or not table.rows.freed:
+        return
+    rows = table.rows.pages.resident_rows()
+    at = table.rows.pages.index(rows)
+    for name in task.needs:
+        if name in table.rows.fields:
+            gone = table.rows.were_freed(at, name) & (table.rows.pages.fate.a[at] == LIVE)
+            if gone.any():
+                raise Impossible(
+                    f'task "{task.name}" would wait for ever: {why_freed(table, name, rows[gone], now)}. Declare the task with from_="now" for '
+                    "rows that are put from now on, or write the column again first"
+                )
 
 
 def _introduce(table: TableState, task: Task, now: float) -> None:

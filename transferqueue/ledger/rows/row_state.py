@@ -66,6 +66,8 @@ class RowStore:
         """Names of undeclared fields that rows may add. None: any."""
         self.number: dict[str, int] = {}
         self.words: list[StateColumn] = []
+        self.freed: list[StateColumn] = []
+        """As `words`: which fields a row had until they were freed. Shorter than `words` until a later field is freed."""
         self._masks: dict[tuple[str, ...], FieldMask] = {}
         self._reply_fields: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
         self.inline: dict[str, StateColumn] = {}
@@ -165,11 +167,36 @@ class RowStore:
         """Mark the fields of `mask` as set, too."""
         for word, bits in mask.words:
             self.words[word].a[at] |= bits
+        if self.freed:
+            self._unmark_freed(at, mask)
 
     def clear_fields(self, at: Index, mask: FieldMask) -> None:
         """Mark the fields of `mask` as not set."""
         for word, bits in mask.words:
             self.words[word].a[at] &= ~bits
+        if self.freed:
+            self._unmark_freed(at, mask)
+
+    def _unmark_freed(self, at: Index, mask: FieldMask) -> None:
+        for word, bits in mask.words:
+            if word < len(self.freed):
+                self.freed[word].a[at] &= ~bits
+
+    def mark_freed(self, at: Index, mask: FieldMask) -> None:
+        """Mark the fields of `mask` as freed: they are not set any more."""
+        while len(self.freed) < len(self.words):
+            self.freed.append(self.pages.column(np.uint64))
+        for word, bits in mask.words:
+            self.words[word].a[at] &= ~bits
+            self.freed[word].a[at] |= bits
+
+    def were_freed(self, at: Index, name: str) -> BoolArray:
+        """Which rows had the field until it was freed."""
+        ((word, bits),) = self.mask((name,)).words
+        if word >= len(self.freed):
+            return np.zeros(self.pages.fate.a[at].size, np.bool_)
+        freed: BoolArray = (self.freed[word].a[at] & bits) != 0
+        return freed
 
     # ------------------------------------------------------------ rows that a request names
 

@@ -18,6 +18,7 @@ from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
@@ -49,9 +50,12 @@ def finish_rows(table: TableState, task: TaskState, rows: IntArray, now: float, 
     ended = left.count(1)
     table.rows.tasks_left.a[at] = 0 if ended == rows.size else np.frombuffer(left, np.uint8) - np.uint8(1)
     if not ended:
+        end_columns(table, task, rows, now)
         return
     if ended < rows.size:
-        rows = rows[np.frombuffer(left, np.uint8) == 1]
+        last = np.frombuffer(left, np.uint8) == 1
+        end_columns(table, task, rows[~last], now)
+        rows = rows[last]
         at = table.rows.pages.where(rows)
     table.rows_done += rows.size
     table.history.add(now, "done", rows)

@@ -22,10 +22,12 @@ import numpy as np
 
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rows.pages import LIVE
+from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
-from transferqueue.ledger.rules.requeue import downstream, redo_or_drop_missing, requeue_rows
+from transferqueue.ledger.rules.requeue import redo_or_drop_missing, requeue_rows
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
+from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import KEPT_STALE, LEASED, OPEN, PENDING, READY, TaskState
 from transferqueue.policies import DeliverPartial, KeepStale, Refill, Requeue
 
@@ -37,7 +39,7 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
     group_tasks = table.group_tasks
     while True:
         for task in group_tasks:
-            _drop_late_members(table, task)
+            _drop_late_members(table, task, now)
         if table.to_drop:
             rows, reason = table.to_drop.pop(0)
             drop_rows(table, rows, reason, now)
@@ -51,11 +53,13 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
 # ---------------------------------------------------------------- groups
 
 
-def _drop_late_members(table: TableState, task: GroupTaskState) -> None:
+def _drop_late_members(table: TableState, task: GroupTaskState, now: float) -> None:
     """Drop members that came too late for `task` and that no other task wants."""
     for rows in task.latecomers:
-        at, unwanted = table.rows.pages.find(rows)
-        unwanted &= (table.rows.tasks_left.a[at] == 0) & (table.rows.pages.fate.a[at] == LIVE)
+        at, live = table.rows.pages.find(rows)
+        live &= table.rows.pages.fate.a[at] == LIVE
+        unwanted = live & (table.rows.tasks_left.a[at] == 0)
+        end_columns(table, task, rows[live & ~unwanted], now)
         if unwanted.any():
             table.to_drop.append((rows[unwanted], INCOMPLETE))
     if task.latecomers and table.sealed:

@@ -15,32 +15,16 @@ A row that is on lease stays there: its holder may have read the value already.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Final
 
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray
 from transferqueue.ledger.rules.finish import lose_leases, retire
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, DONE, READY, WAITING_FOR_GROUP, TaskState
-from transferqueue.policies import Task
 
 LOST: Final = "lost"
-
-
-def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list[str]]:
-    """Fields that `first` gives, directly or through other tasks, and the tasks that need one of them."""
-    fields = set(first.gives)
-    after: dict[str, None] = {}
-    grew = True
-    while grew:
-        grew = False
-        for task in tasks:
-            if task.name not in after and fields & set(task.needs):
-                after[task.name] = None
-                fields |= set(task.gives)
-                grew = True
-    return frozenset(fields), list(after)
 
 
 def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now: float) -> None:
@@ -64,12 +48,18 @@ def requeue_rows(table: TableState, target: str, rows: IntArray, what: str, now:
         redo_or_drop_missing(table, table.tasks[name], mine, now, requeued=fields)
 
 
-def _set_pending(table: TableState, task: TaskState, rows: IntArray, at: IntArray) -> IntArray:
+def _set_pending(
+    table: TableState,
+    task: TaskState,
+    rows: IntArray,
+    at: IntArray,
+    why: str = "its rows went back to an earlier task",
+) -> IntArray:
     """Make rows that the task has seen pending again. Returns those that had every field that it needs."""
     seen = task.state.a[at] <= DONE
     rows, at = rows[seen], at[seen]
     had: IntArray = rows[task.state.a[at] >= WAITING_FOR_GROUP]
-    lose_leases(table, task, rows, at, "its rows went back to an earlier task")
+    lose_leases(table, task, rows, at, why)
     table.rows.tasks_left.a[at[task.state.a[at] == DONE]] += 1
     task.set_pending(rows, at)
     return had
@@ -85,6 +75,17 @@ def _reset_done_rows(table: TableState, task: TaskState, rows: IntArray, at: Int
         table.wake_task(task.task.name)
     again: IntArray = rows[done]
     return again
+
+
+def wait_again(table: TableState, field: str, rows: IntArray) -> None:
+    """Make live rows, which lack the field now, pending again for each task that needs it. The caller runs
+    `apply_group_and_stale_rules` afterwards.
+    """
+    at = table.rows.pages.index(rows)
+    for task in table.tasks.values():
+        if field in task.needs:
+            _set_pending(table, task, rows, at, "a column that it needs was freed")
+    table.wake_room()
 
 
 # ---------------------------------------------------------------- what is gone

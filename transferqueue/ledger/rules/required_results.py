@@ -2,9 +2,9 @@
 
 Rules:
 
-1. An ack is refused unless each row that it ends has every required field, from the ack itself or from before. If
-   another task that gives the field still has the row, that task must give it instead: the last one does. A row
-   without a result is ended by a drop.
+1. An ack is refused unless each row that it ends has every required field, from the ack itself or from before (also if
+   it was used and freed since). If another task that gives the field still has the row, that task must give it instead:
+   the last one does. A row without a result is ended by a drop.
 2. A sealed table gets no more rows, so a task can tell when its pending rows can never become ready: each of them lacks
    a field that some task gives, and no task that gives it is active. A task is active while it has ready or leased
    rows, or a pending row that may become ready. A field that no task gives may still come by an update, which nobody
@@ -46,7 +46,8 @@ def check_required_results(table: TableState, task: TaskState, columns: Collecti
 def _lacks(table: TableState, name: str, rows: IntArray) -> BoolArray:
     if name not in table.rows.fields:
         return np.ones(rows.size, np.bool_)
-    lacks: BoolArray = ~table.rows.has_all(table.rows.pages.index(rows), table.rows.mask((name,)))
+    at = table.rows.pages.index(rows)
+    lacks: BoolArray = ~(table.rows.has_all(at, table.rows.mask((name,))) | table.rows.were_freed(at, name))
     return lacks
 
 

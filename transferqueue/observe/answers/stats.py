@@ -65,6 +65,8 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
     outstanding_limit: int | None
     pacing_task: str | None
     tasks: dict[str, TaskStats]
+    columns_freed: int = 0
+    column_bytes_freed: int = 0
 
 
 class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -11,6 +11,7 @@ from transferqueue.observe.answers.stats import TableStats
 from transferqueue.observe.units import plural
 from transferqueue.policies import (
     Acked,
+    AckedColumns,
     DropStale,
     HoldClock,
     KeepStale,
@@ -125,6 +126,8 @@ def _stale(policy: OnStale) -> str:
 
 
 def _retention(policy: Retention) -> str:
+    if isinstance(policy, AckedColumns):
+        return "a column is freed when every task that needs it is done with the row, the row when every task is"
     if isinstance(policy, Acked):
         return "a row is freed when every task is done with it"
     return "a row stays, readable, until it is deleted"

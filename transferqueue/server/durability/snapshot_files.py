@@ -162,6 +162,7 @@ def _row_columns(table: TableSnapshot, values: dict[str, _Values]) -> dict[str, 
     for name, task in table.tasks.items():
         columns[f"task/{name}/state"] = _coded(task["state"], STATES)
         columns |= {f"task/{name}/{column}": task[column] for column in ("attempts", "order", "step")}
+    columns |= {f"freed/{name}": gone for name, gone in table.freed.items()}
     return columns
 
 
@@ -400,11 +401,23 @@ def _row_types(manifest: TableManifest) -> dict[str, Any]:
     return types
 
 
+def _freed_types(manifest: TableManifest) -> dict[str, Any]:
+    """The columns that a rows file has only if values of these fields were freed."""
+    import pyarrow as pa
+
+    return {f"freed/{field.name}": pa.bool_() for field in manifest.terms.fields}
+
+
+def _rows_file(snapshot: SnapshotReader, manifest: TableManifest, file: str) -> Any:
+    """The rows file of a table as an Arrow table; None if it has no row."""
+    freed = _freed_types(manifest)
+    return _whole(snapshot, file, _row_types(manifest) | freed, optional=("stamped", *freed))
+
+
 def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnapshot:
     file = f"{manifest.directory}/rows.arrow"
-    types = _row_types(manifest)
     with snapshot.reading(file):
-        rows = _Rows(snapshot, file, _whole(snapshot, file, types, optional=("stamped",)))
+        rows = _Rows(snapshot, file, _rows_file(snapshot, manifest, file))
         inline = {field.name: field for field in manifest.terms.fields if field.inline}
         has = {name: rows.given(f"field/{name}") for name in inline}
         places = {}
@@ -437,7 +450,13 @@ def _read_table(snapshot: SnapshotReader, manifest: TableManifest) -> TableSnaps
                 for at, name in enumerate(manifest.gatherers)
             },
             ordinals=np.array(manifest.ordinals, np.int64).reshape(-1, 2),
+            freed=_read_freed(rows, manifest),
         )
+
+
+def _read_freed(rows: _Rows, manifest: TableManifest) -> dict[str, AnyArray]:
+    columns = {field.name: rows.numbers(f"freed/{field.name}", np.bool_, missing=0) for field in manifest.terms.fields}
+    return {name: freed for name, freed in columns.items() if freed.any()}
 
 
 def _check_index(
@@ -478,10 +497,9 @@ def read_rows(snapshot: SnapshotReader, manifest: TableManifest) -> Any:
     import pyarrow as pa
 
     file = f"{manifest.directory}/rows.arrow"
-    types = _row_types(manifest)
-    table = _whole(snapshot, file, types, optional=("stamped",))
+    table = _rows_file(snapshot, manifest, file)
     if table is None:
-        return pa.table({name: pa.array([], kind) for name, kind in types.items()})
+        return pa.table({name: pa.array([], kind) for name, kind in _row_types(manifest).items()})
     rows = _Rows(snapshot, file, table)
     for at, name in enumerate(manifest.placed):
         present = rows.given(f"at/{name}")

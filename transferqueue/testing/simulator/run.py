@@ -14,6 +14,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
+from transferqueue.testing.simulator.columns import ColumnEndsJob
 from transferqueue.testing.simulator.copied import ReplicatedShardsJob
 from transferqueue.testing.simulator.job import SimJob
 from transferqueue.testing.simulator.kept import ManualRetentionJob
@@ -30,6 +31,10 @@ DRAIN_S: Final = 45.0
 """Shorter than the wait of a lease request, so that a waiter that is not woken is reported as stuck."""
 SHARDED: Final = 0.12
 """Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a shard."""
+
+
+COLUMNS_EVERY: Final = 5
+"""One of so many seeds without a weight channel has a `ColumnEndsJob`. Chosen by the seed alone, so other seeds run as before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +79,7 @@ class SimRun:
     """The deployment of one seed: the server, the clients, and their jobs."""
 
     def __init__(self, seed: int, rates: Rates | None = None) -> None:
-        self.world = World(seed, rates)
+        self.seed, self.world = seed, World(seed, rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
@@ -107,6 +112,8 @@ class SimRun:
             rollouts.account.channel = CHANNEL
             kind = chance.choice((WeightChannelJob, ShardedWeightsJob))
             self.jobs[1] = kind(chance.randint(1, 3), rollouts.account.advanced)
+        elif self.seed % COLUMNS_EVERY == 2:
+            self.jobs[1] = ColumnEndsJob()
 
     def _server_ended(self) -> None:
         """The server ended. At level ``memory`` its state is lost too, so all clients end and new jobs begin."""

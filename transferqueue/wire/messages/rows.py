@@ -377,6 +377,17 @@ class ReadRequest(Message, tag="Read"):
     limit: Count = 0
 
 
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.free_columns")
+class FreeColumns(Message):
+    """Frees these columns of rows, which live on. again: tasks that need one of them wait until it is written again; else the request is
+    refused while such a task has work with a row. Answer: how many values were freed."""
+
+    table: Name
+    rows: Rows
+    fields: TableNames
+    again: bool = False
+
+
 RowRequests = (
     PutRequest
     | Update
@@ -394,5 +405,6 @@ RowRequests = (
     | Delete
     | Find
     | ReadRequest
+    | FreeColumns
 )
 RowReplies = PutRows | Leased | OrdinalsEnded | CursorValue | Renewed | Reserved | Found | ReadRows
