@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec import structs
 
 from tests.ledger.driver import Driver, World, i64
 from transferqueue.errors import (
@@ -179,6 +180,37 @@ def test_an_inline_field_in_a_block_and_the_reverse(world: World, client: Driver
     )
     wrong = columns(inline=[m.Inline("ids", bytes(8))])
     refused(world, SchemaError, "does not travel inline", lambda: client.apply(m.PutRequest("t", 1, wrong)))
+
+
+def test_columns_that_look_like_committed_ones_are_checked_all_the_same(world: World, client: Driver) -> None:
+    """The ledger remembers which names and definitions it has checked. What it remembers must fit in every part."""
+    score = Field("score", "float64")
+    for _ in range(2):  # the second is remembered
+        placed, other = client.block([RAGGED], 1), client.block([DENSE], 1)
+        good = columns(fields=[RAGGED, score], blocks=[placed], inline=[m.Inline("score", bytes(8))])
+        client.apply(m.PutRequest("t", 1, good))
+        client.apply(m.PutRequest("t", 1, columns(fields=[RAGGED, DENSE], blocks=[client.block([RAGGED], 1), other])))
+
+    def changed(text: str, error: type[Exception] = UsageError, **parts: Any) -> None:
+        block = client.block([RAGGED], 1)
+        wrong = structs.replace(good, **({"blocks": [block]} | parts))
+        refused(world, error, text, lambda: client.apply(m.PutRequest("t", 1, wrong)))
+
+    fresh = client.block([RAGGED], 1)
+    changed("has 127 bytes; 1 rows with counts [1] take 128", blocks=[structs.replace(fresh, nbytes=fresh.nbytes - 1)])
+    changed('field "ids": count -1 is not one', blocks=[structs.replace(fresh, counts=[-1])])
+    changed("a block has 0 rows", blocks=[structs.replace(fresh, rows=0)])
+    changed("has 2 rows; the request has 1", SchemaError, blocks=[client.block([RAGGED], 2)])
+    changed("slots reach from 1 to 1", blocks=[structs.replace(fresh, slots=np.array([1], "<i4").tobytes())])
+    changed("has 4 bytes; 1 rows of <f8", inline=[m.Inline("score", bytes(4))])
+    changed('field "score" of table "t" is float64, but int64', SchemaError, fields=[RAGGED, Field("score", "int64")])
+    changed('field "ids" is given twice', blocks=[fresh, client.block([RAGGED], 1)])
+    changed('field "pixels" is float32[4], which does not travel inline', SchemaError, inline=[m.Inline("pixels", b"")])
+    changed("a block without fields", blocks=[structs.replace(fresh, fields=[], counts=[])])
+    merged = client.block([RAGGED, DENSE], 1)
+    client.apply(m.PutRequest("t", 1, columns(fields=[RAGGED, DENSE], blocks=[merged])))
+    divided = [structs.replace(merged, fields=["ids"]), structs.replace(merged, fields=["pixels"])]
+    changed("counts for 1 fields is not a block", fields=[RAGGED, DENSE], blocks=divided, inline=[])
 
 
 def test_a_bool_that_is_none(world: World, client: Driver) -> None:

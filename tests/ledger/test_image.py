@@ -14,7 +14,7 @@ from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.image import _Header
 from transferqueue.limits import PAGE_ROWS, Limits
-from transferqueue.policies import Plugin, Task
+from transferqueue.policies import Plugin, Priority, Task
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -139,7 +139,7 @@ def test_an_image_holds_no_memory_that_was_never_written() -> None:
     np.full((4, 4096), -1)  # what is allocated next may find these bytes
     world = World()
     client = world.client()
-    client.create(tasks=[Task("t")])
+    client.create(tasks=[Task("t", selector=Priority())])
     client.put(2)
     client.put(2)
     (run,) = world.table().tasks["t"].ready._runs

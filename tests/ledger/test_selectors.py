@@ -281,12 +281,65 @@ def test_ready_gives_the_alive_in_order_whatever_was_pushed_taken_and_killed(dat
             del alive[victim]
         want = data.draw(st.integers(1, 400))
         expected = sorted(alive, key=lambda unit: alive[unit])[:want]
-        assert ready.first(want)[3].tolist() == expected
+        assert ready.first(want).tolist() == expected
         taken = data.draw(st.integers(0, len(expected)))
         ready.taken(taken)
         for unit in expected[:taken]:
             del alive[unit]
     assert ready.all()[3].tolist() == sorted(alive, key=lambda unit: alive[unit])
+
+
+@given(st.data())
+@settings(max_examples=examples(60))
+def test_ready_gives_ranges_and_returned_rows_in_the_order_in_which_rows_first_came(data: st.DataObject) -> None:
+    """As a Fifo task pushes them: new rows as ranges, returned ones with a new stamp and their old order."""
+    alive: dict[int, tuple[int, int]] = {}  # unit -> order, stamp
+    leased: dict[int, int] = {}
+
+    def stands(units: IntArray, stamps: IntArray) -> Any:
+        stand = [
+            alive.get(unit, (0, 0))[1] == stamp for unit, stamp in zip(units.tolist(), stamps.tolist(), strict=True)
+        ]
+        return None if all(stand) else np.array(stand)
+
+    def in_turn() -> list[int]:
+        return sorted(alive, key=lambda unit: alive[unit][0])
+
+    ready, stamp, row = ReadyQueue(stands), 0, 0
+    for _ in range(data.draw(st.integers(1, 25))):
+        row += data.draw(st.sampled_from([0, 0, 3]))
+        count = data.draw(st.sampled_from([0, 1, 2, 70, 2000]))
+        if count:
+            alive |= {row + at: (stamp + at + 1, stamp + at + 1) for at in range(count)}
+            ready.push_range(row, stamp + 1, count, len(alive))
+            stamp, row = stamp + count, row + count
+        returned = list(leased)[:: data.draw(st.sampled_from([1, 3, 1000]))]
+        if returned:
+            stamps = np.arange(stamp + 1, stamp + 1 + len(returned))
+            stamp += len(returned)
+            orders = np.array([leased.pop(unit) for unit in returned])
+            alive |= dict(zip(returned, zip(orders.tolist(), stamps.tolist(), strict=True), strict=True))
+            entries = np.stack([np.zeros_like(stamps), orders, stamps, np.array(returned)])
+            ready.push(in_order(entries), len(alive))
+        for victim in list(alive)[1 :: data.draw(st.sampled_from([2, 3, 100_000]))]:
+            del alive[victim]
+        want = data.draw(st.integers(1, 400))
+        expected = in_turn()[:want]
+        assert ready.first(want).tolist() == expected
+        taken = data.draw(st.integers(0, len(expected)))
+        ready.taken(taken)
+        leased |= {unit: alive.pop(unit)[0] for unit in expected[:taken]}
+    assert ready.all()[3].tolist() == in_turn()
+
+
+def test_rows_put_one_by_one_are_one_range() -> None:
+    client = World().client()
+    client.create(tasks=[Task("x")])
+    for _ in range(20):
+        client.put(1)
+    client.lease("x", 3)
+    client.put(5)
+    assert list(client.world.table().tasks["x"].ready._arrivals.ranges) == [[3, 4, 22]]
 
 
 def test_rows_that_die_in_the_queue_do_not_stay_there() -> None:

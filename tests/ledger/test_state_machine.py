@@ -544,7 +544,7 @@ class LedgerMachine(RuleBasedStateMachine):
     def same_queues(self) -> None:
         for name, task in self.table.tasks.items():
             wanted = self.model.ready_units(name)
-            assert task.ready.first(99)[3].tolist() == [
+            assert task.ready.first(99).tolist() == [
                 rows[0].unit if task.task.groups else rows[0].id for rows in wanted
             ]
             if not isinstance(task, GroupTaskState):

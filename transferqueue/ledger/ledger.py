@@ -309,7 +309,8 @@ class Ledger:
         repeat = DECLARED[type(request)].repeat
         if repeat == "again":
             return operation(self.state, request, holder, call)
-        if repeat != "by_row" or not self._is_known_put(request, holder, call):
+        may_repeat = call <= holder.replies.last
+        if may_repeat and (repeat != "by_row" or not self._is_known_put(request, holder, call)):
             answered = holder.replies.get(call)
             if answered is not None:
                 return answered

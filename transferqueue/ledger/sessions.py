@@ -55,6 +55,8 @@ class ReplyCache:
         self._given = IntervalSet()
         """Answered calls whose reply is not cached any more."""
         self._seen = 0
+        self.last = 0
+        """The highest call that was ever answered: a higher one is new."""
 
     def get(self, call: int) -> Reply | None:
         """The cached reply to `call`; None if the call was not answered yet."""
@@ -70,6 +72,8 @@ class ReplyCache:
         if call <= 0:
             return
         self._kept[call] = reply
+        if call > self.last:
+            self.last = call
         if len(self._kept) > REPLIES_KEPT_MAX:
             oldest = next(iter(self._kept))
             del self._kept[oldest]
@@ -80,6 +84,8 @@ class ReplyCache:
         if call <= self._seen:
             return
         self._seen = call
+        if call > self.last:
+            self.last = call
         kept = self._kept
         for number in [number for number in kept if number <= call]:
             del kept[number]

@@ -15,6 +15,7 @@ from transferqueue.ledger.effects import Effects
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups
+from transferqueue.ledger.rows.commit_shape import CommitShapes
 from transferqueue.ledger.rows.events import TableHistory
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex
@@ -91,6 +92,7 @@ class TableState:
         self.sealed = False
         self.clock = 0
         self.rows = RowStore(name)
+        self.shapes = CommitShapes(self.rows)
         self.parts = ColumnGroups(self.rows)
         self.groups = GroupIndex(self.rows)
         self.tasks: dict[str, TaskState] = {}

@@ -3,7 +3,8 @@ first one.
 
 Invariant: for any history, a ledger read from an image gives to any further requests the replies and effects that the
 first ledger would give. An image omits the selectors that the server has installed, which the reader passes again; how
-a `Ranker` computes its keys, which follows from its selector; and pages without a row.
+a `Ranker` computes its keys, which follows from its selector; the shapes of commits, which are then checked again; and
+pages without a row.
 
 Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
 fingerprint tells. To keep data across versions, take a snapshot. Decision 31 says why images and snapshots have two
@@ -36,6 +37,7 @@ from transferqueue.ledger.requests.weight_channels import (
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
 from transferqueue.ledger.rows.commit import StagedCommit
+from transferqueue.ledger.rows.commit_shape import CommitShapes
 from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
@@ -47,7 +49,7 @@ from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import SharedState, TableState, unknown
 from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState, LeaseTable
-from transferqueue.ledger.tasks.ready_queue import ReadyQueue, SortedRun
+from transferqueue.ledger.tasks.ready_queue import Arrivals, ReadyQueue, SortedRun
 from transferqueue.ledger.tasks.reservations import FlowControl, ReservationState
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatch, SharedBatches
@@ -55,14 +57,15 @@ from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, T
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
-    LedgerState, TableState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, CommittedBlock, ExtentState, OwnerBytes, RowStore,
-    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, SortedRun, FlowControl, ReservationState,
+    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, CommittedBlock, ExtentState, OwnerBytes, RowStore,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, CheckedFacts,
 )  # fmt: skip
 
 _FORMS: Final = [
     *(ClassLayout(cls) for cls in _WHOLE),
     ClassLayout(SharedState, omitted=frozenset({"plugins", "absence"})),
+    ClassLayout(TableState, omitted=frozenset({"shapes"})),
     ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),
     ClassLayout(StateColumn, omitted=frozenset({"a"})),
     ClassLayout(RowPages, derived=("packed",)),
@@ -131,6 +134,7 @@ def _complete(state: LedgerState, selectors: Mapping[str, PluginFactory]) -> Non
     state.core.plugins = dict(selectors)
     state.core.absence = unknown
     for table in state.tables.values():
+        table.shapes = CommitShapes(table.rows)
         for task in table.tasks.values():
             task.ranker.rank_by(state.core.plugins)
 

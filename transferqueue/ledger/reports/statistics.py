@@ -32,7 +32,6 @@ from transferqueue.ledger.rules.required_results import stranded
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.group_task import FORMING, GroupTaskState
-from transferqueue.ledger.tasks.ready_queue import UNIT
 from transferqueue.ledger.tasks.task_state import (
     ACKED_WITH_STEP,
     KEPT_STALE,
@@ -123,7 +122,7 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
 
 def _next_in_line(table: TableState, task: TaskState, now: float) -> float | None:
     """Age of the row that would be leased next."""
-    units = task.queue(()).first(1)[UNIT]
+    units = task.queue(()).first(1)
     if not units.size:
         return None
     rows, _ = task.members(units)

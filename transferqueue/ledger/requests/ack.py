@@ -105,7 +105,7 @@ def _check_columns(
     """Check the columns that come with the end of a lease, for the rows that it names. None if there are none."""
     if request.columns is None:
         return None
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, named.size, table.replicas)
+    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, named.size, table.replicas)
     check_no_group_facts(staged)
     if staged.empty:
         return None

@@ -76,7 +76,7 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
             f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, request.rows, table.replicas)
+    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, request.rows, table.replicas)
     if table.limits.bytes is not None:
         check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
     if "group_id" in staged.facts.numbers:
@@ -179,7 +179,7 @@ def _record_put(table: TableState, author: tuple[bytes, int], first: int, rows: 
 def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
     """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
-    staged = check_columns(table.rows, table.core.blocks, session, request.columns, rows.size, table.replicas)
+    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, rows.size, table.replicas)
     at = table.rows.live_places(rows)
     check_no_group_facts(staged)
     check_size(staged, table.name, table.limits.bytes_max, rows.size)

@@ -42,7 +42,7 @@ from transferqueue.ledger.requests.pending_versions import (
     check_whole,
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
-from transferqueue.ledger.rows.commit import check_layout
+from transferqueue.ledger.rows.commit_shape import check_layout
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,

@@ -261,8 +261,8 @@ class BlockRegistry:
     def _write(self, number: int, start: int, nbytes: int, written: Written) -> ExtentState:
         extent, end = self.extents[number], start + nbytes
         extent.write(start, end)
-        first, last = written.get(number, (start, end))
-        written[number] = (min(first, start), max(last, end))
+        before = written.get(number)
+        written[number] = (start, end) if before is None else (min(before[0], start), max(before[1], end))
         return extent
 
     def _close_if_full(self, extent: ExtentState, start: int, end: int) -> None:
@@ -335,11 +335,11 @@ def _places(placed: WrittenBlock) -> Sequence[WrittenBlock | WrittenCopy]:
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """The location of a block, as replies state it."""
-    copies = [
-        CopyLocation(extent.shard, copy.extent, copy.offset)
-        for extent, copy in zip(extents[1:], placed.copies, strict=True)
-    ]
-    return BlockLocation(
+    at = BlockLocation(
         number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, placed.fields,
-        placed.counts, placed.checksum, copies=copies,
+        placed.counts, placed.checksum,
     )  # fmt: skip
+    if not placed.copies:
+        return at
+    copies = zip(extents[1:], placed.copies, strict=True)
+    return replace(at, copies=[CopyLocation(extent.shard, copy.extent, copy.offset) for extent, copy in copies])

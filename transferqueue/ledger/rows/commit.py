@@ -7,8 +7,8 @@ shared by replicas wait for the last ack. `unused` returns the references of row
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 
 import numpy as np
 
@@ -16,10 +16,10 @@ from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageEr
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, some
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
+from transferqueue.ledger.rows.commit_shape import CommitShapes
 from transferqueue.ledger.rows.facts import CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
-from transferqueue.schema import Field, layout
+from transferqueue.schema import Field
 from transferqueue.wire.messages import Columns, WrittenBlock
 
 
@@ -50,82 +50,38 @@ class StagedCommit:
 
 
 def check_columns(
-    rows: RowStore, blocks: BlockRegistry, session: int, columns: Columns, count: int, replicas: int
+    shapes: CommitShapes, blocks: BlockRegistry, session: int, columns: Columns, count: int, replicas: int
 ) -> StagedCommit:
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
     themselves.
     """
-    names = [name for placed in columns.blocks for name in placed.fields]
-    names += [value.field for value in columns.inline]
-    if len(names) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is decoded
-        raise UsageError(
-            f"a request gives {len(names)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
-        )
-    known = rows.check_fields(columns.fields)
-    inline = [(column.field, _check_inline(rows, known, column.field, column.data, count)) for column in columns.inline]
-    slots = [_check_block(rows, known, placed, count) for placed in columns.blocks]
-    if len(names) > 1 and len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
+    shape = shapes.of(columns)
+    inline = [
+        (field.name, _check_inline(field, column.data, count))
+        for field, column in zip(shape.inline, columns.inline, strict=True)
+    ]
+    slots, nbytes = [], 0
+    for block, placed in zip(shape.blocks, columns.blocks, strict=True):
+        slots.append(block.check(placed, count))
+        nbytes += placed.nbytes
     blocks.check(session, columns.blocks, replicas)
     facts = check_facts(columns.facts, count)
-    new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
-    if new:
-        rows.check_added(field.name for field in new)
-    nbytes = replicas * sum([placed.nbytes for placed in columns.blocks])
-    return StagedCommit(count, new, columns.blocks, slots, inline, facts, names, nbytes)
+    if shape.new_fields:
+        shapes.rows.check_added(field.name for field in shape.new_fields)
+    return StagedCommit(count, shape.new_fields, columns.blocks, slots, inline, facts, shape.names, replicas * nbytes)
 
 
-def _check_inline(rows: RowStore, known: dict[str, Field], name: str, data: bytes, count: int) -> AnyArray:
-    field = known.get(name)
-    if field is None:
-        raise rows.unknown_field(name)
-    if not field.inline:
-        raise SchemaError(f'field "{name}" is {field.describe()}, which does not travel inline; place it in a block')
-    values = decode(f'field "{name}"', data, np.dtype(field.dtype).newbyteorder("<").str, count)
+@cache
+def _little_endian(dtype: str) -> str:
+    """The dtype of a field as messages carry its values."""
+    return np.dtype(dtype).newbyteorder("<").str
+
+
+def _check_inline(field: Field, data: bytes, count: int) -> AnyArray:
+    values = decode(f'field "{field.name}"', data, _little_endian(field.dtype), count)
     if field.dtype == "bool" and count and int(values.view(np.uint8).max()) > 1:
-        raise SchemaError(f'field "{name}" is bool, but a byte of it is neither 0 nor 1')
+        raise SchemaError(f'field "{field.name}" is bool, but a byte of it is neither 0 nor 1')
     return values
-
-
-def _check_block(rows: RowStore, known: dict[str, Field], placed: WrittenBlock, count: int) -> AnyArray | None:
-    fields = []
-    for name in placed.fields:
-        field = known.get(name)
-        if field is None:
-            raise rows.unknown_field(name)
-        if field.inline:
-            raise SchemaError(f'field "{name}" is {field.describe()}, which travels inline, not in a block')
-        fields.append(field)
-    check_layout(placed, fields)
-    if placed.slots is None and placed.rows == count:
-        return None
-    return _check_slots(placed, count)
-
-
-def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:
-    """Raise unless the size of the block is exactly that of its fields, rows and counts."""
-    if not fields:
-        raise UsageError("a block without fields holds nothing; name its fields")
-    if not 1 <= placed.rows <= ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"a block has {placed.rows} rows; it has 1 to {ROWS_PER_REQUEST_MAX}")
-    _, nbytes = layout(fields, placed.rows, placed.counts)
-    if nbytes != placed.nbytes:
-        raise UsageError(
-            f"block of {', '.join(placed.fields)} has {placed.nbytes} bytes; {placed.rows} rows with counts "
-            f"{placed.counts} take {nbytes}"
-        )
-
-
-def _check_slots(placed: WrittenBlock, count: int) -> AnyArray | None:
-    if placed.slots is None:
-        if placed.rows != count:
-            raise SchemaError(f"block of {', '.join(placed.fields)} has {placed.rows} rows; the request has {count}")
-        return None
-    slots = decode("slots", placed.slots, "<i4", count)
-    if count and (int(slots.min()) < 0 or int(slots.max()) >= placed.rows):
-        raise UsageError(f"slots reach from {slots.min()} to {slots.max()}; the block has rows 0 to {placed.rows - 1}")
-    return slots
 
 
 def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArray) -> None:

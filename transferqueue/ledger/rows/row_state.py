@@ -254,8 +254,10 @@ class RowStore:
 
     def reply_facts(self, at: Index, rows: int) -> dict[str, bytes]:
         """The numeric facts of that many rows as a reply carries them, by name."""
-        given = {name: encode_constant(self.facts[name].a[at]) for name in self.facts_given}
-        return {**(_UNSET_IN_REPLIES if rows else _OF_NO_ROWS), **given}
+        unset = _UNSET_IN_REPLIES if rows else _OF_NO_ROWS
+        if not self.facts_given:
+            return unset
+        return unset | {name: encode_constant(self.facts[name].a[at]) for name in self.facts_given}
 
     def _name(self, rows: list[int], keys: list[str]) -> None:
         self._unname(rows)

@@ -22,7 +22,7 @@ from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rules.required_results import stranded
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.ready_queue import UNIT, ReadyQueue
+from transferqueue.ledger.tasks.ready_queue import ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages import LeaseRequest
@@ -61,7 +61,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     enough = count > 0 and (final or full or (request.at_least > 0 and amount >= request.at_least))
     if not enough or (request.world > count and not final):
         return None
-    return _chosen_units(task, units.ids[:count], queue)
+    return _chosen_units(task, units.ids if count == units.ids.size else units.ids[:count], queue)
 
 
 def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
@@ -88,11 +88,11 @@ def _units_in_budget(
 ) -> _BudgetFit:
     """The units at the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
-        ids = queue.first(budget)[UNIT]
+        ids = queue.first(budget)
         return _BudgetFit(ids, None, ids.size, ids.size, ids.size == budget)
     look = BATCH_FIRST
     while True:
-        ids = queue.first(look)[UNIT]
+        ids = queue.first(look)
         fit = _fit_budget(table, task, request, ids, budget)
         if ids.size < look or fit.count < ids.size or look >= ROWS_PER_REQUEST_MAX:
             return fit
@@ -154,6 +154,6 @@ def tokens_of(table: TableState, rows: IntArray, sizes: IntArray) -> IntArray:
 
 def _chosen_units(task: TaskState, ids: IntArray, queue: ReadyQueue) -> ChosenUnits:
     if not isinstance(task, GroupTaskState):
-        return ChosenUnits(ids.copy(), ids.size, None, queue)
+        return ChosenUnits(ids if ids.base is None else ids.copy(), ids.size, None, queue)
     rows, sizes = task.members(ids)
     return ChosenUnits(rows, ids.size, sizes, queue)

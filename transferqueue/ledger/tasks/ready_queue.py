@@ -6,7 +6,10 @@ A unit is a row or a group. Every entry has its sort key (key, order), a stamp, 
   entry is not searched for: it is dead from then on, and skipped when it reaches the front.
 - Entries lie in sorted *runs*. A push that sorts after (or before) a whole run extends that run. Otherwise it becomes a
   new run, and runs are merged so that each is at least four times as long as the next. So a row is moved O(log n) times
-  in its life, always by a vectorised merge, and there are O(log n) runs. Fifo needs one run and no merge.
+  in its life, always by a vectorised merge, and there are O(log n) runs.
+- Under Fifo, rows that become ready together, with consecutive ids, are one *range* of three integers in the run of
+  *arrivals*. Their orders are new, so they sort after all other entries. A queue to which no row returns has only this
+  run, and needs no array and no merge.
 - With several runs, their first entries are merged into a *front*, enough for a few leases. `first(k)` then reads one
   run and skips dead entries. Pushed entries that sort into the front are merged with it. So a lease costs O(k), and its
   share of building the front O(k log n). `taken` removes entries that were leased.
@@ -22,7 +25,7 @@ from itertools import islice
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray
+from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, IntArray
 
 KEY, ORDER, STAMP, UNIT = 0, 1, 2, 3
 """Rows of an entries array ``[4, n]``, int64."""
@@ -123,9 +126,80 @@ class SortedRun:
         if not self.chunks:
             self.tail = None
 
+    def units(self, count: int) -> tuple[IntArray, IntArray]:
+        """Units and stamps of the first `count` entries, as views."""
+        entries = self.peek(count)
+        return entries[UNIT], entries[STAMP]
+
     def entries(self) -> Entries:
         """All entries, dead ones too."""
         return self.peek(self.size)
+
+
+class Arrivals:
+    """A sorted run of rows in the order in which they became ready, with key 0. In a range, row and stamp both ascend by
+    one from entry to entry, and the order is the stamp.
+    """
+
+    __slots__ = ("ranges", "size")
+
+    def __init__(self) -> None:
+        self.ranges: deque[list[int]] = deque()
+        """First row, first stamp and length of each range."""
+        self.size = 0
+
+    def append(self, row: int, stamp: int, count: int) -> None:
+        """Add a range. Its stamps are higher than all before."""
+        self.size += count
+        last = self.ranges[-1] if self.ranges else None
+        if last is not None and last[0] + last[2] == row and last[1] + last[2] == stamp:
+            last[2] += count
+        else:
+            self.ranges.append([row, stamp, count])
+
+    def units(self, count: int) -> tuple[IntArray, IntArray]:
+        """Units and stamps of the first `count` entries, as arrays of their own."""
+        row, stamp, length = self.ranges[0]
+        if length >= count or length == self.size:
+            count = min(count, length)
+            return np.arange(row, row + count), np.arange(stamp, stamp + count)
+        rows, stamps = [], []
+        for row, stamp, length in self.ranges:
+            taken = min(count, length)
+            rows.append(np.arange(row, row + taken))
+            stamps.append(np.arange(stamp, stamp + taken))
+            count -= taken
+            if not count:
+                break
+        return np.concatenate(rows), np.concatenate(stamps)
+
+    def peek(self, count: int) -> Entries:
+        """The first `count` entries, dead or alive; fewer if the run is shorter."""
+        units, stamps = self.units(count)
+        entries = np.zeros((4, units.size), np.int64)
+        entries[ORDER] = entries[STAMP] = stamps
+        entries[UNIT] = units
+        return entries
+
+    def skip(self, count: int) -> None:
+        """Remove the first `count` entries."""
+        self.size -= count
+        while count:
+            first = self.ranges[0]
+            if first[2] > count:
+                first[0] += count
+                first[1] += count
+                first[2] -= count
+                return
+            count -= first[2]
+            self.ranges.popleft()
+
+    def entries(self) -> Entries:
+        """All entries, dead ones too."""
+        return self.peek(self.size)
+
+
+Run = SortedRun | Arrivals
 
 
 class ReadyQueue:
@@ -133,13 +207,22 @@ class ReadyQueue:
 
     def __init__(self, alive: Alive) -> None:
         self._alive = alive
+        self._arrivals = Arrivals()
         self._runs: list[SortedRun] = []
         self._front: SortedRun | None = None
-        """Entries that sort before all of `_runs`."""
-        self._looked: tuple[SortedRun, IntArray | None] | None = None
+        """Entries that sort before all others."""
+        self._looked: tuple[Run, IntArray | None] | None = None
         """The last result of `first`: its run, and the positions of its entries there (None: all from the start)."""
 
     # ------------------------------------------------------------ in
+
+    def push_range(self, row: int, stamp: int, count: int, alive_at_most: int) -> None:
+        """Add `count` rows from `row` on with key 0, whose orders are their stamps, from `stamp` on: higher than all orders
+        so far. alive_at_most: as of `push`.
+        """
+        self._arrivals.append(row, stamp, count)
+        if self.size > 2 * alive_at_most + SLACK:
+            self._compact()
 
     def push(self, entries: Entries, alive_at_most: int) -> None:
         """Add sorted entries. alive_at_most: upper bound of the alive entries, for compaction."""
@@ -177,29 +260,29 @@ class ReadyQueue:
 
     def _compact(self) -> None:
         entries = self.all()
-        self._front = None
+        self._front, self._arrivals = None, Arrivals()
         self._runs = [SortedRun(entries)] if entries.shape[1] else []
 
     # ------------------------------------------------------------ out
 
-    def first(self, count: int) -> Entries:
-        """The first `count` alive entries in order; fewer if there are fewer."""
+    def first(self, count: int) -> IntArray:
+        """The units of the first `count` alive entries in order; fewer if there are fewer. Perhaps a view of the queue."""
         look = count
         while (run := self._leading(look)) is not None:
-            entries = run.peek(look)
-            alive = self._alive(entries[UNIT], entries[STAMP])
+            units, stamps = run.units(look)
+            alive = self._alive(units, stamps)
             if alive is None or alive.all():
                 self._looked = run, None
-                return entries[:, :count]
+                return units if units.size <= count else units[:count]
             places = np.flatnonzero(alive)[:count]
             if not places.size:
-                self._skip(run, entries.shape[1])
-            elif places.size == count or entries.shape[1] < look:
+                self._skip(run, units.size)
+            elif places.size == count or units.size < look:
                 self._looked = run, places
-                return entries[:, places]
+                return units[places]
             else:
                 look *= 2
-        return _NONE
+        return NO_ROWS
 
     def taken(self, count: int) -> None:
         """Remove the first `count` entries of the last result of `first`."""
@@ -219,20 +302,23 @@ class ReadyQueue:
     @property
     def size(self) -> int:
         """Number of entries, dead ones too."""
-        total = 0 if self._front is None else self._front.size
+        total = self._arrivals.size if self._front is None else self._arrivals.size + self._front.size
         for run in self._runs:
             total += run.size
         return total
 
-    def _all_runs(self) -> list[SortedRun]:
-        return self._runs if self._front is None else [self._front, *self._runs]
+    def _all_runs(self) -> list[Run]:
+        return [run for run in (self._front, self._arrivals, *self._runs) if run is not None and run.size]
 
-    def _leading(self, look: int) -> SortedRun | None:
+    def _leading(self, look: int) -> Run | None:
         """A run that begins with the first `look` entries of the queue; if it is shorter, the queue has no more."""
-        if self._front is not None and (self._front.size >= look or not self._runs):
-            return self._front
-        if self._front is None and len(self._runs) < 2:
-            return self._runs[0] if self._runs else None
+        front, arrivals = self._front, self._arrivals
+        if front is not None and (front.size >= look or not (self._runs or arrivals.size)):
+            return front
+        if front is None and not self._runs:
+            return arrivals if arrivals.size else None
+        if front is None and len(self._runs) == 1 and not arrivals.size:
+            return self._runs[0]
         return self._cut(CUT * look)
 
     def _cut(self, count: int) -> SortedRun:
@@ -248,11 +334,11 @@ class ReadyQueue:
         self._front = SortedRun(entries[:, order])
         return self._front
 
-    def _skip(self, run: SortedRun, count: int) -> None:
+    def _skip(self, run: Run, count: int) -> None:
         run.skip(count)
-        if run.size:
+        if run.size or run is self._arrivals:
             return
         if run is self._front:
             self._front = None
         else:
-            self._runs.remove(run)
+            self._runs = [other for other in self._runs if other is not run]

@@ -26,7 +26,7 @@ from typing import Final, NamedTuple
 import msgspec
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
 from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
 from transferqueue.ledger.tasks.predicates import matches
@@ -184,6 +184,17 @@ class TaskState:
 
     def _enqueue(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> None:
         self.hold.a[at] = stamps
+        arrives = self.ranker.by_arrival and orders is stamps
+        if not arrives:  # rows that return, or are ranked by a selector
+            self.push(in_order(self._entries(rows, at, orders, stamps)))
+        elif isinstance(at, slice) or is_run(rows):
+            self.ready.push_range(rows.item(0), stamps.item(0), rows.size, self.ready_units)
+            if self.views:
+                self._push_to_views(self._entries(rows, at, orders, stamps))
+        else:  # new orders ascend
+            self.push(self._entries(rows, at, orders, stamps))
+
+    def _entries(self, rows: IntArray, at: Index, orders: IntArray, stamps: IntArray) -> Entries:
         entries = np.zeros((4, rows.size), np.int64)
         if not self.ranker.by_arrival:
             places = np.arange(at.start, at.stop) if isinstance(at, slice) else at
@@ -191,12 +202,14 @@ class TaskState:
         entries[ORDER] = -rows if self.ranker.newest_first else orders
         entries[STAMP] = stamps
         entries[UNIT] = rows
-        # New orders ascend. Only rows that return, or are ranked by a selector, may need sorting.
-        self.push(entries if self.ranker.by_arrival and orders is stamps else in_order(entries))
+        return entries
 
     def push(self, entries: Entries) -> None:
         """Add sorted entries to the queue, and to each view whose predicates they satisfy."""
         self.ready.push(entries, self.ready_units)
+        self._push_to_views(entries)
+
+    def _push_to_views(self, entries: Entries) -> None:
         for view in self.views.values():
             view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
 
