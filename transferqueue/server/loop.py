@@ -196,7 +196,7 @@ class Loop:
                 self._coordinator.commit()
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
             answers, self._coordinator.outbox = self._coordinator.outbox, []
-            for peer, frame in answers:
+            for peer, frame in answers if len(answers) == 1 else _waiters_first(answers):
                 if not self._send_frame(peer, frame):
                     self._coordinator.peer_lost(peer, self._clock())
 
@@ -207,6 +207,13 @@ class Loop:
         if isinstance(peer, UnixPeer):
             return self._local.send(peer, frame) is not SendResult.UNREAD
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD
+
+
+def _waiters_first(answers: list[tuple[Peer, bytes]]) -> list[tuple[Peer, bytes]]:
+    """The answers in the order in which they are sent: those to requests that waited come before that to the request which served them, as their
+    callers have waited longer. Answers to one peer keep their order."""
+    first, *others = answers
+    return answers if any(peer == first[0] for peer, _ in others) else [*others, first]
 
 
 def _least(one: float | None, other: float | None) -> float | None:
