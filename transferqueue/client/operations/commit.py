@@ -61,8 +61,10 @@ def put(
     used: Callable[[int], object] | None = None,
 ) -> Operation[NDArray[np.int64]]:
     """Put new rows. Returns their ids. used: called with the number of rows, if they come out of a reservation."""
-    deadline = Deadline(client.clock, 0.0)
-    if timeout_s is not None:
+    deadline: Deadline
+    if timeout_s is None:
+        deadline = Deadline(client.clock, 0.0)
+    else:
         deadline = yield Within(seconds("timeout_s", timeout_s))
 
     def request(rows: int, carried: m.Columns) -> m.PutRequest:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -20,6 +20,10 @@ Floats = float | Sequence[float] | npt.NDArray[Any] | None
 """One number for all rows, or one per row."""
 Keys = str | Sequence[str] | None
 TagsGiven = Mapping[str, str | int | float | bool] | Sequence[Mapping[str, str | int | float | bool]] | None
+
+
+_UNSAID: Final = frozenset({type(None)})
+_NO_FACTS: Final = m.RowFacts()
 
 
 class GivenFacts(msgspec.Struct, kw_only=True):
@@ -47,7 +51,7 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 
     def said(self) -> bool:
         """Whether any fact was given."""
-        return any(getattr(self, name) is not None for name in self.__struct_fields__)
+        return not _UNSAID.issuperset(map(type, msgspec.structs.astuple(self)))
 
     def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
         """Add the columns of a whole table: an Arrow table, or a mapping. A column with a fact's name is that fact.
@@ -68,6 +72,8 @@ class GivenFacts(msgspec.Struct, kw_only=True):
     def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
         """The facts of `rows` rows as a message carries them. tokens: used if the caller gave none. `SchemaError` for a fact that
         does not fit its type or the number of rows."""
+        if tokens is None and not self.said():
+            return _NO_FACTS
         return m.RowFacts(
             group_id=_ints("group_id", self.group_id, rows),
             group_size=_ints("group_size", self.group_size, rows, "<i4"),
