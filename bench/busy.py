@@ -1,0 +1,128 @@
+"""Scenario: clients keep one coordinator busy. How many requests a second does it carry, and what does each cost its processor?
+
+    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--record --out FILE]
+
+Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table over a socket file.
+Rounds of all numbers of clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
+requests a second do not. pin: the server has a core of its own, and the clients have the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from multiprocessing.connection import Connection
+from typing import Final
+
+import numpy as np
+
+import transferqueue as tq
+from bench.harness import Result
+from bench.limits import child
+from bench.requests import ROW_BYTES, cpu_ns
+from bench.run_record import ByHand, by_hand_options
+from bench.server import Server
+
+SCENARIO: Final = "busy"
+CONTENDER: Final = "transferqueue"
+CALLS: Final = 3
+"""Of a turn: put, lease, ack."""
+IDLE_S: Final = 5.0
+"""For how long sessions only say that they live."""
+
+
+def _table(queue: tq.Queue) -> tq.Table:
+    return queue.create_table(
+        "rows", tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=1 << 20), exist_ok=True
+    )
+
+
+def _client(control: Connection, address: str) -> None:
+    """Take turns for as long as the other end asks, with as many rows; answer with how many turns it took."""
+    with tq.connect(address) as queue:
+        table = _table(queue)
+        control.send(0)
+        while (wanted := control.recv()) is not None:
+            rows, seconds = wanted
+            values, turns, until = np.zeros((rows, ROW_BYTES), np.uint8), 0, time.monotonic() + seconds
+            while time.monotonic() < until:
+                table.put(x=values)
+                table.lease("train", rows=rows, timeout_s=30).ack()
+                turns += 1
+            control.send(turns)
+
+
+def one_round(server: Server, controls: Sequence[Connection], rows: int, seconds: float) -> tuple[float, float]:
+    """Requests a second of these clients together, and seconds of the server's processor for a request."""
+    used, began = cpu_ns(server.pid), time.perf_counter()
+    for control in controls:
+        control.send((rows, seconds))
+    requests = CALLS * sum(control.recv() for control in controls)
+    return requests / (time.perf_counter() - began), (cpu_ns(server.pid) - used) / 1e9 / requests
+
+
+def heartbeat_s(server: Server, clients: int) -> float:
+    """Seconds of the server's processor for the heartbeat of one session."""
+    used = cpu_ns(server.pid)
+    time.sleep(IDLE_S)
+    return (cpu_ns(server.pid) - used) / 1e9 / (IDLE_S * clients)
+
+
+def pin(server: Server) -> None:
+    """Give the server a core of its own, and this process and its children the others."""
+    first, *others = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(server.pid, {first})
+    os.sched_setaffinity(0, others or {first})
+
+
+def run(clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: int, *, pinned: bool) -> list[Result]:
+    results: list[Result] = []
+    server = Server(arena_bytes="1GiB")
+    try:
+        if pinned:
+            pin(server)
+        with tq.connect(server.address) as queue, ExitStack() as stack:
+            _table(queue)
+            controls = [stack.enter_context(child(_client, server.address)) for _ in range(max(clients))]
+            for control in controls:
+                control.recv()
+            for rows in levels:
+                raw = [
+                    (count, *one_round(server, controls[:count], rows, seconds))
+                    for _ in range(rounds)
+                    for count in clients
+                ]
+                for count in clients:
+                    name = f"rows_{rows}_clients_{count}"
+                    rates = [rate for number, rate, _ in raw if number == count]
+                    costs = [cost for number, _, cost in raw if number == count]
+                    results.append(Result(SCENARIO, CONTENDER, name, "requests", "1/s", rates))
+                    results.append(Result(SCENARIO, CONTENDER, name, "server_cpu", "s", costs))
+            beats = [heartbeat_s(server, len(controls) + 1)]
+            results.append(Result(SCENARIO, CONTENDER, "idle", "heartbeat_server_cpu", "s", beats))
+            for control in controls:
+                control.send(None)
+    finally:
+        server.stop()
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--seconds", type=float, default=3)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--pin", action="store_true", help="give the server a core of its own")
+    by_hand_options(parser)
+    chosen = parser.parse_args()
+    hand = ByHand(SCENARIO)
+    results = run(chosen.clients, chosen.rows, chosen.seconds, chosen.rounds, pinned=chosen.pin)
+    hand.tell(results, chosen.out, whole=chosen.record)
+
+
+if __name__ == "__main__":
+    main()
