@@ -252,6 +252,8 @@ NO_SLICES: Final[Mapping[str, Slice]] = {}
 
 def cut_fields(fields: Mapping[str, Field], slices: Mapping[str, Slice]) -> Mapping[str, Field]:
     """`fields` as they are after the slices. Raises as `cut_field`."""
+    if not slices:
+        return fields
     cut = {name: cut_field(fields[name], wanted) for name, wanted in slices.items() if name in fields}
     return {**fields, **cut} if cut else fields
 

@@ -142,13 +142,14 @@ class WriteGrants:
     def _done(self, extent: _GrantedExtent, region: WriteRegion, outcome: CommitOutcome) -> None:
         with self._guard:
             extent.writers -= 1
-            end = region.offset - extent.granted.offset + align(region.nbytes)
-            if outcome is CommitOutcome.REFUSED and end == extent.used:
-                extent.used -= align(region.nbytes)
+            if outcome is CommitOutcome.REFUSED:
+                size = align(region.nbytes)
+                if region.offset - extent.granted.offset + size == extent.used:
+                    extent.used -= size
             if outcome is CommitOutcome.TORN and extent in self._open[extent.lane]:
                 self._open[extent.lane].remove(extent)
                 extent.retired = True
-            if outcome is not CommitOutcome.COMMITTED or region.nbytes != extent.granted.nbytes:
+            if extent.retired and (outcome is not CommitOutcome.COMMITTED or region.nbytes != extent.granted.nbytes):
                 self._return_if_left(extent)
 
     def _return_if_left(self, extent: _GrantedExtent) -> None:

@@ -162,9 +162,11 @@ class MappedMemory:
 
     def _count(self, change: int) -> None:
         with self._guard:
-            back = self._returned[:]
-            del self._returned[: len(back)]  # first: other threads must not see fewer pins than there are
-            self._pins += change - sum(back)
+            if self._returned:
+                back = self._returned[:]
+                del self._returned[: len(back)]  # first: other threads must not see fewer pins than there are
+                self._pins -= sum(back)
+            self._pins += change
             if self._closed:
                 self._unlock_if_unused()
 

@@ -114,7 +114,7 @@ def content_source(
     fails. `SchemaError` for a slice that does not fit its field."""
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
-    if not all(all(map(fields.known.__contains__, block.fields)) for block in named.values()):
+    if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:
         try:  # a block may hold further fields, which this client has not heard of
             terms.hear((yield from request_reply(m.OpenTable(name=terms.name), m.TableTerms)))
         except BaseException:
@@ -127,7 +127,7 @@ def content_source(
         client.connection.unpin(list(named))
         raise
     own = client.memory
-    if client.verifier is None and isinstance(own, MappedMemory) and all(at.shard == OWN for at in named.values()):
+    if client.verifier is None and isinstance(own, MappedMemory) and {at.shard for at in named.values()} <= {OWN}:
         return ColumnSource(subject, content, fields, own.pin(OWN, named.values()), slices=slices)
     placed, held = yield from client.shards.columns(content.parts, fields.known, len(content.rows) // 8, slices)
     if client.verifier is not None:

@@ -174,9 +174,13 @@ def _attempt(
     if has_new_fields:
         terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows)
-    fields = [column.field for column in out.columns]
-    placed = [column for column in out.columns if not column.field.inline]
-    inline = [m.Inline(column.field.name, column.inline()) for column in out.columns if column.field.inline]
+    fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
+    for column in out.columns:
+        fields.append(column.field)
+        if column.field.inline:
+            inline.append(m.Inline(column.field.name, column.inline()))
+        else:
+            placed.append(column)
     use: m.GrantPurpose = "rows" if rows is None else "results"
     written = (yield from write_columns(client, terms.last, placed, deadline, use)) if placed else None
     carried = m.Columns(fields, written.blocks() if written else [], inline, out.facts)
@@ -214,6 +218,8 @@ def _refresh(terms: TableInfo) -> Operation[bool]:
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     """Number of new rows: the length of the first column that has one value per row, else of the facts."""
     for value in columns.values():
+        if type(value) is np.ndarray and value.ndim:  # mostly
+            return len(value)
         if isinstance(value, Repeat):
             return _repeated(value)
         if not _single(value):

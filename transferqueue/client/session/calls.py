@@ -101,17 +101,16 @@ class PendingCalls:
     @property
     def seen(self) -> int:
         """Every reply up to this id has arrived."""
-        after = self._last + 1
-        return min(next(iter(self._pending), after), next(iter(self._notices), after)) - 1
+        unanswered = next(iter(self._pending), self._last + 1)
+        return (min(unanswered, next(iter(self._notices))) if self._notices else unanswered) - 1
 
     def send(self, pending: PendingCall, now: float) -> bytes:
         """Give a call its id, and a deadline unless it has a later one. Returns the frame to send."""
         self._last += 1
         pending.id = self._last
-        deadline = now + wait_of(pending.request) + ANSWER_S
-        if deadline > pending.deadline:
-            pending.deadline = deadline
-        pending.next_send = now + wait_of(pending.request) + RESEND_S
+        until = now + wait_of(pending.request)
+        pending.deadline = max(pending.deadline, until + ANSWER_S)
+        pending.next_send = until + RESEND_S
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
         self._pending[pending.id] = pending
         return self._frame(pending.id, pending.payload)
@@ -227,7 +226,7 @@ class PendingCalls:
 
     def _frame(self, call: int, payload: bytes) -> bytes:
         """A `messages.Call` around a request that is encoded already."""
-        seen = min(self.seen, call - 1)
+        seen = min(self.seen, call - 1)  # a call that is sent again may be older than what has arrived
         return _encoder.encode((PROTOCOL, self.session, call, seen, msgspec.Raw(payload)))
 
 

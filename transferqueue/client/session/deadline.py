@@ -52,4 +52,6 @@ class Deadline:
 
     def waited(self, since: float) -> None:
         """Count the wait for another process from `since` until now."""
-        self._late_s = max(0.0, self._late_s - max(0.0, self._clock() - max(since, self._at)))
+        now = self._clock()
+        if now > self._at:
+            self._late_s = max(0.0, self._late_s - (now - max(since, self._at)))

@@ -103,7 +103,7 @@ def _drive(
         return
     io.outbox.spoke_at = now
     left_s = None
-    while not pending.is_settled:
+    while True:
         if until is not None and (left_s := until - io.clock()) <= 0:
             break
         role.driver_waits, role.suspect = True, False
@@ -111,7 +111,7 @@ def _drive(
         if role.driver is not pending:
             return
         role.driver_waits, role.suspect = False, True
-        if not has_frame or not _settle_own(io, channel, pending):
+        if not has_frame or not _settle_own(io, channel, pending) or pending.is_settled:
             break
     role.suspect = False
 
