@@ -249,7 +249,7 @@ def change(placed: m.WrittenBlock, **changes: Any) -> m.Columns:
         ({"counts": [-1]}, UsageError, "count -1"),
         ({"counts": []}, UsageError, "is not a block"),
         ({"fields": []}, UsageError, "without fields"),
-        ({"fields": ["ids", "ids"], "counts": [2, 2]}, UsageError, "take 256"),
+        ({"fields": ["ids", "ids"], "counts": [2, 2]}, UsageError, "is given twice"),
         ({"rows": 0}, UsageError, "a block has 0 rows"),
         ({"rows": 1 << 61}, UsageError, "a block has"),
         ({"slots": np.array([0, 2], "<i4").tobytes()}, UsageError, "slots reach from 0 to 2"),

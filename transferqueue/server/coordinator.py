@@ -265,12 +265,12 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing is due."""
-        due = [self.ledger.next_deadline(), self.sessions.next_deadline(), self.memory.due_at]
-        if self.waiting.requests:
-            due.append(self.waiting.next_deadline())
-        if self.shards.remote:
-            due.append(self.shards.next_deadline())
-        at = min([at for at in due if at is not None], default=None)
+        at = self.ledger.next_deadline()
+        waits_until = self.waiting.next_deadline() if self.waiting.requests else None
+        shards_due_at = self.shards.next_deadline() if self.shards.remote else None
+        for due in (self.sessions.next_deadline(), self.memory.due_at, waits_until, shards_due_at):
+            if due is not None and (at is None or due < at):
+                at = due
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
 
     def process_exited(self, number: int, now: float) -> None:

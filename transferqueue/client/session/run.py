@@ -136,9 +136,9 @@ def run_sync(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
-                if type(wanted) is Within:
+                if isinstance(wanted, Within):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
-                elif type(wanted) is BlockingWork:
+                elif isinstance(wanted, BlockingWork):
                     sent = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
                 elif hold and isinstance(wanted, hold):
                     return Held(operation, wanted, connection.start(wanted, deadline), deadline)
@@ -192,9 +192,9 @@ async def run_async(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
-                if type(wanted) is Within:
+                if isinstance(wanted, Within):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
-                elif type(wanted) is BlockingWork:
+                elif isinstance(wanted, BlockingWork):
                     sent = await _work(_bounded(wanted, deadline))  # type: ignore[func-returns-value]
                 elif hold and isinstance(wanted, hold):
                     return Held(operation, wanted, connection.astart(wanted, deadline), deadline)

@@ -34,8 +34,8 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
     content = ReplyRows(
         rows=rows.tobytes(),
         **table.rows.reply_facts(at, rows.size),
-        keys=_of_rows(table.rows.keys, rows, ""),
-        tags=_of_rows(table.rows.tags, rows, {}),
+        keys=_of_rows(table.rows.keys, rows, "") if table.rows.keys else None,
+        tags=_of_rows(table.rows.tags, rows, {}) if table.rows.tags else None,
         inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
         parts=parts,
         definitions=definitions,
@@ -53,8 +53,6 @@ def complete_fields(table: TableState, at: Index, fields: Sequence[str]) -> list
 
 def _of_rows(values: dict[int, Value], rows: IntArray, default: Value) -> list[Value] | None:
     """The value of each row; None if no row has one."""
-    if not values:
-        return None
     of_row = [values.get(row) for row in rows.tolist()]
     if all(value is None for value in of_row):
         return None

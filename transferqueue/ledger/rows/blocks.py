@@ -26,7 +26,7 @@ from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError,
 from transferqueue.ledger.effects import Effects, FreeExtent
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
-from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock, WrittenCopy
+from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 Written = dict[int, tuple[int, int]]
 """Extent -> where the blocks of one commit begin and end in it."""
@@ -195,7 +195,9 @@ class BlockRegistry:
         """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
-            shards = [self._check_place(session, written, block, at.extent, at.offset) for at in _places(block)]
+            shards = [self._check_place(session, written, block, block.extent, block.offset)]
+            if block.copies:
+                shards += [self._check_place(session, written, block, at.extent, at.offset) for at in block.copies]
             if len(shards) != replicas or (replicas > 1 and len(set(shards)) != replicas):
                 raise UsageError(
                     f"block of {', '.join(block.fields)} was written to shards {listing(shards)}; each block goes to "
@@ -249,7 +251,9 @@ class BlockRegistry:
     def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written) -> int:
         number = self._next_block
         self._next_block += 1
-        extents = [self._write(at.extent, at.offset, placed.nbytes, written) for at in _places(placed)]
+        extents = [self._write(placed.extent, placed.offset, placed.nbytes, written)]
+        if placed.copies:
+            extents += [self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies]
         if refs:
             block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
             block.refs = refs
@@ -326,11 +330,6 @@ class BlockRegistry:
         block = self.blocks[number]
         block.pins -= count
         self._forget_if_unused(block)
-
-
-def _places(placed: WrittenBlock) -> Sequence[WrittenBlock | WrittenCopy]:
-    """A block and its copies: what has an extent and an offset."""
-    return (placed, *placed.copies)
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:

@@ -63,7 +63,7 @@ class CommitShapes:
     def of(self, columns: Columns) -> CommitShape:
         """The shape of these columns; raises unless their names and definitions fit the table."""
         names = [name for placed in columns.blocks for name in placed.fields]
-        inline = [value.field for value in columns.inline]
+        inline = [value.field for value in columns.inline] if columns.inline else []
         if len(names) + len(inline) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up
             raise UsageError(
                 f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"

@@ -37,7 +37,7 @@ INCOMPLETE = "group_incomplete"
 def apply_group_and_stale_rules(table: TableState, now: float) -> None:
     """Apply the rules until every changed group is resolved and no row is left to drop."""
     group_tasks = table.group_tasks
-    while True:
+    while group_tasks or table.to_drop:
         for task in group_tasks:
             _drop_late_members(table, task, now)
         if table.to_drop:
@@ -178,9 +178,9 @@ def return_rows(
 
 def apply_stale_policy(table: TableState, rows: IntArray, now: float) -> None:
     """Apply `on_stale` to those of `rows` that are live, over the bound and not leased."""
-    pacing_task = table.pacing_task
-    if table.versions is None or pacing_task is None or table.pacing is None or table.oldest_fresh_version <= 0:
+    if table.versions is None or table.pacing is None or table.oldest_fresh_version <= 0:
         return
+    pacing_task = table.tasks[table.pacing.task]
     at, resident = table.rows.pages.find(rows)
     version = table.rows.version.a[at]
     stale: BoolArray = (
