@@ -24,6 +24,8 @@ WEB      := .venv-web
 WEBBED   := $(WEB)/.installed
 MOONCAKE  := .venv-mooncake
 MOONCAKED := $(MOONCAKE)/.installed
+NIXL      := .venv-nixl
+NIXLED    := $(NIXL)/.installed
 NEMO      := .venv-nemo
 NEMO_FROM ?= https://github.com/NVIDIA-NeMo/RL
 NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
@@ -35,7 +37,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-nixl test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -73,7 +75,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-web
+TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-nixl test-web
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -179,6 +181,17 @@ $(MOONCAKED): tests/engines/mooncake.txt pyproject.toml
 test-mooncake: $(MOONCAKED) ## shards whose bytes lie in a real Mooncake Store (a minute; skipped without libibverbs1 and librdmacm1)
 	$(MOONCAKE)/bin/python -m pytest tests/engines/test_mooncake.py $(ARGS)
 
+# Without what its wheels ask for: torch and a second CUDA build, which nothing here uses.
+$(NIXLED): tests/engines/nixl.txt pyproject.toml
+	@test -x $(NIXL)/bin/python || { echo 'nixl: creating $(NIXL) with NIXL and what the tests need'; $(PYTHON) -m venv $(NIXL); }
+	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps nixl==1.5.1 nixl-cu12==1.5.1
+	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/nixl.txt
+	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-nixl: $(NIXLED) ## columns read one-sided by NIXL, over TCP and between processes of this host (a minute)
+	$(NIXL)/bin/python -m pytest tests/engines/test_nixl.py $(ARGS)
+
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
 	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/web/browser.txt
@@ -206,5 +219,5 @@ lock: $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -22,13 +22,11 @@ makes 0.8 of it. A put copies once at the sender before anything leaves: 1 / (1/
 from __future__ import annotations
 
 import argparse
-import socket
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +34,7 @@ import transferqueue as tq
 from bench.contenders.tensors import flat_bytes, tensor
 from bench.harness import Result, save_results
 from bench.limits import child
+from bench.raw_stream import Raw, Stream, seconds
 from bench.server import Server
 from bench.wire import Relay
 from bench.workloads import WORKLOADS, Workload, columns, same
@@ -49,46 +48,7 @@ LEASES = 1500
 SMALL_PUTS = 500
 
 
-# ---------------------------------------------------------------- one raw stream
-
-
-def _send(control: Connection, port: int, size: int) -> None:
-    data = memoryview(np.random.default_rng(1).integers(0, 255, size, dtype=np.uint8))
-    with socket.create_connection(("127.0.0.1", port)) as stream:
-        while control.recv() == "send":
-            stream.sendall(data)
-
-
-class Raw(Protocol):
-    """A raw stream from elsewhere."""
-
-    def once(self) -> None:
-        """Receive as many bytes as a workload has."""
-
-
-class Stream:
-    """Another process that sends `size` bytes when asked; `once` receives them."""
-
-    def __init__(self, size: int, opened: ExitStack) -> None:
-        self.buffer = memoryview(bytearray(size))
-        listener = opened.enter_context(socket.create_server(("127.0.0.1", 0)))
-        self.control = opened.enter_context(child(_send, listener.getsockname()[1], size))
-        self.stream = opened.enter_context(listener.accept()[0])
-
-    def once(self) -> None:
-        self.control.send("send")
-        at = 0
-        while at < len(self.buffer):
-            at += self.stream.recv_into(self.buffer[at:])
-
-
 # ---------------------------------------------------------------- moving
-
-
-def _seconds(work: Callable[[], Any]) -> tuple[float, Any]:
-    began = time.perf_counter()
-    found = work()
-    return time.perf_counter() - began, found
 
 
 def _read(table: tq.Table, workload: Workload, rows: Any) -> tq.Rows:
@@ -120,20 +80,20 @@ def moving(
         table = queue.create_table(name, tasks=[tq.Task("train", needs=workload.names)])
         stream = open_stream(workload.bytes_got, opened)
         for turn in range(WARM + turns):
-            raw_s, _ = _seconds(stream.once)
-            put_s, rows = _seconds(lambda: table.put(**prepared))
+            raw_s, _ = seconds(stream.once)
+            put_s, rows = seconds(lambda: table.put(**prepared))
             order = np.random.default_rng(turn).permutation(len(rows))[: workload.pick] if workload.pick else None
             wanted = rows if order is None else rows[order]
-            arrays_s, found = _seconds(lambda wanted=wanted: _read(table, workload, wanted))  # type: ignore[misc]
-            tensors_s, got = _seconds(lambda found=found: _tensors(found, workload))  # type: ignore[misc]
+            arrays_s, found = seconds(lambda wanted=wanted: _read(table, workload, wanted))  # type: ignore[misc]
+            tensors_s, got = seconds(lambda found=found: _tensors(found, workload))  # type: ignore[misc]
             _compare(expected, got, order)
             got.clear()
             found.release()
             table.drop(rows, "read")
             if turn >= WARM:
                 turn_s = (raw_s, put_s, arrays_s, tensors_s, arrays_s + tensors_s)
-                for taken, seconds in zip(times.values(), turn_s, strict=True):
-                    taken.append(seconds)
+                for taken, one_s in zip(times.values(), turn_s, strict=True):
+                    taken.append(one_s)
     return _moved(scenario, workload, times)
 
 
@@ -234,7 +194,7 @@ def _lease(table: tq.Table) -> list[float]:
     found = []
     for _ in range(LEASES):
         table.put(r=[1.0])
-        found.append(_seconds(once)[0])
+        found.append(seconds(once)[0])
     return found
 
 
@@ -244,7 +204,7 @@ def small_puts(server: Server) -> list[Result]:
         with tq.connect(server.tcp_address, **how) as queue:  # type: ignore[arg-type]
             table = queue.create_table(metric, tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=8192))
             row = np.ones((1, 256), np.float32)
-            raw = [_seconds(lambda: table.put(x=row))[0] for _ in range(SMALL_PUTS)]  # noqa: B023
+            raw = [seconds(lambda: table.put(x=row))[0] for _ in range(SMALL_PUTS)]  # noqa: B023
         found.append(Result(SCENARIO, OURS, "one_row", metric, "s", raw, row.nbytes))
     return found
 

@@ -15,7 +15,7 @@ from transferqueue.transport import runtime_directory
 
 def test_every_check_has_a_remedy_unless_it_is_ok(tmp_path: Path) -> None:
     sections = check_machine(runtime=tmp_path / "runtime")
-    assert [section.title for section in sections] == ["memory", "kernel", "runtime", "libraries"]
+    assert [section.title for section in sections] == ["memory", "kernel", "runtime", "network", "libraries"]
     for check in (check for section in sections for check in section.checks):
         assert bool(check.remedy) == (check.verdict != "ok"), check
         assert check.subject

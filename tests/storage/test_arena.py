@@ -191,3 +191,29 @@ def test_room_is_what_the_file_system_or_the_machine_has(tmp_path: Path) -> None
     assert 0 < available_bytes(tmp_path) <= os.statvfs(tmp_path).f_blocks * os.statvfs(tmp_path).f_frsize
     assert available_bytes(None) > 64 * MIB
     assert resource.getpagesize() == PAGE_BYTES
+
+
+def test_pages_that_a_device_has_registered_are_not_returned_before_they_are_given_up() -> None:
+    arena = Arena.create(None, 64 * MIB)
+    arena.ensure(0, 4 * MIB)
+    arena.ensure(8 * MIB, 4 * MIB)
+    assert arena.backed_runs(0, 64 * MIB) == [(0, 4 * MIB), (8 * MIB, 12 * MIB)]
+    assert arena.backed_runs(MIB, 9 * MIB) == [(MIB, 4 * MIB), (8 * MIB, 9 * MIB)]
+    asked: list[tuple[int, int]] = []
+
+    def needed(offset: int, nbytes: int) -> bool:
+        asked.append((offset, nbytes))
+        return False
+
+    arena.before_punch = needed
+    arena.punch(0, 4 * MIB)
+    assert (asked, arena.backed, pages_of(arena.path)) == ([(0, 4 * MIB)], 8 * MIB, 8 * MIB)
+    arena.ensure(MIB, MIB)
+    arena.punch_again()
+    assert arena.backed == 8 * MIB, "still"
+    arena.before_punch = lambda _offset, _nbytes: True
+    arena.punch_again()
+    assert arena.backed_runs(0, 64 * MIB) == [(MIB, 2 * MIB), (8 * MIB, 12 * MIB)], "but for what is wanted again"
+    assert pages_of(arena.path) == 5 * MIB
+    arena.punch_again()
+    arena.close()

@@ -33,17 +33,19 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("piece_bytes", [64, 100, 1 << 20])
+@pytest.mark.parametrize(
+    ("piece_bytes", "ranges_from"), [(64, 0), (100, 0), (1 << 20, 0), (100, 1), (1 << 20, 12), (64, 999)]
+)
 @pytest.mark.parametrize("rows", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize(("field", "values"), COLUMNS.values(), ids=COLUMNS)
 def test_the_stream_is_a_block_of_these_rows(
-    shard: Shard, field: Field, values: list[Any], rows: list[int], piece_bytes: int
+    shard: Shard, field: Field, values: list[Any], rows: list[int], piece_bytes: int, ranges_from: int
 ) -> None:
     first, second = shard.put({"x": values[:20]}, [field]), shard.put({"x": values[20:]}, [field])
     column = shard.column("x", [*first, *second], [(at // 20, at % 20) for at in rows])
     placement = column._placement
     assert placement is not None
-    counts, pieces = column_stream([field], placement, piece_bytes)
+    counts, pieces = column_stream([field], placement, piece_bytes, ranges_from)
     found = list(pieces)
     block = _block({"x": [values[at] for at in rows]}, [field])
     assert max(map(len, found), default=0) <= piece_bytes
@@ -72,6 +74,20 @@ def test_several_columns_are_one_block(
         assert len(found) == (1 if wanted in (("a", "b", "c", "d"), ("b", "c"), ("c",)) else 2), (
             "neighbours leave together"
         )
+
+
+@pytest.mark.parametrize(("shape", "views"), [((300,), True), ((None,), True), ((20,), False)])
+def test_long_rows_that_lie_apart_are_named_where_they_lie(
+    shard: Shard, shape: tuple[int | None, ...], views: bool
+) -> None:
+    field = Field("x", "uint8", shape)
+    values = [np.full(shape[0] or 250 + at, at, np.uint8) for at in range(20)]
+    placement = shard.column("x", shard.put({"x": values}, [field]), [(0, at) for at in (4, 11, 2, 3)])._placement
+    assert placement is not None
+    low, stretch = placement.blocks.stretch()
+    _, pieces = column_stream([field], placement, 1 << 20, 200)
+    inside = [len(piece) for piece in pieces if 0 <= piece.__array_interface__["data"][0] - low < len(stretch)]
+    assert inside == ([len(values[4]), len(values[11]), len(values[2]) + len(values[3])] if views else [])
 
 
 def _block(columns: dict[str, list[Any]], fields: Sequence[Field]) -> Any:

@@ -134,6 +134,18 @@ HEADS: Final[list[b.ToShard | b.ToClient]] = [
     b.FlowAck(2, 2, True),
     b.ReadFrame(1, 0, [b.PartHead(0, [5])], True),
     b.TransferFailed(1, "NotFound", "no such block"),
+    b.ReadRanges(3, 5, 0, FIELDS, [b.RowSelection(["x"], [["x", "z"]], [LOCATED], b"", bytes(4))], "agent", 1, 2),
+    b.RangesFrame(
+        3,
+        0,
+        [b.PartHead(0, [5])],
+        True,
+        [b.ByteRange(1 << 46, 1 << 16, bytes(8)), b.ByteRange(0, 64)],
+        "agent",
+        1,
+        2,
+        b"m",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ import msgspec
 
 from transferqueue.client.memory.grants import WriteGrants
 from transferqueue.client.memory.mapped import MappedMemory
+from transferqueue.client.memory.one_sided import OneSidedMemory
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shards import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
@@ -27,6 +29,7 @@ from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys, KeyPair
@@ -152,7 +155,8 @@ def open_client(
             lock.give_up()
         raise
     try:
-        memory = _memory(address, keys, hello, welcome, connection, lock, deadline)
+        carriers = _Carriers(Carrier.chosen())
+        memory = _memory(address, keys, hello, welcome, connection, lock, deadline, carriers)
     except BaseException:
         connection.close()
         raise
@@ -161,7 +165,7 @@ def open_client(
         connection,
         memory,
         server,
-        dial=lambda at: _remote_shard(at, welcome, keys, connection),
+        dial=lambda at: _remote_shard(at, welcome, keys, connection, carriers),
         seat=welcome.seat,
         checksums=welcome.checksums,
     )
@@ -182,6 +186,7 @@ def _memory(
     connection: Connection,
     lock: SessionLock | None,
     deadline: Deadline,
+    carriers: _Carriers,
 ) -> MappedMemory | RemoteMemory:
     """The server's memory: mapped if this process can open its files, else through its bulk endpoint."""
     place = parse_address(address)
@@ -195,11 +200,12 @@ def _memory(
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
         on_close=lock.release if lock else lambda: None,
+        one_sided=carriers.memory(encrypted=keys is not None and not welcome.bulk_plain),
     )
 
 
 def _remote_shard(
-    at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection
+    at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection, carriers: _Carriers
 ) -> RemoteMemory:
     """The memory of a remote shard. Its key only keeps others from listening, so a new key of ours will do."""
     place = parse_address(at.endpoint)
@@ -212,11 +218,31 @@ def _remote_shard(
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
+        one_sided=carriers.memory(encrypted=mine is not None),
     )
 
 
 def _unpinned_by_shards(_: list[int]) -> None:
     """`ShardClients` returns the pins of what was received, from wherever it came."""
+
+
+class _Carriers:
+    """What the remote memories of one session share if columns are read one-sided. A line with keys encrypts, so it stays a stream."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        self._carrier = carrier
+        self._guard = threading.Lock()
+        self._memory: OneSidedMemory | None = None
+
+    def memory(self, *, encrypted: bool) -> OneSidedMemory | None:
+        """The registered memory of the session; None: nothing is read one-sided. `UsageError` if this machine cannot."""
+        if encrypted or not self._carrier.one_sided:
+            return None
+        with self._guard:
+            if self._memory is None:
+                check_carrier(self._carrier)
+                self._memory = OneSidedMemory(lambda: NixlAgent(self._carrier))
+            return self._memory
 
 
 def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> ZmqBulkClient | TcpBulkClient:

@@ -29,10 +29,13 @@ from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, Pr
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.files import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
+from transferqueue.server.shards.bulk_endpoint import registered_arena
+from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
+from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.transport.security.zap import AcceptAll
@@ -49,8 +52,9 @@ class ShardProcess:
 
     arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for its bytes, see
     `stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this machine's address as other
-    machines see it; None: the address from which this machine reaches the coordinator. Bytes are encrypted on the network, except over
-    loopback. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
+    machines see it; None: the address from which this machine reaches the coordinator. carrier: of columns, a name of
+    `transport.bulk.one_sided.Carrier`; None: what the environment says. Bytes are encrypted on the network, except over loopback, or where the
+    carrier is one-sided, which nothing encrypts. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
     an error nothing is left.
     """
 
@@ -61,17 +65,24 @@ class ShardProcess:
         arena_bytes: int | None = None,
         store: str = "",
         host: str | None = None,
+        carrier: str | None = None,
         keys: ClientKeys | None = None,
         label: str = "",
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
         with ExitStack() as made:
             place = _host(address) if host is None else host
+            chosen = Carrier.chosen(carrier)
+            if chosen.one_sided and store:
+                raise UsageError(
+                    f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of this process; add the "
+                    "shard with --bytes stream"
+                )
             self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
             self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
-            ring = None if is_loopback(place) else AcceptAll()
-            endpoint = Endpoint(self._backing, self._tickets, ring)
+            ring = None if chosen.one_sided or is_loopback(place) else AcceptAll()
+            endpoint = Endpoint(self._backing, self._tickets, ring, _registered(self._backing, chosen))
             made.callback(endpoint.stop)
             port = endpoint.listen([f"tcp://{place}:0"])
             endpoint.start()
@@ -175,6 +186,10 @@ def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Bac
     home = served_arena(capacity)
     made.callback(home.close)
     return ArenaBacking(home.arena)
+
+
+def _registered(backing: Backing, carrier: Carrier) -> RegisteredArena | None:
+    return registered_arena(backing, carrier) if isinstance(backing, ArenaBacking) else None
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
             arena_bytes=parse_bytes(options.arena_bytes) if options.arena_bytes else None,
             keys=options.keys,
             plain_bytes=options.plain_bytes,
+            carrier=options.bytes,
             durability=options.durability,
             state=options.state,
             accept_loss=options.accept_loss,
@@ -45,6 +46,9 @@ def _parser() -> argparse.ArgumentParser:
         "--plain-bytes",
         action="store_true",
         help="send columns to other machines unencrypted, by ticket, with keys too",
+    )
+    parser.add_argument(
+        "--bytes", metavar="CARRIER", help="what else columns may leave by: stream (nothing), nixl (RDMA)"
     )
     parser.add_argument("--durability", choices=list(Level), default=Level.MEMORY, help="what outlives this process")
     parser.add_argument("--state", type=Path, metavar="DIR", help="directory that keeps it, for process and disk")

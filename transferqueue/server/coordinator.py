@@ -92,7 +92,8 @@ class Coordinator:
     system provides pages for a growing arena.
 
     index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says Hello.
-    `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that connection is unencrypted.
+    `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`: bytes of reads
+    there, by what carried them.
     """
 
     def __init__(
@@ -129,6 +130,7 @@ class Coordinator:
         """Called with each peer that has a session, so that its connection does not count as a stranger's."""
         self.bulk_port = 0
         self.bulk_plain = False
+        self.bulk_sent: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
         self.turns: Final = Turns()
         """Filled by the loop, which has the clock."""
@@ -156,6 +158,7 @@ class Coordinator:
             turns=self.turns,
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
+            bulk_sent=self._bulk_sent,
         )
         self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
@@ -571,6 +574,9 @@ class Coordinator:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             self._answer(session.peer, waiting.call, self._defect(m.tag_of(waiting.request), error, session))
+
+    def _bulk_sent(self) -> dict[str, int]:
+        return self.bulk_sent()
 
     def explain(self, waiting: WaitingRequest, now: float) -> str:
         """Why a request still waits: what is missing, who holds it, and how many requests are before it."""

@@ -45,6 +45,7 @@ class ReportSources:
     """The parts of a coordinator that its reports read.
 
     explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
+    bulk_sent: bytes of reads there, by what carried them.
     """
 
     identity: ServerIdentity
@@ -58,6 +59,7 @@ class ReportSources:
     turns: Turns
     explain: Callable[[WaitingRequest, float], str]
     bulk_port: Callable[[], int]
+    bulk_sent: Callable[[], dict[str, int]]
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
@@ -137,6 +139,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "version": identity.version,
         "pid": identity.pid,
         "bulk_port": sources.bulk_port(),
+        "bulk_sent_bytes": sources.bulk_sent(),
         "uptime_s": now - identity.started_at,
         "capacity_bytes": memory.allocator.capacity,
         "used_bytes": memory.used,

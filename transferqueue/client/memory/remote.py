@@ -2,7 +2,8 @@
 
 A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
 this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
-connection alone (`transport.bulk` has the rules).
+connection alone (`transport.bulk` has the rules). Where a one-sided carrier is chosen, a read names its ranges over the connection and fetches
+them itself (`client.memory.one_sided`); if that fails, the stream carries the bytes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from typing import Final, TypeVar
 import numpy as np
 
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
+from transferqueue.client.memory.one_sided import OneSidedMemory, ShardReader
+from transferqueue.client.memory.ranged_fetch import RangedFetch
 from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation
@@ -25,6 +28,7 @@ from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
     Forked,
+    Impossible,
     TransferQueueError,
     Unreachable,
     UsageError,
@@ -51,6 +55,7 @@ class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
     unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
+    one_sided: to read the shard's memory; None: all bytes come over connections.
     """
 
     def __init__(
@@ -61,6 +66,7 @@ class RemoteMemory:
         over: Callable[[], TransferQueueError | None],
         on_close: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
+        one_sided: OneSidedMemory | None = None,
     ) -> None:
         if not welcome.bulk_port:
             raise UsageError(
@@ -74,6 +80,8 @@ class RemoteMemory:
         self._over = over
         self._on_close = on_close
         self._clock = clock
+        self.reader: Final = None if one_sided is None else ShardReader(one_sided, clock)
+        """Reads the shard's memory one-sided; None: nothing does."""
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
@@ -152,17 +160,42 @@ class RemoteMemory:
     def _fetch(
         self, shard: int, fields: Mapping[str, Field], asked: Sequence[RequestedRows], caller: Caller
     ) -> FetchTransfer:
-        session = self._welcome.session
+        session, reader = self._welcome.session, self.reader
+        if reader is not None and reader.usable:
+            try:
+                return self._carry(
+                    lambda number: RangedFetch(
+                        number,
+                        session,
+                        shard,
+                        fields,
+                        asked,
+                        reader,
+                        lambda elapsed_s: self._check_read(elapsed_s, caller),
+                    ),
+                    caller,
+                    tries=1,
+                )
+            except (Corruption, Unreachable, Impossible) as error:
+                reader.refused(error)
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
-    def _carry(self, begin: Callable[[int], T], caller: Caller) -> T:
-        """Run one transfer. If it fails on the way, run it again over another connection, `BULK_TRIES` times.
+    def _check_read(self, elapsed_s: float, caller: Caller) -> None:
+        """Raise if it makes no sense to wait longer for a one-sided read that began so long ago."""
+        self._check_living(caller)
+        if elapsed_s >= STALLED_S:
+            caller.check_time(f"a read of the shard's memory has taken {elapsed_s:.2f} s")
+        if elapsed_s >= BULK_SILENCE_S:
+            raise Unreachable(f"a read of the shard's memory had not ended after {BULK_SILENCE_S:g} s")
+
+    def _carry(self, begin: Callable[[int], T], caller: Caller, tries: int = BULK_TRIES) -> T:
+        """Run one transfer. If it fails on the way, run it again over another connection, `tries` times.
 
         When the server is started again, the count starts again too. Attempts are a while apart: a server that dies still accepts
         connections until its process is gone.
         """
         failed: Corruption | Unreachable | None = None
-        life, left = self._welcome.epoch, BULK_TRIES
+        life, left = self._welcome.epoch, tries
         while left:
             try:
                 with self._line(caller) as line:
@@ -176,10 +209,10 @@ class RemoteMemory:
                 if isinstance(error, Unreachable) and left > 1 and self._welcome.epoch == life:
                     self._news.wait(caller.step_s())
                     self._news.clear()
-            left = left - 1 if self._welcome.epoch == life else BULK_TRIES
+            left = left - 1 if self._welcome.epoch == life else tries
             life = self._welcome.epoch
         kind = Corruption if isinstance(failed, Corruption) else Unreachable
-        raise kind(f"the bytes did not cross in {BULK_TRIES} attempts; at last: {failed}") from failed
+        raise kind(f"the bytes did not cross in {tries} attempts; at last: {failed}") from failed
 
     def _drive(self, line: Line, transfer: ClientTransfer, caller: Caller) -> None:
         heard = _ConnectionProgress(line, self._clock)

@@ -119,15 +119,18 @@ class FetchTransfer:
         self._fields, self._parts, self._buffers = fields, parts, buffers
         self._intake = b.ReceiveWindow()
         self._due: deque[memoryview] = deque()
-        self._arriving: b.ReadFrame | None = None
+        self._arriving: b.ReadFrame | b.RangesFrame | None = None
 
     def opening(self) -> list[b.Message]:
         """The request."""
+        return [b.message(self._request())]
+
+    def _request(self) -> b.ReadColumns:
         named = {name for part in self._parts for names in part.wanted.layouts for name in names}
         asked = {name for part in self._parts for name in part.wanted.fields}
         fields = [self._fields[name] for name in sorted(named | asked)]
         parts = [part.wanted for part in self._parts]
-        return [b.message(b.ReadColumns(self._number, self._session, self._shard, fields, parts))]
+        return b.ReadColumns(self._number, self._session, self._shard, fields, parts)
 
     def ask(self) -> b.Message:
         """Whether more will come."""
@@ -135,14 +138,20 @@ class FetchTransfer:
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """A frame begins to arrive: make room for its bytes."""
-        message = _checked(head, self._number)
-        self._arriving = message if isinstance(message, b.ReadFrame) and message.transfer == self._number else None
-        if self._arriving is not None:
-            self._intake.take(self._arriving.number)
-            for begun in self._arriving.begun:
+        message = checked(head, self._number)
+        self._arriving = None
+        if isinstance(message, b.ReadFrame | b.RangesFrame) and message.transfer == self._number:
+            self._intake.take(message.number)
+            for begun in message.begun:
                 self._begin(begun)
+            self._place(message)
+            self._arriving = message
         if nbytes > sum(map(len, self._due)):
             raise Corruption(f"{nbytes} bytes came that belong to no part")
+
+    def _place(self, frame: b.ReadFrame | b.RangesFrame) -> None:
+        if isinstance(frame, b.RangesFrame):
+            raise Corruption("a bulk read was answered with ranges, which it did not ask for")
 
     def fill(self, read: b.Reader) -> int:
         """Read bytes to their place."""
@@ -178,7 +187,11 @@ class FetchTransfer:
         memory = self._buffers.take(nbytes)
         self.landed[begun.part] = ReceivedBlock(0, nbytes, part.count, names, begun.counts, memory)
         if nbytes:
-            self._due.append(memory.data)
+            self._owe(memory.data)
+
+    def _owe(self, memory: memoryview) -> None:
+        """These bytes come next."""
+        self._due.append(memory)
 
     def _bound(self, part: RequestedRows) -> int:
         """Most bytes that a part may have: rows are distinct, so at most the bytes of their blocks, and offsets, shapes and padding."""
@@ -223,7 +236,7 @@ class StoreTransfer:
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """The shard says which frames it has taken."""
-        message = _checked(head, self._number)
+        message = checked(head, self._number)
         if nbytes:
             raise Corruption(f"{nbytes} bytes came where a write was under way")
         if isinstance(message, b.FlowAck) and message.transfer == self._number:
@@ -251,7 +264,8 @@ class StoreTransfer:
             yield b.message(b.WriteFrame(self._number, number), [data[start : start + FRAME_BYTES]])
 
 
-def _checked(head: bytes, number: int) -> b.ToClient:
+def checked(head: bytes, number: int) -> b.ToClient:
+    """The message of this head. Raises what the shard refused transfer `number` with, and `Corruption`."""
     message = b.to_client(head)
     if isinstance(message, b.TransferFailed) and message.transfer in (0, number):
         error = from_wire(message.error, message.text)

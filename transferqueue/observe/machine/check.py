@@ -11,6 +11,7 @@ import msgspec
 from transferqueue.observe.machine.kernel import kernel_checks
 from transferqueue.observe.machine.libraries import library_checks
 from transferqueue.observe.machine.memory import memory_checks
+from transferqueue.observe.machine.network import network_checks
 from transferqueue.observe.machine.result import Check
 from transferqueue.observe.machine.runtime import runtime_checks
 
@@ -36,5 +37,6 @@ def check_machine(*, runtime: Path, arena_bytes: int | None = None, memory: Path
         Section("memory", memory_checks(arena_bytes=arena_bytes, memory=memory)),
         Section("kernel", kernel_checks(memory=memory, runtime=runtime)),
         Section("runtime", runtime_checks(runtime)),
+        Section("network", network_checks()),
         Section("libraries", library_checks()),
     ]

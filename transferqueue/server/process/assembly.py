@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from importlib import metadata
 from pathlib import Path
 
+from transferqueue.errors import UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
@@ -19,11 +20,12 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, registered_arena
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
+from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.unix_socket import Descriptor, UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
@@ -37,7 +39,8 @@ class ServerProcess:
     address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is closed with
     this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a keyring; with a keyring every
     tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the
-    encrypted control connection, gets any, but anyone who can listen to the network can read them. snapshots: the directory of all
+    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may leave by,
+    besides the stream; `UsageError` if that cannot be here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
     snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
     deployment it is. Raises `AddressInUse` and `UsageError`; then no file is left.
     """
@@ -50,6 +53,7 @@ class ServerProcess:
         *,
         keyring: Keyring | None = None,
         plain_bytes: bool = False,
+        carrier: Carrier = Carrier.STREAM,
         snapshots: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
@@ -76,18 +80,19 @@ class ServerProcess:
                 self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
                 self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits)
             if self.tcp_addresses:
-                self._serve_bytes(made, None if plain_bytes else keyring)
+                self._serve_bytes(made, None if plain_bytes else keyring, carrier)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
-    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None) -> None:
+    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier) -> None:
         """Start the bulk endpoint, on the hosts of the tcp addresses. keyring: None: it demands no keys."""
-        shard = BulkEndpoint(
-            ArenaBacking(self.coordinator.memory.arena),
-            self.coordinator.tickets,
-            keyring and Keyring(keyring.directory),
-        )
+        backing = ArenaBacking(self.coordinator.memory.arena)
+        if carrier.one_sided:
+            _check_one_sided(carrier, self._storage, keyring)
+        registered = registered_arena(backing, carrier)
+        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), registered)
         made.callback(shard.stop)
+        self.coordinator.bulk_sent = lambda: shard.sent_bytes
         self.coordinator.bulk_port, self.coordinator.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 
@@ -114,6 +119,19 @@ class ServerProcess:
     def stop(self) -> None:
         """Have `run` return soon. May be called from any thread and from a signal handler."""
         self.loop.stop()
+
+
+def _check_one_sided(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
+    if keyring is not None:
+        raise UsageError(
+            f"bytes={str(carrier)!r} with keys refused: nothing encrypts memory that clients read one-sided; add --plain-bytes where nobody "
+            "listens on the network, or serve with --bytes stream"
+        )
+    if isinstance(storage, StateDirectory) and storage.checksums:
+        raise UsageError(
+            f"bytes={str(carrier)!r} refused: the rows lie in {storage.path}, and devices register memory, not files of a disk; serve with "
+            "--durability process, or --bytes stream"
+        )
 
 
 def _network(

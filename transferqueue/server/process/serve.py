@@ -20,6 +20,7 @@ from transferqueue.server.files import ArenaDirectory, served_arena
 from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
+from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -34,6 +35,7 @@ def serve(
     arena_bytes: int | None = None,
     keys: Path | None = None,
     plain_bytes: bool = False,
+    carrier: str | None = None,
     durability: Level | str = Level.MEMORY,
     state: Path | None = None,
     accept_loss: bool = False,
@@ -45,7 +47,8 @@ def serve(
 
     address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime directory.
     tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands; None: the user's directory if an
-    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`.
+    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, a name of
+    `transport.bulk.one_sided.Carrier`; None: what the environment says.
     durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
     cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
     ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all
@@ -54,12 +57,20 @@ def serve(
     socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
+    chosen = Carrier.chosen(carrier)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
         storage = _storage(level, state, arena_bytes, accept_loss)
         server = ServerProcess(
-            socket_file, storage, ports, keyring=keyring, plain_bytes=plain_bytes, snapshots=snapshots, index=index
+            socket_file,
+            storage,
+            ports,
+            keyring=keyring,
+            plain_bytes=plain_bytes,
+            carrier=chosen,
+            snapshots=snapshots,
+            index=index,
         )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]

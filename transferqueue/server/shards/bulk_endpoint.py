@@ -12,6 +12,8 @@ protocol. In addition:
 - For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is clogged. The
   transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
+- Where the arena is registered (docs/decisions/0044), a client may read it one-sided. While such a read is under way, the endpoint serves the
+  agent every `PROGRESS_MS`: clients that connect need that, and all reads over TCP.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ import zmq
 from transferqueue.errors import (
     Corruption,
     Disconnected,
+    Impossible,
     InternalError,
     ProtocolError,
     TransferQueueError,
@@ -37,18 +40,23 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
 from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.ranged_read import RangedRead
+from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import ReadTransfer, WriteTransfer
-from transferqueue.storage.memory.backing import Backing
+from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
 from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
 _DROPPED_BYTES: Final = 64 * KIB
+PROGRESS_MS: Final = 1
+"""How often peers are served that read one-sided."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -71,9 +79,15 @@ class PeerReceiver:
 
 
 class ShardTransfers:
-    """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call."""
+    """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call.
 
-    def __init__(self, backing: Backing, tickets: TicketIssuer) -> None:
+    registered: the arena, if clients may read it one-sided.
+    """
+
+    def __init__(self, backing: Backing, tickets: TicketIssuer, registered: RegisteredArena | None = None) -> None:
+        self.sent_bytes: Final = {"stream": 0, "one_sided": 0}
+        """Bytes of reads by what carried them. Only grow."""
+        self._registered = registered
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._backing = backing
         self._tickets = tickets
@@ -137,7 +151,20 @@ class ShardTransfers:
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
         """Send one more frame for each read whose window is open and whose connection is not clogged."""
-        self._for_reads(lambda peer, read: self.outbox.append((peer, read.frame())), clogged)
+        self._for_reads(self._send_frame, clogged)
+
+    def _send_frame(self, peer: bytes, read: ReadTransfer) -> None:
+        message = read.frame()
+        self.sent_bytes["stream"] += sum(map(len, message[1]))
+        self.sent_bytes["one_sided"] += read.named_bytes
+        self.outbox.append((peer, message))
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether a client reads one-sided now."""
+        return self._registered is not None and any(
+            isinstance(transfer, RangedRead) for transfer in self._transfers.values()
+        )
 
     def prepare(self) -> None:
         """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an earlier one
@@ -182,7 +209,7 @@ class ShardTransfers:
 
     def lost(self, peer: bytes) -> None:
         """The connection of `peer` is gone."""
-        self._transfers.pop(peer, None)
+        self._end(peer)
         self._arriving.pop(peer, None)
 
     def knows(self, peer: bytes) -> bool:
@@ -214,7 +241,7 @@ class ShardTransfers:
     def _carry_out(self, peer: bytes, message: b.ToShard, nbytes: int, digest: bytes) -> None:
         match message:
             case b.ReadColumns():
-                self._begin(peer, ReadTransfer(message, self._backing, self._tickets, self._digests, self.now))
+                self._begin(peer, self._read(message))
             case b.FlowAck():
                 self._frames_taken(peer, self._transfer_of(peer, message), message.frames)
             case _:
@@ -222,16 +249,31 @@ class ShardTransfers:
                 if isinstance(transfer, WriteTransfer) and transfer.number == message.transfer:
                     self._frame_written(peer, transfer, nbytes, digest)
 
+    def _read(self, message: b.ReadColumns) -> ReadTransfer:
+        if not isinstance(message, b.ReadRanges):
+            return ReadTransfer(message, self._backing, self._tickets, self._digests, self.now)
+        if self._registered is None:
+            raise Impossible(
+                "this shard sends columns over its stream alone, so its memory cannot be read one-sided; start it with --bytes nixl, or "
+                "read over the stream"
+            )
+        return RangedRead(message, self._backing, self._tickets, self._digests, self.now, self._registered)
+
     def _begin(self, peer: bytes, transfer: ReadTransfer | WriteTransfer) -> None:
-        self._transfers.pop(peer, None)
+        self._end(peer)
         if isinstance(transfer, WriteTransfer):
             for other_peer, other in list(self._transfers.items()):
                 if isinstance(other, WriteTransfer) and other.overlaps(transfer):
-                    del self._transfers[other_peer]
+                    self._end(other_peer)
         peers = [other_peer for other_peer, other in self._transfers.items() if other.session == transfer.session]
         if len(peers) >= BULK_TRANSFERS_MAX:
-            del self._transfers[min(peers, key=lambda other_peer: self._transfers[other_peer].heard_at)]
+            self._end(min(peers, key=lambda other_peer: self._transfers[other_peer].heard_at))
         self._transfers[peer] = transfer
+
+    def _end(self, peer: bytes) -> None:
+        """Forget the transfer of `peer`, if it has one."""
+        if (transfer := self._transfers.pop(peer, None)) is not None:
+            transfer.end()
 
     def _transfer_of(self, peer: bytes, message: b.ToShard) -> ReadTransfer | WriteTransfer:
         transfer = self._transfers.get(peer)
@@ -245,7 +287,7 @@ class ShardTransfers:
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
-            del self._transfers[peer]
+            self._end(peer)
 
     def _frames_taken(self, peer: bytes, transfer: ReadTransfer | WriteTransfer, frames: int) -> None:
         if isinstance(transfer, WriteTransfer):
@@ -253,7 +295,7 @@ class ShardTransfers:
             return
         transfer.window.took(frames)
         if transfer.done:
-            del self._transfers[peer]
+            self._end(peer)
 
     def _end_revoked(self) -> None:
         for peer, transfer in list(self._transfers.items()):
@@ -270,16 +312,24 @@ class ShardTransfers:
         """Answer with an error, and end the transfer. number: of the transfer; 0: the connection is damaged, so any transfer on it ends."""
         transfer = self._transfers.get(peer)
         if transfer is not None and number in (0, transfer.number):
-            del self._transfers[peer]
+            self._end(peer)
         self.outbox.append((peer, b.message(b.TransferFailed(number, type(error).__name__, str(error)))))
 
 
 class BulkEndpoint:
-    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`."""
+    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. registered: see `ShardTransfers`; it is
+    closed with this."""
 
-    def __init__(self, backing: Backing, tickets: TicketIssuer, keyring: KeySet | None = None) -> None:
+    def __init__(
+        self,
+        backing: Backing,
+        tickets: TicketIssuer,
+        keyring: KeySet | None = None,
+        registered: RegisteredArena | None = None,
+    ) -> None:
         self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
-        self._exchange = ShardTransfers(backing, tickets)
+        self._registered: Final = registered
+        self._exchange = ShardTransfers(backing, tickets, registered)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = False
@@ -290,6 +340,11 @@ class BulkEndpoint:
         hosts = list(dict.fromkeys(_host(address) for address in addresses))
         hosts = [host for host in hosts if host in _EVERYWHERE][:1] or hosts
         return self._port.listen_at_all(hosts, port, _TRIES)
+
+    @property
+    def sent_bytes(self) -> dict[str, int]:
+        """Bytes of reads by what carried them: "stream", "one_sided"."""
+        return dict(self._exchange.sent_bytes)
 
     def start(self) -> None:
         """Start the thread that answers."""
@@ -302,6 +357,8 @@ class BulkEndpoint:
         if self._thread.ident is not None:
             self._thread.join()
         self._port.close(FAREWELL_S)
+        if self._registered is not None:
+            self._registered.close()
         self._wakeup.close()
 
     def _run(self) -> None:
@@ -318,12 +375,16 @@ class BulkEndpoint:
     def _patience_ms(self) -> int | None:
         if self._exchange.busy(self._port.clogged):
             return 0
+        if self._exchange.one_sided:
+            return PROGRESS_MS
         deadlines = [at for at in (self._exchange.next_deadline(), self._port.next_deadline()) if at is not None]
         return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
 
     def _turn(self, now: float) -> None:
         self._exchange.now = now
         self._exchange.tick(now)
+        if self._registered is not None and self._exchange.one_sided:
+            self._registered.agent.progress()
         self._port.tick(self._exchange, now)
         for peer in self._port.arrivals(self._exchange, now):
             self._exchange.receive(peer)
@@ -338,6 +399,11 @@ class BulkEndpoint:
             peer, message = self._exchange.outbox.popleft()
             if not self._port.send(peer, message):
                 self._exchange.lost(peer)
+
+
+def registered_arena(backing: ArenaBacking, carrier: Carrier) -> RegisteredArena | None:
+    """The arena for one-sided reads; None: the carrier is the stream. `UsageError` if this machine cannot."""
+    return RegisteredArena(backing, NixlAgent(carrier)) if carrier.one_sided else None
 
 
 def _host(address: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
@@ -21,12 +21,13 @@ from transferqueue.wire.messages import BlockLocation
 
 
 class FrameContent(NamedTuple):
-    """A frame that has not been sent yet. digest: of its pieces in order."""
+    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see `b.RangesFrame`."""
 
     begun: list[b.PartHead]
     pieces: list[memoryview]
     last: bool
     digest: bytes
+    ranges: tuple[b.ByteRange, ...] = ()
 
 
 class ShardTransfer:
@@ -44,6 +45,9 @@ class ShardTransfer:
     def has_shown_tickets(self) -> bool:
         """Whether the transfer has any tickets. A read of no block has none."""
         return bool(self._extents)
+
+    def end(self) -> None:
+        """The transfer is over, however it ended. Called once."""
 
     def check(self) -> None:
         """`Disconnected` if the session ended, or an extent of the transfer was freed."""
@@ -64,10 +68,19 @@ class ReadTransfer(ShardTransfer):
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = _frames(read, backing, digests)
+        self._frames = self._contents(read, backing, digests)
         self._next: FrameContent | None = None
         self._ended = False
         self.prepare()
+
+    def _contents(self, read: b.ReadColumns, backing: Backing, digests: FrameDigests) -> Iterator[FrameContent]:
+        return frames_of(read, parts_of(read, backing), lambda: _Frame(digests))
+
+    def _head(self, number: int, content: FrameContent) -> b.ToClient:
+        return b.ReadFrame(self.number, number, content.begun, last=content.last)
+
+    named_bytes = 0
+    """Bytes of the ranges that the last frame names."""
 
     @property
     def ready(self) -> bool:
@@ -90,11 +103,11 @@ class ReadTransfer(ShardTransfer):
         if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
         self.prepare()
-        begun, pieces, last, digest = self._next or next(self._frames)
-        head = b.ReadFrame(self.number, self.window.send(), begun, last=last)
+        content = self._next or next(self._frames)
+        head = self._head(self.window.send(), content)
         self.check()  # after the checksum: the bytes were not granted to another session meanwhile
-        self._next, self._ended = None, last
-        return b.message(head, pieces, digest)
+        self._next, self._ended = None, content.last
+        return b.message(head, content.pieces, content.digest)
 
 
 class WriteTransfer(ShardTransfer):
@@ -154,7 +167,7 @@ class WriteTransfer(ShardTransfer):
 # ---------------------------------------------------------------- columns as frames
 
 
-class _Part(NamedTuple):
+class ReadPart(NamedTuple):
     """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`."""
 
     head: b.PartHead
@@ -163,7 +176,8 @@ class _Part(NamedTuple):
     pieces: Iterator[U8]
 
 
-def _parts(read: b.ReadColumns, backing: Backing) -> Iterator[_Part]:
+def parts_of(read: b.ReadColumns, backing: Backing, ranges_from: int = 0) -> Iterator[ReadPart]:
+    """The parts of a read, in order. ranges_from: as of `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: known(field) for field in read.fields}
@@ -173,15 +187,15 @@ def _parts(read: b.ReadColumns, backing: Backing) -> Iterator[_Part]:
         cuts = {name: cut.slice() for name, cut in part.cuts.items()}
         sent = [cut_field(field, cuts[field.name]) if field.name in cuts else field for field in wanted]
         if cuts:
-            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES)
+            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from)
         else:
-            counts, pieces = column_stream(wanted, placement, FRAME_BYTES)
+            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from)
         stored = None
         if len(part.blocks) == 1:
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]
-        yield _Part(b.PartHead(number, counts), stored, nbytes, pieces)
+        yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces)
 
 
 def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:
@@ -214,39 +228,68 @@ def _known(fields: dict[str, Field], name: str) -> Field:
     return fields[name]
 
 
-class _Frame:
+class FrameBuilder(Protocol):
     """A frame that is being filled."""
 
-    __slots__ = ("begun", "left", "pieces")
+    begun: list[b.PartHead]
 
-    def __init__(self) -> None:
+    @property
+    def empty(self) -> bool:
+        """Whether it has neither a part nor a byte."""
+
+    @property
+    def full(self) -> bool:
+        """Whether it takes no further byte."""
+
+    def add(self, part: ReadPart, piece: U8) -> U8:
+        """Take what has room; returns the rest."""
+
+    def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
+        """The frame. part: of its last byte."""
+
+
+class _Frame:
+    """A frame whose bytes are its content."""
+
+    __slots__ = ("_digests", "begun", "left", "pieces")
+
+    def __init__(self, digests: FrameDigests) -> None:
         self.begun: list[b.PartHead] = []
         self.pieces: list[U8] = []
         self.left = FRAME_BYTES
+        self._digests = digests
+
+    @property
+    def empty(self) -> bool:
+        return not self.begun and not self.pieces
 
     @property
     def full(self) -> bool:
         return not self.left or len(self.pieces) == b.PIECES_MAX
 
-    def add(self, piece: U8) -> U8:
-        """Take what has room; returns the rest."""
+    def add(self, part: ReadPart, piece: U8) -> U8:
         taken = piece[: self.left]
         self.pieces.append(taken)
         self.left -= len(taken)
         return piece[len(taken) :]
 
-    def content(self, part: _Part | None, digests: FrameDigests, *, last: bool) -> FrameContent:
+    def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
         pieces = [piece.data for piece in self.pieces]
-        stretch = _stored(part, self.pieces)
-        digest = None if stretch is None else digests.of(stretch)
-        if digest is None:
-            digest = b.digest(pieces)
-            if stretch is not None:
-                digests.remember(stretch, digest)
-        return FrameContent(self.begun, pieces, last, digest)
+        return FrameContent(self.begun, pieces, last, known_digest(part, self.pieces, self._digests))
 
 
-def _stored(part: _Part | None, pieces: list[U8]) -> Range | None:
+def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests) -> bytes:
+    """The checksum of these pieces in order: the kept one if they are one stretch of a block that has one."""
+    stretch = _stored(part, pieces)
+    digest = None if stretch is None else digests.of(stretch)
+    if digest is None:
+        digest = b.digest([piece.data for piece in pieces])
+        if stretch is not None:
+            digests.remember(stretch, digest)
+    return digest
+
+
+def _stored(part: ReadPart | None, pieces: list[U8]) -> Range | None:
     """Where the bytes of a frame lie, if they are one stretch of the only block of its part."""
     if part is None or part.stored is None or len(pieces) != 1:
         return None
@@ -256,27 +299,29 @@ def _stored(part: _Part | None, pieces: list[U8]) -> Range | None:
     return Range(block.extent, block.offset + ahead, len(piece)) if inside else None
 
 
-def _frames(read: b.ReadColumns, backing: Backing, digests: FrameDigests) -> Iterator[FrameContent]:
+def frames_of(
+    read: b.ReadColumns, parts: Iterator[ReadPart], new_frame: Callable[[], FrameBuilder]
+) -> Iterator[FrameContent]:
     """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is the last."""
-    frame, part, owed = _Frame(), None, 0
-    for part in _parts(read, backing):
+    frame, part, owed = new_frame(), None, 0
+    for part in parts:
         if len(frame.begun) == b.PARTS_BEGUN_MAX:
-            yield frame.content(part, digests, last=False)
-            frame = _Frame()
+            yield frame.content(part, last=False)
+            frame = new_frame()
         frame.begun.append(part.head)
         owed += part.nbytes
         for piece in part.pieces:
             owed -= len(piece)
             rest = piece
             while len(rest):
-                rest = frame.add(rest)
+                rest = frame.add(part, rest)
                 if frame.full:
                     last = not owed and not len(rest) and part.head.part == len(read.parts) - 1
-                    yield frame.content(part, digests, last=last)
-                    frame = _Frame()
+                    yield frame.content(part, last=last)
+                    frame = new_frame()
     if owed:
         raise Corruption(
             f"a part of a bulk read has {-owed} bytes more than its counts say: its offsets changed meanwhile"
         )
-    if frame.begun or frame.pieces or not read.parts:
-        yield frame.content(part, digests, last=True)
+    if not frame.empty or not read.parts:
+        yield frame.content(part, last=True)

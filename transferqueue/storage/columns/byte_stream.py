@@ -8,12 +8,13 @@ need not be:
 - *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read, and checked; the
   receiver checks those between. Offsets that do not begin with 0 are copied.
 - *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead. Offsets are read and
-  checked once for the counts and kept for the values, as far as `EDGES_KEPT` allows.
+  checked once for the counts and kept for the values, as far as `EDGES_KEPT` allows. Where the receiver reads this memory itself, columns
+  with rows of at least `ranges_from` bytes in the mean are views where they lie.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, Slice, align, layout
 from transferqueue.storage.columns.cut import CutStream, cut_stream
-from transferqueue.storage.columns.gather import RowEdges, gather_values, load, row_edges, row_shapes
+from transferqueue.storage.columns.gather import RowEdges, gather_values, load, row_edges, row_shapes, value_ranges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, U8
 
@@ -36,13 +37,13 @@ Stream = tuple[list[int], Iterator[U8]]
 
 
 def cut_column_stream(
-    fields: Sequence[Field], cuts: Mapping[str, Slice], placement: RowPlacement, piece_bytes: int
+    fields: Sequence[Field], cuts: Mapping[str, Slice], placement: RowPlacement, piece_bytes: int, ranges_from: int = 0
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
         _listed(cut_stream(field, cuts[field.name], placement, piece_bytes))
         if field.name in cuts
-        else column_stream([field], placement, piece_bytes)
+        else column_stream([field], placement, piece_bytes, ranges_from)
         for field in fields
     ]
     return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
@@ -52,13 +53,14 @@ def _listed(stream: CutStream) -> Stream:
     return [stream[0]], stream[1]
 
 
-def column_stream(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int) -> Stream:
+def column_stream(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int = 0) -> Stream:
     """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least 64.
 
-    Raises as `gather.load`, now or while the pieces are taken.
+    ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a block. 0: all are
+    gathered, where they do not lie together. Raises as `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
-        return _scattered(fields, placement, piece_bytes)
+        return _scattered(fields, placement, piece_bytes, ranges_from)
     block, first = placement.run
     if first == 0 and placement.rows == int(placement.blocks.rows[block]):
         return _whole(fields, placement, block, piece_bytes)
@@ -117,7 +119,7 @@ def _run_edges(field: Field, placement: RowPlacement, block: int, first: int) ->
     return low, high
 
 
-def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int) -> Stream:
+def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int) -> Stream:
     counts: list[int] = []
     kept: dict[str, RowEdges] = {}
     for field in fields:
@@ -132,15 +134,20 @@ def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: in
     def pieces() -> Iterator[U8]:
         for field in fields:
             if field.dense:
-                yield from _scattered_dense(field, placement, piece_bytes)
+                yield from _scattered_dense(field, placement, piece_bytes, ranges_from)
             else:
-                edges = kept.pop(field.name, None)
-                yield from _scattered_varying(field, placement, edges or row_edges(field, placement), piece_bytes)
+                edges = kept.pop(field.name, None) or row_edges(field, placement)
+                yield from _scattered_varying(field, placement, edges, piece_bytes, ranges_from)
 
     return counts, pieces()
 
 
-def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:
+def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int, ranges_from: int) -> Iterator[U8]:
+    if 0 < ranges_from <= field.row_bytes:
+        first = placement.slot_of_row.astype(np.int64)
+        yield from _cut_all(value_ranges(field, placement, RowEdges(first, first + 1)), piece_bytes)
+        yield from _padding(len(placement) * field.row_bytes)
+        return
     at_once = max(1, piece_bytes // max(1, field.row_bytes))
     for start in range(0, len(placement), at_once):
         values = load(field, placement.select(slice(start, start + at_once))).values
@@ -148,15 +155,20 @@ def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int) ->
     yield from _padding(len(placement) * field.row_bytes)
 
 
-def _scattered_varying(field: Field, placement: RowPlacement, edges: RowEdges, piece_bytes: int) -> Iterator[U8]:
+def _scattered_varying(
+    field: Field, placement: RowPlacement, edges: RowEdges, piece_bytes: int, ranges_from: int
+) -> Iterator[U8]:
     offsets = np.zeros(len(placement) + 1, np.int64)
     np.cumsum(edges.last - edges.first, out=offsets[1:])
     if field.varied:
         yield from _scattered_shapes(field, placement, piece_bytes)
     yield from _padded(_bytes(offsets), piece_bytes)
     ends = offsets * field.row_bytes
-    for start, stop in _groups(ends, piece_bytes):
-        yield from _cut(gather_values(field, placement, edges, start, stop), piece_bytes)
+    if 0 < ranges_from * len(placement) <= int(ends[-1]):
+        yield from _cut_all(value_ranges(field, placement, edges), piece_bytes)
+    else:
+        for start, stop in _groups(ends, piece_bytes):
+            yield from _cut(gather_values(field, placement, edges, start, stop), piece_bytes)
     yield from _padding(int(ends[-1]))
 
 
@@ -179,6 +191,11 @@ def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
             stop = rows
         yield start, stop
         start = stop
+
+
+def _cut_all(buffers: Iterable[U8], piece_bytes: int) -> Iterator[U8]:
+    for buffer in buffers:
+        yield from _cut(buffer, piece_bytes)
 
 
 def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:

@@ -17,7 +17,7 @@ import numpy as np
 from transferqueue.errors import Corruption, InternalError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.placement import ColumnOffsets, RowPlacement
-from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, take_rows
+from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, join, take_rows
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 TAKEN_SHARE: Final = 4
@@ -168,6 +168,17 @@ def gather_values(field: Field, placement: RowPlacement, edges: RowEdges, start:
     block = placement.block_of_row[start:stop]
     starts = (placement.blocks.addresses - low + spans.values)[block] + first * step
     return copy_ranges(stretch, starts, starts + (last - first) * step)
+
+
+def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:
+    """The values of all rows, in order, as views of their blocks; rows that touch are one view. edges: in steps of `Field.row_bytes` (of
+    dense rows: their slots). `BatchEnded` as of `load`."""
+    placement.blocks.live_memory()
+    spans, step = placement.blocks.spans(field), field.row_bytes
+    low, stretch = placement.blocks.stretch()
+    base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row]
+    lows, highs = join(base + edges.first * step, base + edges.last * step)
+    return [stretch[low:high] for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
 
 
 def row_shapes(field: Field, placement: RowPlacement) -> I64:

@@ -12,6 +12,9 @@ Rules:
    frees never pays for fresh pages. With the weight of a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
 4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must lie in the same
    file as the bytes (see `server.durability.journal_head`). Clients do not map it.
+5. Memory that a device has registered keeps its pages: after `MADV_REMOVE` and a new write the device would read the old pages for ever. So
+   whoever registers sets `before_punch`, which gives the registration up or refuses. `guard` is held over that call and the removal of the pages:
+   nobody registers between the two.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ import errno
 import mmap
 import os
 import secrets
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -58,7 +63,7 @@ def surplus(backed: int, used: int) -> int:
 
 
 class Arena:
-    """A file of `capacity` bytes that gets pages as it is used. One thread owns it.
+    """A file of `capacity` bytes that gets pages as it is used. One thread owns it; `backed_runs` may be called by any, with `guard` held.
 
     path: where other processes open it while this process lives. margin: bytes behind `capacity`.
     """
@@ -69,6 +74,10 @@ class Arena:
         self._map: mmap.mmap | None = mmap.mmap(fd, capacity + margin)
         self._backed = Intervals()
         self._can_punch = True
+        self.guard: Final = threading.RLock()
+        self.before_punch: Callable[[int, int], bool] = lambda _offset, _nbytes: True
+        """Called with `guard` held, before pages are returned. False: keep them, since a device reads them now."""
+        self._unreturned = Intervals()  # by `punch`, for that reason
 
     @classmethod
     def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
@@ -161,6 +170,10 @@ class Arena:
         """Bytes that have pages."""
         return self._backed.total
 
+    def backed_runs(self, start: int, end: int) -> list[tuple[int, int]]:
+        """The parts of ``[start, end)`` that have pages, ascending. Hold `guard` for as long as they must keep them."""
+        return self._backed.runs(start, end)
+
     def ensure(self, offset: int, nbytes: int) -> None:
         """Allocate pages for these bytes where they have none, so that writing them cannot fail.
 
@@ -171,8 +184,10 @@ class Arena:
             raise OutOfMemory(
                 f"bytes {offset} to {offset + nbytes} are beyond the arena's {self.capacity}; ask for less"
             )
-        for start, end in self._backed.gaps(offset, offset + nbytes):
-            self._back(start, align(end, PAGE_BYTES))
+        with self.guard:
+            self._unreturned.remove(offset, align(offset + nbytes, PAGE_BYTES))
+            for start, end in self._backed.gaps(offset, offset + nbytes):
+                self._back(start, align(end, PAGE_BYTES))
 
     def grow(self, start: int, end: int) -> bool:
         """Allocate the next `ARENA_SLICE_BYTES` of missing pages in this range ahead of use. Returns whether more are missing.
@@ -201,9 +216,22 @@ class Arena:
         return returned
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused."""
-        if self._can_punch and self._remove(offset, nbytes):
-            self._backed.remove(offset, offset + nbytes)
+        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused. Those that a device
+        reads now are returned by `punch_again`, unless `ensure` wants them before."""
+        with self.guard:
+            if self._can_punch and self._remove(offset, nbytes):
+                self._backed.remove(offset, offset + nbytes)
+            elif self._can_punch:
+                self._unreturned.add(offset, offset + nbytes)
+
+    def punch_again(self) -> None:
+        """Return the pages that `punch` could not, as far as no device reads them any more. From any thread."""
+        if not self._unreturned.total:
+            return
+        with self.guard:
+            for start, end in self._unreturned.runs():
+                self._unreturned.remove(start, end)
+                self.punch(start, end - start)
 
     def close(self, unlink: bool = True) -> None:
         """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process that maps it.
@@ -233,18 +261,20 @@ class Arena:
             if error.errno not in _FULL:
                 raise
             return error
-        self._backed.add(start, end)
+        with self.guard:
+            self._backed.add(start, end)
         return None
 
     def _punch(self, allocator: Allocator, offset: int, nbytes: int) -> int:
-        if not self._remove(offset, nbytes):
-            return 0
-        self._backed.remove(offset, offset + nbytes)
+        with self.guard:
+            if not self._remove(offset, nbytes):
+                return 0
+            self._backed.remove(offset, offset + nbytes)
         allocator.chill(offset, nbytes)
         return nbytes
 
     def _remove(self, offset: int, nbytes: int) -> bool:
-        if self._map is None:
+        if self._map is None or not self.before_punch(offset, nbytes):
             return False
         try:
             self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)

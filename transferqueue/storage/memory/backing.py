@@ -99,15 +99,15 @@ class ArenaBacking:
     def __init__(self, arena: Arena) -> None:
         self.path, self.capacity = arena.path, arena.capacity
         self.memory: Final = _view(arena.path, arena.capacity)
-        self._arena: Final = arena
+        self.arena: Final = arena
 
     def ensure(self, offset: int, nbytes: int) -> None:
         """See `Arena.ensure`."""
-        self._arena.ensure(offset, nbytes)
+        self.arena.ensure(offset, nbytes)
 
     def punch(self, offset: int, nbytes: int) -> None:
         """See `Arena.punch`."""
-        self._arena.punch(offset, nbytes)
+        self.arena.punch(offset, nbytes)
 
     def begin_write(self, place: Range) -> IncomingWrite:
         """A write straight into the arena."""

@@ -16,13 +16,14 @@ from transferqueue.limits import ALIGNMENT, GIB, KIB, RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.private_pages import array_at
 
-_SMALLEST: Final = 64 * KIB
+SMALLEST_POOLED: Final = 64 * KIB
+"""Smaller buffers are not kept."""
 _STEPS: Final = 4
 """Sizes per doubling: a buffer is at most a quarter larger than its content."""
 
 
 def _sizes() -> list[int]:
-    sizes, octave = [], _SMALLEST
+    sizes, octave = [], SMALLEST_POOLED
     while octave < GIB:
         sizes += [octave + step * octave // _STEPS for step in range(_STEPS)]
         octave *= 2
@@ -39,13 +40,13 @@ class BufferPool:
 
     def take(self, nbytes: int) -> U8:
         """A buffer ``uint8 [nbytes]`` with arbitrary content. The caller owns it until it and all views of it are collected."""
-        size = next((size for size in self._sizes if size >= nbytes), 0) if nbytes >= _SMALLEST else 0
+        size = next((size for size in self._sizes if size >= nbytes), 0) if nbytes >= SMALLEST_POOLED else 0
         raw = self._pop(size) if size else None
         if raw is None:
-            raw = np.empty((size or nbytes) + ALIGNMENT, np.uint8)
+            raw = self._fresh((size or nbytes) + ALIGNMENT, pooled=nbytes >= SMALLEST_POOLED)
         address = raw.__array_interface__["data"][0]
         once = [raw]
-        give_back = (lambda: self._return(size, once)) if size else None
+        give_back = (lambda: self._return(size, once)) if nbytes >= SMALLEST_POOLED else None
         return array_at(address + -address % ALIGNMENT, nbytes, give_back, owner=raw)
 
     @property
@@ -62,5 +63,16 @@ class BufferPool:
     def _return(self, size: int, once: list[U8]) -> None:
         """once: holds the buffer until it is returned. A finalizer that an interrupt stopped runs again and finds it empty."""
         raw = once.pop() if once else None
-        if raw is not None and self.kept + size <= self._kept_bytes:
+        if raw is None:
+            return
+        if size and self.kept + size <= self._kept_bytes:
             self._free[size].append(raw)
+        else:
+            self._drop(raw)
+
+    def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
+        """New memory. pooled: it will be returned."""
+        return np.empty(nbytes, np.uint8)
+
+    def _drop(self, raw: U8) -> None:
+        """A returned buffer that is not kept. Called by finalizers."""

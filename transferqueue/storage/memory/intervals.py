@@ -44,6 +44,15 @@ class Intervals:
             start = self._ends[at]
         return [*uncovered, (start, end)] if start < end else uncovered
 
+    def runs(self, start: int | None = None, end: int | None = None) -> list[tuple[int, int]]:
+        """The covered parts of ``[start, end)``, ascending; without bounds: all."""
+        runs = list(zip(self._starts, self._ends, strict=True))
+        low, high = (
+            runs[0][0] if runs and start is None else start or 0,
+            runs[-1][1] if runs and end is None else end or 0,
+        )
+        return [(max(one, low), min(other, high)) for one, other in runs if one < high and other > low]
+
     def _replace(self, first: int, last: int, new: list[tuple[int, int]]) -> None:
         old = zip(self._starts[first:last], self._ends[first:last], strict=True)
         self.total += sum(end - start for start, end in new) - sum(end - start for start, end in old)

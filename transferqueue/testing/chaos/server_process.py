@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.testing.chaos.fault_plan import ChaosSettings
+from transferqueue.transport.bulk.one_sided import Carrier
 
 ARENA_BYTES: Final = 64 << 20
 STOP_S: Final = 30.0
@@ -36,6 +37,7 @@ class ServerUnderTest:
             *(sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--supervise"),
             *("--durability", run.durability.value, "--state", str(self._state), "--arena-bytes", str(ARENA_BYTES)),
             *(() if tcp is None else ("--tcp", f"127.0.0.1:{tcp}", "--keys", str(directory / "keys"))),
+            *(("--plain-bytes",) if tcp is not None and Carrier.chosen().one_sided else ()),
         ]
         self.start()
 

@@ -14,6 +14,9 @@ Rules (docs/decisions/0013):
    and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe: blocks never change, and a repeated write
    writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
+7. A client that reads memory one-sided (`transport.bulk.one_sided`, docs/decisions/0044) asks with `ReadRanges`. The answer, `RangesFrame`, names
+   the ranges of at least `RANGE_BYTES_MIN` with a checksum each; shorter ones, and rows that the shard must gather, come as content. A frame counts as
+   taken when its ranges were read and match, so the shard knows how long they are needed.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """
@@ -33,7 +36,9 @@ from transferqueue.limits import (
     BULK_WINDOW_FRAMES,
     FIELDS_MAX,
     FRAME_BYTES,
+    KIB,
     MESSAGE_BYTES_MAX,
+    MIB,
     ROWS_PER_REQUEST_MAX,
     TICKET_BYTES,
 )
@@ -55,6 +60,16 @@ PARTS_READ_MAX: Final = 2 * FIELDS_MAX
 """Parts of one read, and layouts of one part. A table has fewer of both."""
 PARTS_BEGUN_MAX: Final = 4
 """Parts that begin in one frame: each adds a number for each of its columns to the head."""
+RANGE_BYTES_MIN: Final = 16 * KIB
+"""Shorter ranges come as content: 8,192 ranges of 4 KiB took three times as long as one range of the same bytes, 1,024 of 32 KiB 1.2 times."""
+RANGED_PART_BYTES_MIN: Final = 64 * KIB
+"""A smaller part comes as content: one round trip."""
+RANGES_MAX: Final = 1024
+"""Ranges and pieces of content of one frame."""
+RANGES_FRAME_BYTES: Final = 8 * MIB
+"""A frame names about so many bytes: the shard hashes those that nobody has hashed in a millisecond."""
+METADATA_BYTES_MAX: Final = 4 * MIB
+"""What an agent says about its registered memory: some hundred bytes for each of up to thousands of regions."""
 TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
 """A receiver acknowledges after this many frames: before the window closes, but not after each frame."""
 _LENGTHS: Final = struct.Struct("<II8s")
@@ -142,6 +157,17 @@ class ReadColumns(BulkHead, tag="Read"):
     parts: Annotated[list[RowSelection], Meta(max_length=PARTS_READ_MAX)]
 
 
+class ReadRanges(ReadColumns, tag="ReadRanges"):
+    """Asks for these columns by ranges of the shard's memory; the shard answers with `RangesFrame`.
+
+    agent, generation, regions: of the metadata that the client has loaded (`RangesFrame`); "" and 0: none.
+    """
+
+    agent: Text
+    generation: Count
+    regions: Count
+
+
 class WriteExtent(BulkHead, tag="Write"):
     """Starts a write of `total` bytes from byte `at` of the arena on, inside this granted extent. Its content is frame 0."""
 
@@ -189,6 +215,31 @@ class ReadFrame(BulkHead, tag="Frame"):
     last: bool
 
 
+class ByteRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """Bytes of a read: `nbytes` bytes from `address` of the shard's process on, with their xxh3-64; address 0: the next bytes of the content."""
+
+    address: Count
+    nbytes: Count
+    digest: Annotated[bytes, Meta(max_length=_DIGEST_BYTES)] = b""
+
+
+class RangesFrame(BulkHead, tag="RangesFrame"):
+    """The next bytes of a read of ranges, in order: first of the parts that began earlier, then of those that begin here.
+
+    agent, generation, regions: which agent has registered them, how often it has given registered memory up, and how many regions it has ever
+    registered. metadata: what the client must load to read them; empty: it has that. It replaces what was loaded of another generation.
+    """
+
+    number: Count
+    begun: Annotated[list[PartHead], Meta(max_length=PARTS_BEGUN_MAX)]
+    last: bool
+    ranges: Annotated[list[ByteRange], Meta(max_length=RANGES_MAX)]
+    agent: Text
+    generation: Count
+    regions: Count
+    metadata: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
+
+
 class TransferFailed(BulkHead, tag="Refused"):
     """Ends the transfer (0: the current one) with an error. error: a class name of transferqueue.errors."""
 
@@ -196,8 +247,8 @@ class TransferFailed(BulkHead, tag="Refused"):
     text: Annotated[str, Meta(max_length=FRAME_BYTES)]
 
 
-ToShard = ReadColumns | WriteExtent | WriteFrame | FlowAck
-ToClient = ReadFrame | FlowAck | TransferFailed
+ToShard = ReadColumns | WriteExtent | WriteFrame | FlowAck | ReadRanges
+ToClient = ReadFrame | FlowAck | TransferFailed | RangesFrame
 
 _Head = TypeVar("_Head")
 _encoder: Final = msgspec.msgpack.Encoder()

@@ -77,6 +77,16 @@ PlainBytesOption = Annotated[
         "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
     ),
 ]
+CarrierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bytes",
+        metavar="CARRIER",
+        show_default=False,
+        help="How clients elsewhere may fetch columns: stream (a connection), or nixl too (over RDMA, one-sided; needs the package nixl, an "
+        "RDMA device, and no encryption). Default: $TRANSFERQUEUE_BYTES, else stream.",
+    ),
+]
 DurabilityOption = Annotated[
     str,
     typer.Option(
@@ -164,6 +174,7 @@ def serve(
     runtime: RuntimeOption = None,
     keys: KeysOption = None,
     plain_bytes: PlainBytesOption = False,
+    carrier: CarrierOption = None,
     durability: DurabilityOption = "memory",
     state: StateOption = None,
     accept_loss: AcceptLossOption = False,
@@ -198,6 +209,7 @@ def serve(
             arena_bytes=arena_bytes_max,
             keys=keys,
             plain_bytes=plain_bytes,
+            carrier=carrier,
             durability=durability,
             state=state,
             accept_loss=accept_loss,

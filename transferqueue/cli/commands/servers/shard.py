@@ -55,6 +55,16 @@ StoreOption = Annotated[
         "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
     ),
 ]
+CarrierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bytes",
+        metavar="CARRIER",
+        show_default=False,
+        help="How others may fetch columns: stream (a connection), or nixl too (over RDMA, one-sided; columns then cross unencrypted). "
+        "Default: $TRANSFERQUEUE_BYTES, else stream.",
+    ),
+]
 HostOption = Annotated[
     str | None,
     typer.Option(
@@ -75,6 +85,7 @@ def shard(
     arena_bytes: ArenaBytesOption = None,
     store: StoreOption = "",
     host: HostOption = None,
+    carrier: CarrierOption = None,
     label: LabelOption = "shard",
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
@@ -93,7 +104,13 @@ def shard(
     server = single_address_of(address, "a shard adds its memory to")
     place, keys = endpoint(server)
     process = ShardProcess(
-        place or server, arena_bytes=size_in_bytes(arena_bytes), store=store, host=host, keys=keys, label=label
+        place or server,
+        arena_bytes=size_in_bytes(arena_bytes),
+        store=store,
+        host=host,
+        carrier=carrier,
+        keys=keys,
+        label=label,
     )
     previous_handler = signal.signal(signal.SIGTERM, _stop)
     try:

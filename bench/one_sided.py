@@ -1,0 +1,175 @@
+"""Scenario: columns that a client reads one-sided, beside the same over a plain stream, one raw TCP stream and a copy, by turns in one run.
+
+    .venv-nixl/bin/python -m bench.one_sided --out FILE
+
+`make test-nixl` makes the environment; on a machine without RDMA the carriers are TCP and CMA, between processes of this host. Each carrier has a
+process and a server of its own, since UCX reads its transports once; in it, turn by turn:
+
+- `raw/stream`: one process sends the bytes of a workload over TCP, another receives them into a buffer that it reuses. `raw/copy`: numpy copies them.
+- `stream/get`, `nixl/get`: `table.read` until every column is checked and lies in its array, by a client that maps nothing. `put`: the same put, by
+  the same two clients; puts cross by the stream with either carrier.
+- `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs. `one_sided`: the share of the bytes that was read one-sided.
+
+Estimate, before it was run: over CMA one range takes 0.7 of the raw stream's time and the comparison a third more, so `nixl` is at best equal to
+`stream`, which needs both processors; over TCP the READ alone takes 2.2 times as long. 32 ragged fields are whole blocks, as one dense field. Of random
+ragged rows below 16 KiB nothing is read one-sided: both are alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+import transferqueue as tq
+from bench.harness import Result, save_results
+from bench.raw_stream import Stream, seconds
+from bench.server import Server
+from bench.workloads import ITEM_BYTES, WORKLOADS, Flat, Workload, columns
+from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier
+
+SCENARIO = "one_sided"
+CARRIERS = (Carrier.NIXL_CMA, Carrier.NIXL_TCP)
+CHOSEN = ("dense_1", "ragged_32", "random_ragged", "random_long")
+TURNS = 11
+WARM = 3
+LONG = Workload("random_long", "ragged", rows=2048, fields=1, nbytes=64 << 20, pick=1024)
+"""Rows of 32 KiB in the mean, half of them in random order."""
+
+
+def measured(carrier: str, workload: Workload, turns: int) -> list[Result]:
+    """All turns of one workload. Runs in a process whose environment names the carrier."""
+    expected = columns(workload, 0)
+    prepared = {name: _arrow(flat) for name, flat in expected.items()}
+    size = workload.bytes_got
+    times: dict[str, list[float]] = {}
+    with ExitStack() as opened:
+        server = Server(tcp=True, words=["--bytes", carrier])
+        opened.callback(server.stop)
+        tables = {way: _table(opened, server, way, workload) for way in ("stream", carrier)}
+        stream = Stream(size, opened)
+        source, target = np.ones(size, np.uint8), np.zeros(size, np.uint8)
+        before = 0
+        for turn in range(WARM + turns):
+            if turn == WARM:
+                times, before = {}, _one_sided(tables[carrier][0])
+            times.setdefault("raw", []).append(seconds(stream.once)[0])
+            times.setdefault("copy", []).append(seconds(lambda: np.copyto(target, source))[0])
+            for way, (_, table) in tables.items():
+                put_s, rows = seconds(lambda table=table: table.put(**prepared))  # type: ignore[misc]
+                order = np.random.default_rng(turn).permutation(len(rows))[: workload.pick] if workload.pick else None
+                wanted = rows if order is None else rows[order]
+                get_s, found = seconds(lambda table=table, wanted=wanted: _read(table, workload, wanted))  # type: ignore[misc]
+                _compare(expected, found, order)
+                found.release()
+                table.drop(rows, "read")
+                times.setdefault(f"{way} put", []).append(put_s)
+                times.setdefault(f"{way} get", []).append(get_s)
+        read = (_one_sided(tables[carrier][0]) - before) / (turns * size)
+    return _results(carrier, workload.name, size, times, read)
+
+
+def _table(opened: ExitStack, server: Server, way: str, workload: Workload) -> tuple[tq.Queue, tq.Table]:
+    os.environ[BYTES_VARIABLE] = way
+    queue = opened.enter_context(tq.connect(server.tcp_address, data="remote"))
+    name = f"by_{way.replace(':', '_')}"
+    return queue, queue.create_table(name, tasks=[tq.Task("train", needs=workload.names)])
+
+
+def _one_sided(queue: tq.Queue) -> int:
+    return int(queue.stats()["server"]["bulk_sent_bytes"]["one_sided"])
+
+
+def _arrow(flat: Flat) -> Any:
+    item = ITEM_BYTES[flat.dtype]
+    values = flat.values.view(flat.dtype)
+    if flat.kind == "dense":
+        return values.reshape(-1, *flat.shape)
+    return pa.LargeListArray.from_arrays(pa.array(flat.offsets // item), pa.array(values))
+
+
+def _read(table: tq.Table, workload: Workload, rows: Any) -> tq.Rows:
+    found = table.read(rows, fields=workload.wanted)
+    for name in workload.wanted:
+        found[name].load()
+    return found
+
+
+def _compare(expected: dict[str, Flat], found: tq.Rows, order: Any) -> None:
+    for name, flat in expected.items():
+        wanted = (flat if order is None else flat.pick(order)).values
+        got = (
+            np.concatenate([np.asarray(row).reshape(-1) for row in found[name].list()])
+            if flat.kind != "dense"
+            else found[name].numpy()
+        )
+        if not np.array_equal(np.ascontiguousarray(got).reshape(-1).view(np.uint8), wanted):
+            raise ValueError(f"{name} did not come back as it was put")
+
+
+def _results(carrier: str, name: str, size: int, times: dict[str, list[float]], read: float) -> list[Result]:
+    scenario = f"{SCENARIO} {carrier}"
+    results = [
+        Result(scenario, "raw", name, metric, "s", times[key], size)
+        for metric, key in (("stream", "raw"), ("copy", "copy"))
+    ]
+    for way in ("stream", carrier):
+        for metric in ("get", "put"):
+            taken = times[f"{way} {metric}"]
+            results.append(Result(scenario, way, name, metric, "s", taken, size, checked=True))
+            if metric == "get" or not WORKLOADS.get(name, LONG).pick:
+                ratios = [raw / ours for raw, ours in zip(times["raw"], taken, strict=True)]
+                results.append(Result(scenario, way, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True))
+    results.append(Result(scenario, carrier, name, "one_sided", "ratio", [read], size))
+    return results
+
+
+def show(results: list[Result]) -> None:
+    """Print milliseconds and ratios: median, and the 10th and 90th percentiles."""
+    for one in results:
+        low, middle, high = np.percentile(np.array(one.raw) * (1e3 if one.unit == "s" else 1), [10, 50, 90])
+        print(
+            f"{one.scenario:20} {one.workload:14} {one.contender:9} {one.metric:14} {middle:8.2f} [{low:.2f} to {high:.2f}]"
+        )
+
+
+def _elsewhere(carrier: Carrier, name: str, turns: int) -> list[Result]:
+    command = [sys.executable, "-m", "bench.one_sided", "--turns", str(turns), "--only", name, str(carrier)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {BYTES_VARIABLE: str(carrier)}, check=True)
+    return [Result(**each) for each in json.loads(ended.stdout.splitlines()[-1])]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--workloads", nargs="*", default=CHOSEN)
+    parser.add_argument("--carriers", nargs="*", type=Carrier, default=CARRIERS)
+    parser.add_argument("--turns", type=int, default=TURNS)
+    parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path)
+    chosen = parser.parse_args()
+    if chosen.only:
+        name, carrier = chosen.only
+        print(json.dumps([asdict(one) for one in measured(carrier, WORKLOADS.get(name, LONG), chosen.turns)]))
+        return
+    results = [
+        one
+        for carrier in chosen.carriers
+        for name in chosen.workloads
+        for one in _elsewhere(carrier, name, chosen.turns)
+    ]
+    show(results)
+    if chosen.out:
+        save_results(chosen.out, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,186 @@
+"""Columns that a client reads from a shard's registered memory: they are what was put, or the stream carries them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.client.carried import CarriedBacking, OverCarrier, ShardEnd
+from tests.client.one_process import AGENTS, LocalAgent
+from transferqueue.client.client import _Carriers
+from transferqueue.client.memory import one_sided, remote
+from transferqueue.client.memory.one_sided import OneSidedMemory, RegisteredPool
+from transferqueue.errors import Corruption, Unreachable, UsageError
+from transferqueue.limits import MIB
+from transferqueue.server.shards.registered_arena import RegisteredArena
+from transferqueue.storage.memory.backing import ArenaBacking, Range
+from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
+from transferqueue.testing.conformance.report import Verdict, judge
+from transferqueue.transport.bulk.one_sided import Carrier, check_carrier, rdma_devices
+
+PLACE = Range(1, 0, 20 * MIB)
+
+
+def registered(backing: ArenaBacking) -> RegisteredArena:
+    return RegisteredArena(backing, LocalAgent())
+
+
+@pytest.fixture
+def agent() -> Iterator[LocalAgent]:
+    yield LocalAgent()
+    AGENTS.clear()
+
+
+@pytest.fixture
+def backing(agent: LocalAgent) -> Iterator[CarriedBacking]:
+    with OverCarrier(lambda: ShardEnd(registered), OneSidedMemory(lambda: agent)).open() as opened:
+        opened.ensure(0, 32 * MIB)
+        write(opened, PLACE, content(PLACE.nbytes))
+        yield opened
+
+
+def is_read(backing: CarriedBacking) -> bool:
+    return np.array_equal(backing.read([PLACE])[0], content(PLACE.nbytes))
+
+
+@pytest.mark.parametrize("check", BACKING_CHECKS, ids=lambda check: check.__name__)
+def test_an_arena_behind_one_sided_reads_is_a_backing(check: Any) -> None:
+    memory = OneSidedMemory(LocalAgent)
+    outcome = judge(check, OverCarrier(lambda: ShardEnd(registered), memory))
+    if outcome.verdict is Verdict.UNSUPPORTED:
+        pytest.skip(outcome.text)
+    assert outcome.verdict is Verdict.PASSED, outcome.text
+
+
+def test_what_is_read_one_sided_is_what_was_put(backing: CarriedBacking, agent: LocalAgent) -> None:
+    assert is_read(backing)
+    assert backing.shard.answer("sent") == {"stream": 0, "one_sided": PLACE.nbytes}
+    assert backing.client.reader is not None
+    assert backing.client.reader.bytes_read == PLACE.nbytes
+    reads = agent.reads
+    assert is_read(backing)
+    assert agent.reads == reads + 3, "a read for each 8 MiB"
+
+
+def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_never_used_again(
+    backing: CarriedBacking, agent: LocalAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise Unreachable("the peer is gone")
+
+    agent.before = fail
+    assert is_read(backing)
+    memory = backing.client.reader.memory  # type: ignore[union-attr]
+    assert memory.quarantined_bytes == PLACE.nbytes
+    agent.before = lambda: None
+    reads = agent.reads
+    assert is_read(backing)
+    assert agent.reads == reads, "a moment later the stream is still used"
+    monkeypatch.setattr(backing.client.reader, "_not_before", 0.0)
+    assert is_read(backing)
+    assert agent.reads > reads
+    monkeypatch.setattr(one_sided, "QUARANTINE_BYTES_MAX", MIB)
+    reads = agent.reads
+    assert is_read(backing)
+    assert agent.reads == reads, "for good"
+
+
+def test_bytes_that_change_on_the_way_are_not_believed(backing: CarriedBacking, agent: LocalAgent) -> None:
+    shard = backing.shard
+    assert isinstance(shard, ShardEnd)
+    flipped: list[int] = []
+
+    def flip() -> None:
+        if not flipped:
+            shard.backing.memory[5 * MIB] ^= 1
+            flipped.append(1)
+
+    agent.before = flip
+    with pytest.raises(Corruption, match="does not match its checksum"):
+        is_read(backing)
+    shard.backing.memory[5 * MIB] ^= 1
+    assert is_read(backing)
+
+
+def test_a_read_that_never_ends_is_left_after_the_silence(
+    backing: CarriedBacking, agent: LocalAgent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "BULK_SILENCE_S", 0.05)
+    monkeypatch.setattr("tests.client.one_process.Copy.done", lambda self: False)
+    assert is_read(backing), "over the stream"
+    assert agent.loaded == {}, "the peer was forgotten"
+
+
+def test_closing_ends_a_read_that_never_ends(backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = threading.Event()
+    failed: list[BaseException] = []
+    monkeypatch.setattr("tests.client.one_process.Copy.done", lambda self: bool(begun.set()))
+
+    def read() -> None:
+        try:
+            is_read(backing)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    reading = threading.Thread(target=read)
+    reading.start()
+    assert begun.wait(20)
+    backing.client.close()
+    reading.join(20)
+    assert [type(error).__name__ for error in failed] == ["Disconnected"]
+
+
+def test_a_shard_that_serves_the_stream_alone_is_asked_once(agent: LocalAgent) -> None:
+    with OverCarrier(lambda: ShardEnd(lambda _: None), OneSidedMemory(lambda: agent)).open() as opened:
+        opened.ensure(0, 32 * MIB)
+        write(opened, PLACE, content(PLACE.nbytes))
+        assert is_read(opened)
+        assert not opened.client.reader.usable  # type: ignore[union-attr]
+        assert agent.reads == 0
+
+
+def test_a_buffer_is_registered_as_long_as_it_is_kept(agent: LocalAgent) -> None:
+    pool = RegisteredPool(agent, kept_bytes=2 * MIB)
+    buffers = [pool.take(MIB) for _ in range(3)]
+    assert all(agent.covers(each.__array_interface__["data"][0], MIB) for each in buffers)
+    small = pool.take(100)
+    assert not agent.covers(small.__array_interface__["data"][0], 100)
+    del buffers
+    assert len(agent.regions) == 3, "what is dropped waits for the next take"
+    kept = pool.take(8 * MIB)
+    assert len(agent.regions) == 3, "one was dropped, one came"
+    assert agent.covers(kept.__array_interface__["data"][0], 8 * MIB)
+
+
+def test_production_refuses_a_machine_without_rdma_and_without_the_package(tmp_path: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("transferqueue.transport.bulk.one_sided.find_spec", lambda _: None)
+    with pytest.raises(UsageError, match=r"bytes='nixl' needs the package nixl, .*pip install --no-deps nixl"):
+        check_carrier(Carrier.NIXL)
+    monkeypatch.setattr("transferqueue.transport.bulk.one_sided.find_spec", lambda _: object())
+    for state in ("", "1: DOWN"):
+        if state:
+            (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
+            (tmp_path / "mlx5_0/ports/1/state").write_text(state)
+        with pytest.raises(UsageError, match=r"no RDMA device with an active port .*twice as slow as a stream"):
+            check_carrier(Carrier.NIXL, tmp_path)
+        check_carrier(Carrier.NIXL_TCP, tmp_path)
+    (tmp_path / "mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
+    check_carrier(Carrier.NIXL, tmp_path)
+    assert rdma_devices(tmp_path) == ["mlx5_0"]
+    check_carrier(Carrier.STREAM)
+
+
+def test_a_carrier_is_chosen_by_name_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRANSFERQUEUE_BYTES", raising=False)
+    assert Carrier.chosen() is Carrier.STREAM
+    monkeypatch.setenv("TRANSFERQUEUE_BYTES", "nixl:cma")
+    assert (Carrier.chosen(), Carrier.chosen("stream")) == (Carrier.NIXL_CMA, Carrier.STREAM)
+    for name in ("rdma", "NIXL"):
+        with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; there are stream, nixl, "):
+            Carrier.chosen(name)
+    assert _Carriers(Carrier.STREAM).memory(encrypted=False) is None
+    assert _Carriers(Carrier.NIXL).memory(encrypted=True) is None, "nothing would encrypt it"

@@ -1,0 +1,232 @@
+"""What holds of one-sided reads by a real NIXL: each check in a process of its own, since UCX reads its transports once.
+
+TRANSFERQUEUE_BYTES=nixl:cma python -m tests.engines.nixl_checks NAME
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+import transferqueue as tq
+from tests.client.carried import CarriedBacking, OtherProcess, OverCarrier
+from tests.client.deployments import Served, Worker, served
+from transferqueue.client.memory import remote
+from transferqueue.client.memory.one_sided import OneSidedMemory
+from transferqueue.limits import MIB
+from transferqueue.storage.memory.backing import Range
+from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
+from transferqueue.testing.conformance.report import Verdict, judge
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
+
+CARRIER: Final = Carrier.chosen()
+
+
+def memory() -> OneSidedMemory:
+    return OneSidedMemory(lambda: NixlAgent(CARRIER))
+
+
+def subject(shared: OneSidedMemory) -> OverCarrier:
+    return OverCarrier(lambda: OtherProcess(str(CARRIER)), shared)
+
+
+def process_of(backing: CarriedBacking) -> subprocess.Popen[str]:
+    assert isinstance(backing.shard, OtherProcess)
+    return backing.shard.process
+
+
+def kit() -> None:
+    """Every check of the kit of backings, over the carrier; and the reads were one-sided."""
+    remote.BULK_SILENCE_S = 1.0
+    shared = memory()
+    for check in BACKING_CHECKS:
+        outcome = judge(check, subject(shared))
+        assert outcome.verdict is Verdict.PASSED, (check.__name__, outcome.text)
+    with subject(shared).open() as backing:
+        place, data = Range(1, 0, 8 * MIB), content(8 * MIB)
+        backing.ensure(0, 8 * MIB)
+        write(backing, place, data)
+        assert np.array_equal(backing.read([place])[0], data)
+        assert backing.shard.answer("sent")["one_sided"] == 8 * MIB
+
+
+def deployment(work: Callable[[Served], None]) -> None:
+    with tempfile.TemporaryDirectory() as directory, served(Path(directory)) as server:
+        work(server)
+
+
+def rows(count: int, mean: int, seed: int = 0) -> list[np.ndarray]:
+    lengths = np.random.default_rng(seed).integers(mean // 8, 2 * mean - mean // 8, count)
+    return [content(int(n), seed * 1000 + at) for at, n in enumerate(lengths)]
+
+
+def sent(queue: tq.Queue) -> dict[str, int]:
+    found: dict[str, int] = queue.stats()["server"]["bulk_sent_bytes"]
+    return found
+
+
+def columns() -> None:
+    """Dense, ragged and text columns; whole, in part, in random order, of many puts: what comes is what was put."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.tcp, data="remote") as queue:
+            table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+            kept: list[list[np.ndarray]] = []
+            ids: list[int] = []
+            for seed in range(6):
+                long = rows(16, 48 << 10, seed)
+                put = table.put(
+                    x=long,
+                    y=np.arange(16) + seed,
+                    z=[f"row {at}" for at in range(16)],
+                    w=np.stack([content(1 << 15, at) for at in range(16)]),
+                )
+                ids += list(put)
+                kept.append(long)
+            before = sent(queue)
+            every = [row for long in kept for row in long]
+            order = np.random.default_rng(1).permutation(len(ids))
+            for chosen in (np.arange(16), np.arange(3, 9), order, order[:7], np.array([5])):
+                with table.read([ids[at] for at in chosen]) as found:
+                    for at, row in zip(chosen, found["x"].list(), strict=True):
+                        assert np.array_equal(np.asarray(row, np.uint8), every[at])
+                    assert found["y"].list() == [at % 16 + at // 16 for at in chosen]
+                    assert found["z"].list() == [f"row {at % 16}" for at in chosen]
+                    assert all(
+                        np.array_equal(row, content(1 << 15, at % 16))
+                        for at, row in zip(chosen, found["w"].numpy(), strict=True)
+                    )
+            after = sent(queue)
+            assert after["one_sided"] - before["one_sided"] > 9 * MIB, (before, after)
+            assert after["stream"] - before["stream"] < 2 * MIB, "short rows and padding"
+
+    deployment(work)
+
+
+def threads() -> None:
+    """Four threads of one client read at once, while another client puts and drops."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.tcp, data="remote") as queue:
+            table = queue.create_table("t")
+            data = [content(4 * MIB, seed).reshape(4, MIB) for seed in range(4)]
+            put = [list(table.put(x=each)) for each in data]
+            failed: list[BaseException] = []
+
+            def read(number: int) -> None:
+                try:
+                    for _ in range(10):
+                        with table.read(put[number]) as found:
+                            assert np.array_equal(found["x"].numpy(), data[number])
+                except BaseException as error:
+                    failed.append(error)
+
+            working = [threading.Thread(target=read, args=(number,)) for number in range(4)]
+            for thread in working:
+                thread.start()
+            for thread in working:
+                thread.join(60)
+            assert not failed, failed
+            assert sent(queue)["one_sided"] == 40 * 4 * MIB
+
+    deployment(work)
+
+
+def reader_killed() -> None:
+    """A client is killed in the middle of its reads: the server lives, its pins return, others read on."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.ipc) as local:
+            table = local.create_table("t")
+            ids = list(table.put(x=content(64 * MIB).reshape(64, MIB)))
+            program = """
+                queue = tq.connect(sys.argv[1], data="remote")
+                table = queue.table("t")
+                ids = [int(one) for one in sys.argv[2].split(",")]
+                while True:
+                    with table.read(ids):
+                        print("read", flush=True)
+            """
+            for _ in range(3):
+                with Worker(server.tcp, program, ",".join(map(str, ids))) as reader:
+                    for _ in range(4):
+                        assert reader.line() == "read"
+                    reader.send(signal.SIGKILL)
+                    reader.process.wait()
+            with tq.connect(server.tcp, data="remote") as queue, queue.table("t").read(ids) as found:
+                assert np.array_equal(found["x"].numpy().reshape(-1), content(64 * MIB))
+            table.drop(ids, "done")
+            deadline = time.monotonic() + 30
+            while local.stats()["server"]["used_bytes"]:
+                assert time.monotonic() < deadline, local.stats()["server"]
+
+    deployment(work)
+
+
+def shard_killed() -> None:
+    """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next shard."""
+    remote.BULK_SILENCE_S = 1.0
+    shared = memory()
+    for life in range(3):
+        with subject(shared).open() as backing:
+            place, data = Range(1, 0, 32 * MIB), content(32 * MIB, life)
+            backing.ensure(0, 32 * MIB)
+            write(backing, place, data)
+            assert np.array_equal(backing.read([place])[0], data)
+            threading.Timer(0.02 * life, process_of(backing).kill).start()
+            try:
+                while True:
+                    assert np.array_equal(backing.read([place])[0], data)
+            except tq.TransferQueueError as error:
+                assert isinstance(error, tq.Unreachable), error  # noqa: PT017
+
+
+def shard_stopped() -> None:
+    """The shard stands still in the middle of a read, longer than a reader waits, and goes on: nothing is lost, and no byte is written late."""
+    remote.BULK_SILENCE_S = 1.0
+    shared = memory()
+    with subject(shared).open() as backing:
+        place, data = Range(1, 0, 32 * MIB), content(32 * MIB)
+        backing.ensure(0, 32 * MIB)
+        write(backing, place, data)
+        assert np.array_equal(backing.read([place])[0], data)
+        _stand_still(backing, place, data)
+        before = backing.shard.answer("sent")["one_sided"]
+        reader = backing.client.reader
+        assert reader is not None
+        reader._not_before = 0.0
+        assert np.array_equal(backing.read([place])[0], data)
+        assert backing.shard.answer("sent")["one_sided"] - before == 32 * MIB, "one-sided again"
+    gc.collect()
+
+
+def _stand_still(backing: CarriedBacking, place: Range, data: Any) -> None:
+    def stop() -> None:
+        os.kill(process_of(backing).pid, signal.SIGSTOP)
+        time.sleep(2.5)
+        os.kill(process_of(backing).pid, signal.SIGCONT)
+
+    stopping = threading.Timer(0.01, stop)
+    stopping.start()
+    while stopping.is_alive():
+        assert np.array_equal(backing.read([place])[0], data)
+
+
+CHECKS: Final[dict[str, Callable[[], None]]] = {
+    check.__name__: check for check in (kit, columns, threads, reader_killed, shard_killed, shard_stopped)
+}
+
+if __name__ == "__main__":
+    CHECKS[sys.argv[1]]()
+    print("passed", flush=True)

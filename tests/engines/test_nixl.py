@@ -1,0 +1,39 @@
+"""Columns read one-sided by NIXL over UCX: over TCP, and by CMA between processes of this host. No RDMA device is needed, nor shown to work.
+
+`make test-nixl` sets up what this needs. Elsewhere it is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.engines.nixl_checks import CHECKS
+from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier, check_carrier, rdma_devices
+
+pytest.importorskip("nixl")
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+@pytest.mark.parametrize("carrier", [Carrier.NIXL_CMA, Carrier.NIXL_TCP])
+def test_what_holds_of_one_sided_reads(carrier: Carrier, check: str) -> None:
+    command = [sys.executable, "-m", "tests.engines.nixl_checks", check]
+    ended = subprocess.run(
+        command,
+        env=os.environ | {BYTES_VARIABLE: str(carrier)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["passed"]), ended.stdout + ended.stderr
+
+
+@pytest.mark.skipif(bool(rdma_devices()), reason="this machine has RDMA")
+def test_production_refuses_a_machine_without_rdma() -> None:
+    with pytest.raises(ValueError, match=r"no RDMA device with an active port .* use bytes 'stream' here"):
+        check_carrier(Carrier.NIXL)

@@ -1,0 +1,171 @@
+"""Reads whose client fetches the bytes itself, without sockets: what is named, what is registered, and for how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+import pytest
+
+from tests.client.one_process import LocalAgent
+from tests.server.test_bulk import ARENA_BYTES, EXTENT, SHARD, Bench, refused
+from transferqueue.errors import BY_NAME
+from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
+from transferqueue.server.shards.bulk_endpoint import ShardTransfers
+from transferqueue.server.shards.registered_arena import RegionUse, RegisteredArena
+from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.backing import ArenaBacking
+from transferqueue.transport.bulk import protocol as b
+
+
+class Named(Bench):
+    """A bench whose arena is registered."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        arena.ensure(0, 48 * MIB)
+        self.owner = arena
+        self.agent = LocalAgent()
+        self.registered = RegisteredArena(self.backing, self.agent)
+        self.exchange = ShardTransfers(self.backing, self.tickets, self.registered)
+
+    def read_ranges(self, at, wanted=None, loaded=("", 0, 0), **changes):
+        asked = self.read(at, wanted, **changes)
+        return b.ReadRanges(asked.transfer, asked.session, asked.shard, asked.fields, asked.parts, *loaded)
+
+    def bytes_of(self, frame: b.RangesFrame, content: Sequence[memoryview]) -> bytes:
+        """What a client makes of a frame."""
+        rest, made = memoryview(b"".join(content)), b""
+        for each in frame.ranges:
+            if each.address:
+                start = each.address - self.arena.__array_interface__["data"][0]
+                assert self.agent.covers(each.address, each.nbytes), "it is registered"
+                found = self.arena[start : start + each.nbytes]
+                assert b.digest((found.data,)) == each.digest
+                made += found.tobytes()
+            else:
+                made, rest = made + bytes(rest[: each.nbytes]), rest[each.nbytes :]
+        assert not len(rest)
+        return made
+
+
+@pytest.fixture
+def bench() -> Iterator[Named]:
+    arena = Arena.create(None, ARENA_BYTES)
+    yield Named(arena)
+    arena.close()
+
+
+def frames(bench: Named) -> list[b.RangesFrame]:
+    """All frames of a read, by a reader that takes each; what they say is compared with what lies there."""
+    found: list[b.RangesFrame] = []
+    while not (found and found[-1].last):
+        bench.exchange.advance()
+        for _, head, content in bench.heard():
+            if isinstance(head, b.TransferFailed):
+                raise BY_NAME[head.error](head.text)
+            found.append(head)
+            bench.made += bench.bytes_of(head, content)
+            bench.say(b.FlowAck(head.transfer, head.number + 1))
+    return found
+
+
+def test_a_block_is_named_where_it_lies(bench: Named) -> None:
+    x = np.random.default_rng(1).integers(0, 255, (40, MIB), np.uint8)
+    at, bench.made = bench.put(x=x), b""
+    bench.say(bench.read_ranges(at))
+    found = frames(bench)
+    assert bench.made == x.tobytes()
+    assert not any(not each.address for frame in found for each in frame.ranges)
+    assert len(found) == 5, "of 8 MiB each"
+    assert [bool(frame.metadata) for frame in found] == [True, False, False, False, False]
+    assert len(bench.exchange) == 0
+
+
+def test_rows_that_lie_apart_are_named_if_they_are_long(bench: Named) -> None:
+    lengths = np.random.default_rng(2).integers(8 * KIB, 40 * KIB, 64)
+    long = [np.full(n, at, np.uint8) for at, n in enumerate(lengths)]
+    at, order = bench.put(x=long, y=[row[:100] for row in long]), np.random.default_rng(3).permutation(64)
+    bench.made = b""
+    bench.say(bench.read_ranges(at, order))
+    found = frames(bench)
+    bench.say(bench.read(at, order))
+    assert bench.made == Bench.frames(bench), "as over the stream"
+    named = sum(each.nbytes for frame in found for each in frame.ranges if each.address)
+    assert named == sum(int(lengths[row]) for row in order if lengths[row] >= b.RANGE_BYTES_MIN)
+
+
+def test_few_bytes_come_as_content(bench: Named) -> None:
+    at, bench.made = bench.put(x=np.arange(6000, dtype=np.float64)), b""
+    bench.say(bench.read_ranges(at))
+    (frame,) = frames(bench)
+    assert (frame.metadata, frame.regions, len(frame.ranges)) == (b"", 0, 1)
+    assert bench.made == bytes(bench.arena[: at.nbytes])
+
+
+def test_a_reader_that_has_the_metadata_gets_none(bench: Named) -> None:
+    at, bench.made = bench.put(x=np.zeros((4, MIB), np.uint8)), b""
+    bench.say(bench.read_ranges(at))
+    (first,) = frames(bench)
+    bench.say(bench.read_ranges(at, loaded=(first.agent, first.generation, first.regions)))
+    assert [frame.metadata for frame in frames(bench)] == [b""]
+    bench.say(bench.read_ranges(at, loaded=("another run", first.generation, first.regions)))
+    assert [bool(frame.metadata) for frame in frames(bench)] == [True]
+
+
+def test_who_has_no_ticket_learns_nothing(bench: Named) -> None:
+    at = bench.put(x=np.zeros((4, MIB), np.uint8))
+    for changes in ({"ticket": bytes(16)}, {"nbytes": at.nbytes + 64}, {"extent": 9}):
+        bench.say(bench.read_ranges(at, **changes))
+        with pytest.raises(BY_NAME["UsageError"], match="ticket is none"):
+            raise refused(bench)
+    bench.tickets.revoke(EXTENT)
+    bench.say(bench.read_ranges(at))
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    assert not bench.agent.regions
+
+
+def test_a_shard_that_registers_nothing_says_what_to_do(bench: Named) -> None:
+    bench.exchange = ShardTransfers(bench.backing, bench.tickets)
+    bench.say(bench.read_ranges(bench.put(x=np.zeros((4, MIB), np.uint8))))
+    with pytest.raises(BY_NAME["Impossible"], match=r"start it with --bytes nixl, or read over the stream"):
+        raise refused(bench)
+
+
+def test_a_reader_that_stalls_is_given_a_window_and_its_memory_stays_until_it_ends(bench: Named) -> None:
+    at = bench.put(x=np.ones((32, MIB), np.uint8))
+    bench.say(bench.read_ranges(at))
+    for _ in range(20):
+        bench.exchange.advance()
+    assert 1 < len(bench.heard()) <= BULK_WINDOW_FRAMES
+    bench.owner.punch(0, MIB)
+    assert bench.owner.backed == 48 * MIB, "a read needs it"
+    bench.exchange.lost(b"p")
+    bench.owner.punch(0, MIB)
+    assert bench.owner.backed == 47 * MIB
+    assert not bench.agent.regions, "given up before its page went"
+
+
+def test_only_pages_that_are_there_are_registered_and_a_new_generation_is_loaded_afresh(bench: Named) -> None:
+    at, bench.made = bench.put(x=np.ones((4, MIB), np.uint8)), b""
+    bench.say(bench.read_ranges(at))
+    (first,) = frames(bench)
+    assert bench.registered.registered_bytes == 48 * MIB < ARENA_STEP_BYTES
+    bench.owner.punch(40 * MIB, 8 * MIB)
+    assert bench.registered.registered_bytes == 0
+    bench.say(bench.read_ranges(at, loaded=(first.agent, first.generation, first.regions)))
+    (again,) = frames(bench)
+    assert (again.generation, again.regions, bool(again.metadata)) == (first.generation + 1, first.regions + 1, True)
+    assert bench.registered.registered_bytes == 40 * MIB
+    bench.owner.ensure(40 * MIB, 8 * MIB)
+    use = RegionUse()
+    base = bench.arena.__array_interface__["data"][0]
+    parts = [(base + 39 * MIB, MIB), (base + 40 * MIB, MIB)]
+    assert bench.registered.ranges(base + 39 * MIB, 2 * MIB, use) == parts, "two regions, two ranges"
+    assert bench.registered.ranges(base + 47 * MIB, 2 * MIB, use) == [], "there is no page"
+    bench.registered.end(use)
+    bench.registered.close()
+    assert not bench.agent.regions
+    assert SHARD == 0
+    assert isinstance(bench.backing, ArenaBacking)

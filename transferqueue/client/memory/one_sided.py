@@ -1,0 +1,183 @@
+"""Memory of this process that one-sided reads write, and the reader of one shard's memory (docs/decisions/0044).
+
+Rules:
+
+1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed any more is deregistered
+   by the next `take`, since a finalizer must take no lock.
+2. A buffer that a read may still write, because the read failed or its peer stands still, is never used again. After `QUARANTINE_BYTES_MAX` of
+   such buffers this process reads over the stream for good.
+3. After a failed read the stream carries the bytes, and for `PAUSE_S` everything from that shard.
+4. A reader reads for one transfer at a time. So metadata of a new generation is loaded when no read of the old one is under way.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Final
+
+import numpy as np
+
+from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unreachable
+from transferqueue.limits import RECEIVED_KEPT_BYTES
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.buffer_pool import BufferPool
+from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent
+from transferqueue.transport.bulk.protocol import RangesFrame
+
+_log: Final = logging.getLogger("transferqueue.client")
+QUARANTINE_BYTES_MAX: Final = RECEIVED_KEPT_BYTES
+PAUSE_S: Final = 5.0
+"""After a failed read its shard is read over the stream for so long."""
+EAGER_S: Final = 0.0005
+"""A read is asked for its end without a pause for so long: most of 8 MiB end earlier."""
+POLL_S: Final = 0.0005
+"""Afterwards, the pause between two questions. NIXL has no descriptor to sleep on."""
+
+
+class RegisteredPool(BufferPool):
+    """A pool whose buffers are registered with an agent. Safe from any thread, and from finalizers."""
+
+    def __init__(self, agent: MemoryAgent, kept_bytes: int = RECEIVED_KEPT_BYTES) -> None:
+        super().__init__(kept_bytes)
+        self._agent = agent
+        self._registrations: dict[int, object] = {}
+        self._dropped: deque[U8] = deque()
+
+    def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
+        with suppress(IndexError):
+            while True:  # other threads take from it too
+                self._agent.deregister(self._registrations.pop(_address(self._dropped.popleft())))
+        raw = np.empty(nbytes, np.uint8)
+        if pooled:
+            self._registrations[_address(raw)] = self._agent.register(_address(raw), nbytes)
+        return raw
+
+    def _drop(self, raw: U8) -> None:
+        self._dropped.append(raw)
+
+
+class OneSidedMemory:
+    """What the remote shards of a session share: an agent, which `open_agent` makes at the first read, and buffers that it may write."""
+
+    def __init__(self, open_agent: Callable[[], MemoryAgent]) -> None:
+        self._open = open_agent
+        self._guard = threading.Lock()
+        self._opened: tuple[MemoryAgent, RegisteredPool] | None = None
+        self._quarantined: list[U8] = []
+        self.quarantined_bytes = 0
+        """Bytes that failed reads may still write."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether reads may begin (rule 2)."""
+        return self.quarantined_bytes <= QUARANTINE_BYTES_MAX
+
+    @property
+    def agent(self) -> MemoryAgent:
+        """The agent; takes up to half a second the first time."""
+        return self._both()[0]
+
+    @property
+    def buffers(self) -> RegisteredPool:
+        """The buffers that reads may write."""
+        return self._both()[1]
+
+    def quarantine(self, buffers: Sequence[U8]) -> None:
+        """Never use this memory again."""
+        with self._guard:
+            self._quarantined += buffers
+            self.quarantined_bytes += sum(map(len, buffers))
+
+    def _both(self) -> tuple[MemoryAgent, RegisteredPool]:
+        with self._guard:
+            if self._opened is None:
+                agent = self._open()
+                self._opened = agent, RegisteredPool(agent)
+            return self._opened
+
+
+class ShardReader:
+    """Reads the memory of one shard, for one transfer at a time. Safe from any thread."""
+
+    def __init__(self, memory: OneSidedMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self.memory: Final = memory
+        self._clock = clock
+        self._turn = threading.Lock()
+        self._loaded = ("", 0, 0)
+        self._not_before = 0.0
+        self.bytes_read = 0
+        """Bytes read so far."""
+
+    @property
+    def usable(self) -> bool:
+        """Whether the next transfer may be one-sided: the shard serves it, and no read failed a moment ago."""
+        return self.memory.usable and self._clock() >= self._not_before
+
+    @property
+    def loaded(self) -> tuple[str, int, int]:
+        """Agent, generation and regions of the metadata that is loaded, see `RangesFrame`."""
+        return self._loaded
+
+    def refused(self, error: TransferQueueError) -> None:
+        """A one-sided transfer failed: use the stream for a while, or, if the shard serves no such reads, for good."""
+        served = not isinstance(error, Impossible)
+        self._not_before = self._clock() + PAUSE_S if served else float("inf")
+        (_log.warning if served else _log.info)("columns come over the stream: %s", error)
+
+    def read(
+        self, frame: RangesFrame, ranges: Sequence[CopiedRange], buffers: Sequence[U8], check: Callable[[float], None]
+    ) -> None:
+        """Read these ranges, which `frame` names. Blocks. check: called every moment with the seconds since the read began; what it raises ends
+        the read. buffers: the memory that is written, not to be used again if this raises. `Unreachable` if the shard is lost."""
+        began = self._clock()
+        while not self._turn.acquire(timeout=POLL_S):
+            check(self._clock() - began)
+        try:
+            self._load(frame)
+            self._read(ranges, buffers, check)
+            self.bytes_read += sum(each.nbytes for each in ranges)
+        finally:
+            self._turn.release()
+
+    def _load(self, frame: RangesFrame) -> None:
+        version = (frame.agent, frame.generation, frame.regions)
+        if not frame.metadata or version == self._loaded:
+            if self._loaded[0] != frame.agent:
+                raise Unreachable("the metadata of the shard's memory was forgotten after a failed read; ask again")
+            return
+        if self._loaded[:2] == version[:2] and self._loaded > version:
+            return  # another transfer has loaded more
+        if self._loaded[:2] != version[:2]:
+            self._forget()
+        if self.memory.agent.load(frame.metadata) != frame.agent:
+            raise Corruption(f"the metadata of a shard's memory is not that of agent {frame.agent}")
+        self._loaded = version
+
+    def _forget(self) -> None:
+        agent, self._loaded = self._loaded[0], ("", 0, 0)
+        if agent:
+            self.memory.agent.unload(agent)
+
+    def _read(self, ranges: Sequence[CopiedRange], buffers: Sequence[U8], check: Callable[[float], None]) -> None:
+        began = self._clock()
+        pending = self.memory.agent.read(self._loaded[0], ranges)
+        try:
+            while not pending.done():
+                elapsed_s = self._clock() - began
+                check(elapsed_s)
+                if elapsed_s > EAGER_S:
+                    time.sleep(POLL_S)
+        except BaseException:
+            self.memory.quarantine(buffers)
+            pending.abandon()
+            self._forget()
+            raise
+
+
+def _address(memory: U8) -> int:
+    return int(memory.__array_interface__["data"][0])

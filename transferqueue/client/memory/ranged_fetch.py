@@ -1,0 +1,96 @@
+"""A read whose bytes this process fetches itself, range by range, from the registered memory of a shard (docs/decisions/0044)."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+import numpy as np
+
+from transferqueue.client.memory.one_sided import ShardReader
+from transferqueue.client.memory.transfers import FetchTransfer, RequestedRows
+from transferqueue.errors import Corruption
+from transferqueue.schema import Field
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.one_sided import CopiedRange
+
+
+class RangedFetch(FetchTransfer):
+    """Reads columns of rows from one shard one-sided. reader: of that shard's memory. check: see `ShardReader.read`."""
+
+    def __init__(
+        self,
+        number: int,
+        session: int,
+        shard: int,
+        fields: Mapping[str, Field],
+        parts: Sequence[RequestedRows],
+        reader: ShardReader,
+        check: Callable[[float], None],
+    ) -> None:
+        super().__init__(number, session, shard, fields, parts, reader.memory.buffers)
+        self._reader: Final = reader
+        self._check: Final = check
+        self._open: deque[memoryview] = deque()
+        self._wanted: list[tuple[CopiedRange, memoryview, bytes]] = []
+
+    def _request(self) -> b.ReadColumns:
+        asked = super()._request()
+        agent, generation, regions = self._reader.loaded
+        return b.ReadRanges(
+            asked.transfer, asked.session, asked.shard, asked.fields, asked.parts, agent, generation, regions
+        )
+
+    def _owe(self, memory: memoryview) -> None:
+        self._open.append(memory)
+
+    def _place(self, frame: b.ReadFrame | b.RangesFrame) -> None:
+        """Give each range of a frame its place: the next bytes of the parts that have begun."""
+        if isinstance(frame, b.ReadFrame):
+            raise Corruption("a read of ranges was answered with bytes alone")
+        self._wanted = []
+        for named in frame.ranges:
+            into = self._take(named.nbytes)
+            if named.address:
+                self._wanted.append((CopiedRange(_address(into), named.address, named.nbytes), into, named.digest))
+            else:
+                self._due.append(into)
+
+    def _take(self, nbytes: int) -> memoryview:
+        if not nbytes or not self._open or nbytes > len(self._open[0]):
+            raise Corruption(f"a range of {nbytes} bytes came that belongs to no part")
+        into = self._open.popleft()
+        if nbytes < len(into):
+            self._open.appendleft(into[nbytes:])
+        return into[:nbytes]
+
+    def receive(self) -> list[b.Message]:
+        """A frame has arrived whole: read its ranges, and compare their checksums."""
+        frame = self._arriving
+        if isinstance(frame, b.RangesFrame):
+            if self._due:
+                raise Corruption(f"a frame of ranges came without {sum(map(len, self._due))} bytes of its content")
+            self._read(frame)
+        return super().receive()
+
+    def _read(self, frame: b.RangesFrame) -> None:
+        if not self._wanted:
+            return
+        buffers = [block.memory for block in self.landed.values()]
+        self._reader.read(frame, [copied for copied, _, _ in self._wanted], buffers, self._check)
+        for copied, into, digest in self._wanted:
+            if b.digest((into,)) != digest:
+                raise Corruption(
+                    f"{copied.nbytes} bytes that were read from a shard's memory do not match their checksum: they changed there, or on the way"
+                )
+        self._wanted = []
+
+    def _end(self) -> None:
+        if self._open:
+            raise Corruption(f"a read of ranges ended {sum(map(len, self._open))} bytes before its parts did")
+        super()._end()
+
+
+def _address(memory: memoryview) -> int:
+    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])

@@ -1,0 +1,263 @@
+"""Reads registered memory of another process: NIXL over UCX (docs/decisions/0044). The bulk protocol says which bytes.
+
+Rules:
+
+1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what is registered; whoever
+   has loaded it can read **and write** all of it, with no further check. So it goes only to who has shown a ticket, and only where columns
+   may cross without encryption.
+2. The setting `TRANSFERQUEUE_BYTES` (`serve --bytes`, `shard --bytes`) says what carries columns: ``stream``, a connection of the bulk protocol, or
+   ``nixl``. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma`` (between
+   processes of one host) are for tests.
+3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
+   are under way (`MemoryAgent.progress`).
+4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
+   memory that a read which did not succeed could still write.
+
+Metadata is NIXL's own format, which NIXL checks. Nothing here uses `deserialize_descs`, which is pickle.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import os
+import secrets
+from collections.abc import Sequence
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from transferqueue.errors import Unreachable, UsageError
+
+BYTES_VARIABLE: Final = "TRANSFERQUEUE_BYTES"
+DEVICES: Final = Path("/sys/class/infiniband")
+"""Where the kernel lists RDMA devices, RoCE included."""
+INSTALL: Final = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+_DONE: Final = "DONE"
+_PENDING: Final = "PROC"
+
+
+class Carrier(enum.StrEnum):
+    """What carries columns between a client and a shard whose memory it cannot map."""
+
+    STREAM = "stream"
+    NIXL = "nixl"
+    NIXL_TCP = "nixl:tcp"
+    NIXL_CMA = "nixl:cma"
+
+    @classmethod
+    def chosen(cls, text: str | None = None) -> Carrier:
+        """The carrier of this name; None: the one that `TRANSFERQUEUE_BYTES` names, else the stream. `UsageError` if there is none.
+
+        >>> Carrier.chosen("nixl").one_sided, Carrier.chosen("stream").one_sided
+        (True, False)
+        """
+        name = text if text is not None else os.environ.get(BYTES_VARIABLE) or cls.STREAM
+        if name not in list(cls):
+            raise UsageError(
+                f"bytes={name!r} is no carrier of columns; there are {', '.join(cls)} (--bytes, or {BYTES_VARIABLE} in the environment)"
+            )
+        return cls(name)
+
+    @property
+    def one_sided(self) -> bool:
+        """Whether memory is read one-sided."""
+        return self is not Carrier.STREAM
+
+
+_TRANSPORTS: Final = {Carrier.NIXL: "^tcp", Carrier.NIXL_TCP: "tcp,self", Carrier.NIXL_CMA: "cma,tcp,self"}
+"""What UCX may use, unless `UCX_TLS` says it. CMA needs TCP for the first contact."""
+
+
+def rdma_devices(directory: Path = DEVICES) -> list[str]:
+    """The RDMA devices of this machine that have an active port, by name."""
+    if not directory.is_dir():
+        return []
+    return sorted(device.name for device in directory.iterdir() if _is_active(device))
+
+
+def _is_active(device: Path) -> bool:
+    return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+
+
+def check_carrier(carrier: Carrier, directory: Path = DEVICES) -> None:
+    """`UsageError` if this machine cannot read memory one-sided as `carrier` says. The stream is always there."""
+    if not carrier.one_sided:
+        return
+    if find_spec("nixl") is None:
+        raise UsageError(
+            f"bytes={str(carrier)!r} needs the package nixl, which is not installed here: {INSTALL}, or serve and connect with bytes "
+            "'stream'"
+        )
+    if carrier is Carrier.NIXL and not rdma_devices(directory):
+        raise UsageError(
+            f"bytes='nixl' reads memory over RDMA, and this machine has no RDMA device with an active port ({directory}): over TCP "
+            "such reads are twice as slow as a stream, so use bytes 'stream' here; tests may use 'nixl:tcp' or 'nixl:cma'"
+        )
+
+
+class CopiedRange(NamedTuple):
+    """`nbytes` bytes that are read from address `remote` of a peer to address `local` of this process."""
+
+    local: int
+    remote: int
+    nbytes: int
+
+
+class PendingRead(Protocol):
+    """A read under way."""
+
+    def done(self) -> bool:
+        """Make progress. Whether all bytes are there. `Unreachable` if the peer is lost."""
+
+    def abandon(self) -> None:
+        """Give the read up, also after an error. Its memory may still be written."""
+
+
+class MemoryAgent(Protocol):
+    """Registers memory of this process, and reads what others have registered. Safe from any thread."""
+
+    name: str
+    """Unique: no other agent ever has it."""
+
+    def register(self, address: int, nbytes: int) -> object:
+        """Let peers read these bytes, or reads of this process write them. They keep their pages until `deregister`."""
+
+    def deregister(self, registration: object) -> None:
+        """Undo `register`."""
+
+    def metadata(self) -> bytes:
+        """What a peer must load to read what is registered here."""
+
+    def load(self, metadata: bytes) -> str:
+        """Load the metadata of a peer; returns its name. Regions that were loaded before stay. `Unreachable` if that fails."""
+
+    def unload(self, peer: str) -> None:
+        """Forget a peer, whose reads must have ended; an unknown one is ignored."""
+
+    def read(self, peer: str, ranges: Sequence[CopiedRange]) -> PendingRead:
+        """Begin to read from a loaded peer. `Unreachable` if that fails."""
+
+    def progress(self) -> None:
+        """Serve peers that are connecting, or that read over a transport which needs this process."""
+
+
+class NixlAgent:
+    """An agent of NIXL. `UsageError` as of `check_carrier`; takes up to half a second."""
+
+    def __init__(self, carrier: Carrier) -> None:
+        check_carrier(carrier)
+        self._nixl = _nixl(carrier)
+        self.name: str = f"tq-{os.getpid()}-{secrets.token_hex(8)}"
+        sync = self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
+        settings = self._nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False, sync_mode=sync)
+        try:
+            self._agent = self._nixl.nixl_agent(self.name, settings)
+        except Exception as error:
+            raise UsageError(
+                f"bytes={str(carrier)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look with `ucx_info -d`"
+            ) from error
+
+    def register(self, address: int, nbytes: int) -> object:
+        """See `MemoryAgent`."""
+        try:
+            return self._agent.register_memory([(address, nbytes, 0, "")], "DRAM")
+        except Exception as error:
+            raise Unreachable(
+                f"{nbytes:,} bytes could not be registered with NIXL: {error}; see `ulimit -l`"
+            ) from error
+
+    def deregister(self, registration: object) -> None:
+        """See `MemoryAgent`."""
+        self._agent.deregister_memory(registration)
+
+    def metadata(self) -> bytes:
+        """See `MemoryAgent`."""
+        return bytes(self._agent.get_agent_metadata())
+
+    def load(self, metadata: bytes) -> str:
+        """See `MemoryAgent`."""
+        try:
+            name = self._agent.add_remote_agent(metadata)
+        except Exception as error:
+            raise Unreachable(f"the metadata of a shard's memory could not be loaded: {error}") from error
+        return name.decode() if isinstance(name, bytes) else str(name)
+
+    def unload(self, peer: str) -> None:
+        """See `MemoryAgent`."""
+        try:
+            self._agent.remove_remote_agent(peer)
+        except self._nixl.nixlBind.nixlNotFoundError:
+            return
+
+    def read(self, peer: str, ranges: Sequence[CopiedRange]) -> PendingRead:
+        """See `MemoryAgent`."""
+        table = np.array(ranges, np.uint64).reshape(-1, 3)
+        local, remote = np.zeros_like(table), np.zeros_like(table)
+        local[:, 0], local[:, 1] = table[:, 0], table[:, 2]
+        remote[:, 0], remote[:, 1] = table[:, 1], table[:, 2]
+        agent = self._agent
+        try:
+            return _NixlRead(agent, agent.initialize_xfer("READ", _descs(agent, local), _descs(agent, remote), peer))
+        except Exception as error:
+            raise _failed(error) from error
+
+    def progress(self) -> None:
+        """See `MemoryAgent`."""
+        self._agent.get_new_notifs()
+
+
+class _NixlRead:
+    """A read by NIXL."""
+
+    def __init__(self, agent: Any, handle: Any) -> None:
+        self._agent, self._handle = agent, handle
+        self._posted = False
+
+    def done(self) -> bool:
+        try:
+            state = self._agent.check_xfer_state(self._handle) if self._posted else self._agent.transfer(self._handle)
+        except Exception as error:
+            raise _failed(error) from error
+        self._posted = True
+        if state not in (_DONE, _PENDING):
+            raise Unreachable(f"a read of a shard's memory ended with {state}")
+        if state == _DONE:
+            self._agent.release_xfer_handle(self._handle)
+        return bool(state == _DONE)
+
+    def abandon(self) -> None:
+        """Cancel. A handle that cannot be released now is released with its agent."""
+        self._handle = None
+
+
+def _descs(agent: Any, table: Any) -> Any:
+    return agent.get_xfer_descs(table, "DRAM")
+
+
+def _failed(error: Exception) -> Unreachable:
+    return Unreachable(f"a read of a shard's memory failed: {type(error).__name__}: {error}")
+
+
+def _nixl(carrier: Carrier) -> Any:
+    """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
+    os.environ.setdefault("UCX_TLS", _TRANSPORTS[carrier])
+    os.environ.setdefault(
+        "NIXL_LOG_LEVEL", "ERROR"
+    )  # its default writes to standard output, where a server says "ready"
+    import nixl._api as api
+
+    _exit_without_unloading()
+    return api
+
+
+@cache
+def _exit_without_unloading() -> None:
+    """Have the C library end this process right after the interpreter's own end. The wheel brings a libnl beside the system's, and where both are
+    loaded one crashes when it is unloaded: every process with an agent would end by SIGSEGV, whatever its exit code."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "on_exit"):  # of glibc: calls _exit(code)
+        library.on_exit(library._exit, None)
