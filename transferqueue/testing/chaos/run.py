@@ -235,7 +235,7 @@ class Chaos:
         elif fault.kind == "kill":
             done = self._kill(fault.target)
         else:
-            done = self._freeze(DRAINERS if fault.kind == "fill" else (fault.target,), fault.for_s)
+            done = self._freeze((*DRAINERS, REMOTE[-1]) if fault.kind == "fill" else (fault.target,), fault.for_s)
         if done:
             self.faults.append(fault._replace(at=at))
 
