@@ -68,14 +68,14 @@ def spread(completion_ids):
 
 
 class SlowLink:
-    """A port of the near site's address that passes everything on to a port of loopback, at the rate and with the delay of a link. down, up: bytes from and to the near site."""
+    """A port of a site's address (the near one's) that passes everything on to a port of loopback, at the rate and with the delay of a link. down, up: bytes from and to that site."""
 
-    def __init__(self, port: int, mbit: float, delay_s: float) -> None:
+    def __init__(self, port: int, mbit: float, delay_s: float, at: str = NEAR) -> None:
         self.down = self.up = 0
         self._bytes_s, self._delay_s, self._port = mbit * 1e6 / 8, delay_s, port
         self._free = {"down": 0.0, "up": 0.0}
         self._lock = threading.Lock()
-        self._listener = socket.create_server((NEAR, port))
+        self._listener = socket.create_server((at, port))
         threading.Thread(target=self._accept, daemon=True).start()
 
     def _accept(self) -> None:

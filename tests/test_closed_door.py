@@ -20,7 +20,7 @@ ALLOWED = {
     ("transport/control/channel.py", "inproc.connect"),
     ("client/client.py", "dial"),
     ("cluster/shard.py", "dial"),
-    ("weights.py", "tq.connect"),
+    ("weights/relay.py", "tq.connect"),
     # the store that whoever started the shard named
     ("cluster/stores/mooncake.py", "socket.create_connection"),
     # the host of that address: sends nothing, asks the kernel which of this machine's addresses it would send from

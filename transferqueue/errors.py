@@ -119,8 +119,7 @@ class LeaseExpired(FlowSignal):
 
 
 class VersionGivenUp(FlowSignal):
-    """A version of weights that several processes publish together was given up before all parts had come. No reader saw any of it; the
-    message says why."""
+    """A version of weights that is published in parts was given up before all of them had come. No reader has it; the message says why."""
 
 
 class Full(FlowSignal):

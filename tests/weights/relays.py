@@ -7,11 +7,13 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+
+import transferqueue as tq
 
 GENEROUS_S = 60.0
 MIB = 1 << 20
@@ -24,21 +26,39 @@ def model(**changed: int) -> dict[str, np.ndarray]:
     return {name: np.random.default_rng(seed).integers(0, 255, MIB, dtype=np.uint8) for name, seed in names.items()}
 
 
+def channel_bytes(queue: tq.Queue) -> int:
+    return int(queue.stats()["channels"].get("policy", {"bytes": 0})["bytes"])
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Return once the condition, which asks a server, is true."""
+    while not condition():
+        pass
+
+
 class Crossed:
     """Counts the bytes that a link passes on, both ways; from `holds_at` on it passes nothing more until `let_go`."""
 
     def __init__(self) -> None:
         self.bytes = 0
+        self._passed = threading.Condition()
         self.holds_at: int | None = None
         self.holding = threading.Event()
         self._open = threading.Event()
 
     def __call__(self, _passed: int, data: bytes, _up: bool) -> bytes:
-        self.bytes += len(data)
+        with self._passed:
+            self.bytes += len(data)
+            self._passed.notify_all()
         if self.holds_at is not None and self.bytes > self.holds_at:
             self.holding.set()
             self._open.wait(GENEROUS_S)
         return data
+
+    def reached(self, count: int) -> None:
+        """Wait until so many bytes have passed."""
+        with self._passed:
+            assert self._passed.wait_for(lambda: self.bytes >= count, GENEROUS_S), f"{self.bytes} of {count}"
 
     def let_go(self) -> None:
         """Pass on what is held, and all that comes."""

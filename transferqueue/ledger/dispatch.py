@@ -139,7 +139,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     weight_channels.check_publish(channel, state.core.blocks, session.id, request)
     if request.part:
-        weight_channels.keep_part(channel, state.core.blocks, request)
+        weight_channels.keep_part(channel, state.core.blocks, request, state.core.deadlines, state.now)
         state.core.effects.wake("parts", request.channel)
         return m.DoneReply(len(request.fields))
     if missing := weight_channels.missing_parts(channel, request):

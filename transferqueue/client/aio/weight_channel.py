@@ -57,7 +57,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         """Begin `version`, which `parts` sessions publish together, such as the ranks of a sharded trainer. Returns its number, which each of
         them passes to `publish` as ``pending``.
 
-        No reader sees any part before all have come. The version is given up, its parts are freed, and later ones are refused with
+        No reader has the version before all have come. The version is given up, its parts are freed, and later ones are refused with
         `VersionGivenUp`: after `length_s` seconds, when this session ends, or when another version of the channel is begun.
         """
         return await self._run(begin_version(self._name, version, parts, length_s))
@@ -84,6 +84,9 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
         only: names of tensors, or a mapping from names to ranges of rows (None: all rows); the weights have these alone. Only tensors and
         published slices with wanted rows are read or fetched. `NotFound` for others.
+
+        Where bytes cross a network and a version is published in parts, such as by a relay, parts that have come are fetched and their checksums
+        compared while the call waits for the rest. It returns the whole version, or raises; if the version is given up, it waits for the next.
         """
         return await self._run(pull_weights(self._client, self._name, above, version, since, timeout_s, only))
 

@@ -15,6 +15,7 @@ Rules:
 - A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``.
 - Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If that fails,
   the version is given up.
+- A relay begins a version of which it does not know the number of parts, and publishes all of them itself: part 0 is the last.
 """
 
 from __future__ import annotations
@@ -82,10 +83,12 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class PartTerms:
-    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts."""
+    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts. is_new: no tensor of it is in the
+    newest version, so none is compared with it."""
 
     pending: int = 0
     part: int = 0
+    is_new: bool = False
 
 
 WHOLE: Final = PartTerms()
@@ -183,12 +186,25 @@ def begin_version(channel: str, version: int, parts: int, length_s: float) -> Op
     return reply.pending
 
 
+def begin_open_version(channel: str, version: int, length_s: float) -> Operation[int]:
+    """Begin a version of which this session publishes all parts, as many as come. Returns its number."""
+    request = m.BeginVersion(channel=channel, version=version, parts=0, length_s=length_s)
+    reply = yield from request_reply(request, m.VersionBegun)
+    return reply.pending
+
+
 def mirror_version(
-    client: ClientSession, channel: str, keep: int, version: int, copies: Sequence[ReusedTensor], timeout_s: float
+    client: ClientSession,
+    channel: str,
+    keep: int,
+    version: int,
+    copies: Sequence[ReusedTensor],
+    timeout_s: float,
+    terms: PartTerms = WHOLE,
 ) -> Operation[None]:
-    """Publish base and adapters of another channel as the same version here."""
+    """Publish base and adapters of another channel as the same version here, or a part of one."""
     deadline = yield from checks.within(timeout_s)
-    yield from _publish(client, channel, keep, version, copies, None, deadline, WHOLE)
+    yield from _publish(client, channel, keep, version, copies, None, deadline, terms)
 
 
 def _publish(
@@ -221,13 +237,11 @@ def _commit(
     terms: PartTerms,
     nbytes: list[int],
 ) -> Operation[m.DoneReply]:
-    basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
-    beside = [] if adapter is None else _beside(channel, adapter, basis)
-    unchanged = yield from _unchanged(block_writers, basis)
-    kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
+    base, blocks, kept = -1, list[int](), set[str]()
+    if not terms.is_new:
+        base, blocks, kept = yield from _of_newest(channel, block_writers, adapter)
     written = [writer for writer in block_writers if writer.field.name not in kept]
     nbytes[0] = sum(writer.nbytes for writer in written)
-    blocks = [*beside, *kept.values()]
     region = WrittenBlocks(((yield from write(client, written, deadline, "weights")), written)) if written else None
     request = m.Publish(
         channel=channel,
@@ -236,13 +250,24 @@ def _commit(
         blocks=region.blocks() if region else [],
         keep=keep,
         wait_s=deadline.left(),
-        base=basis.version if blocks else -1,
+        base=base if blocks else -1,
         kept=blocks,
         slices=[writer.of for writer in written if writer.of is not None],
         pending=terms.pending,
         part=terms.part,
     )
     return (yield from finish_commit(region, request, m.DoneReply))
+
+
+def _of_newest(
+    channel: str, block_writers: Sequence[NewTensor], adapter: str | None
+) -> Operation[tuple[int, list[int], set[str]]]:
+    """The newest version, the blocks of it that the next takes over, and the tensors that therefore need not be written."""
+    basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
+    beside = [] if adapter is None else _beside(channel, adapter, basis)
+    unchanged = yield from _unchanged(block_writers, basis)
+    kept = {name: block.block for name, block in _worth_keeping(unchanged, basis.extents).items()}
+    return basis.version, [*beside, *kept.values()], set(kept)
 
 
 def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = WHOLE) -> list[NewTensor]:

@@ -6,7 +6,6 @@ reads bytes only to compare checksums; tensors that the caller has already are n
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import TracebackType
@@ -18,15 +17,22 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
-from transferqueue.client.session.deadline import seconds
-from transferqueue.client.session.run import BlockingWork, Operation, request_reply
+from transferqueue.client.operations.arriving import (
+    ArrivedTensors,
+    SharedTensor,
+    await_version,
+    by_field,
+    copy_of,
+    fetch_tensors,
+    release_all,
+    return_pins,
+)
+from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import ITEMS_MAX, check_name
 from transferqueue.schema import Field
-from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -46,31 +52,6 @@ BEGUN_S: Final = 60.0
 
 TURN_S: Final = 30.0
 """Default length of a turn: longer than loading weights takes, short enough for the others to wait for a dead process."""
-
-
-class SharedTensor:
-    """One tensor in this process's memory, which several versions may share. The last of them frees it."""
-
-    __slots__ = ("_users", "block", "blocks", "column")
-    _guard: Final = threading.Lock()
-
-    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockLocation) -> None:
-        self.column, self.blocks, self.block = column, blocks, block
-        self._users = 1
-
-    def share(self) -> bool:
-        """Count one more version; False if the tensor was freed already."""
-        with self._guard:
-            self._users += self._users > 0
-            return self._users > 0
-
-    def release(self, message: str) -> None:
-        """Count one version less. The last one frees the memory; `message` is the error of later reads."""
-        with self._guard:
-            self._users -= 1
-            if self._users:
-                return
-        self.blocks.end(message)
 
 
 class Weights(ProcessBound, Mapping[str, Any]):
@@ -217,23 +198,19 @@ class Weights(ProcessBound, Mapping[str, Any]):
                 f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to mirror it'
             )
         tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
-        return [
-            publish.ReusedTensor(
-                [self._tensors[name].column.field for name in tensor.block.fields],
-                tensor.block,
-                tensor.blocks.live_memory()[0],
-                self._slices.get(tensor.block.fields[0]),
-            )
-            for tensor in tensors
-        ]
+        return [copy_of(tensor, self._slices) for tensor in tensors]
 
     def _shared(self, field: Field, block: m.BlockLocation) -> SharedTensor | None:
         """This version's tensor, counted once more, if `block` has the same; else None."""
-        mine = self._tensors.get(field.name)
-        if mine is None:
+        if not self._has(field, block):
             return None
-        same = publish.is_unchanged(mine.column.field, mine.block, field, block.nbytes, block.checksum)
-        return mine if same and not self._released and mine.share() else None
+        mine = self._tensors[field.name]
+        return mine if mine.share() else None
+
+    def _has(self, field: Field, block: m.BlockLocation) -> bool:
+        """Whether this version, which is not released, has the tensor in `block`."""
+        mine = self._tensors.get(field.name)
+        return mine is not None and not self._released and mine.is_in(field, block)
 
     def __getitem__(self, name: str) -> Any:
         full = f"{publish.BASE}{name}"
@@ -325,35 +302,50 @@ def pull_weights(
         channel=channel,
         above=checks.whole("above", above, least=-1),
         version=-1 if version is None else checks.whole("version", version),
-        wait_s=deadline.wait_s,
     )
-    for _ in range(TRIES - 1):
-        try:
-            return (yield from _pull(client, request, since, wanted))
-        except Corruption:
-            continue  # bytes changed on the way, and may arrive whole next time
-    return (yield from _pull(client, request, since, wanted))
+    arrived = ArrivedTensors()
+    try:
+        for _ in range(TRIES - 1):
+            try:
+                return (yield from _pull(client, request, deadline, since, wanted, arrived))
+            except Corruption:
+                continue  # bytes changed on the way, and may arrive whole next time
+        return (yield from _pull(client, request, deadline, since, wanted, arrived))
+    finally:
+        arrived.release()
 
 
 def _pull(
-    client: ClientSession, request: m.Pull, since: Weights | None, wanted: Mapping[str, range | None] | None
+    client: ClientSession,
+    request: m.Pull,
+    deadline: Deadline,
+    since: Weights | None,
+    wanted: Mapping[str, range | None] | None,
+    arrived: ArrivedTensors,
 ) -> Operation[Weights]:
-    reply = yield from request_reply(request, m.WeightsReply)
+    def needed(field: Field, block: m.BlockLocation, of: m.TensorSlice | None) -> bool:
+        is_wanted = wanted is None or _is_wanted(field.name, field.shape, of, wanted)
+        return is_wanted and not (since is not None and since._has(field, block))
+
+    reply = yield from await_version(client, request, deadline, arrived, needed)
     if wanted is not None:
         reply = _restricted(client, reply, wanted, request.channel)
-    fields = {field.name: field for field in reply.fields}
-    shared = _shared(reply, fields, since)
+    fields, _ = by_field(reply)
+    tensors = _shared(reply, fields, since)
     try:
-        client.connection.unpin([block.block for block in reply.blocks if block.fields[0] in shared])
-        new = [block for block in reply.blocks if block.fields[0] not in shared]
-        fetched = yield from _fetch(client, new, fields, f'version {reply.version} of channel "{request.channel}"')
+        rest = [block for block in reply.blocks if block.fields[0] not in tensors]
+        new = [block for block in rest if not arrived.has(fields[block.fields[0]], block)]
+        return_pins(client, reply.blocks, new)
+        fetched = yield from fetch_tensors(
+            client, new, fields, f'version {reply.version} of channel "{request.channel}"'
+        )
     except BaseException:
-        for tensor in shared.values():
-            tensor.release("the pull that shared it failed")
+        release_all(tensors, "the pull that shared it failed")
         raise
-    tensors = shared | fetched
+    early = {name: arrived.take(name) for block in rest if (name := block.fields[0]) not in fetched}
+    tensors |= early | fetched
     ordered = {field.name: tensors[field.name] for field in reply.fields}
-    return Weights(request.channel, reply.version, ordered, frozenset(fetched), reply.slices, wanted)
+    return Weights(request.channel, reply.version, ordered, frozenset(early | fetched), reply.slices, wanted)
 
 
 def _restricted(
@@ -395,32 +387,6 @@ def _shared(reply: m.WeightsReply, fields: Mapping[str, Field], since: Weights |
         return {}
     tensors = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in reply.blocks}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
-
-
-def _fetch(
-    client: ClientSession, blocks: list[m.BlockLocation], fields: dict[str, Field], subject: str
-) -> Operation[dict[str, SharedTensor]]:
-    """Fetch the tensors in `blocks`, and compare their checksums."""
-    zero = bytes(4)
-    parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
-    columns, held = yield from client.shards.columns(parts, fields, 1)
-    tensors = {
-        name: SharedTensor(columns[name], memory, block)
-        for memory, block in zip(held, blocks, strict=True)
-        for name in block.fields
-    }
-    try:
-        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(tensors, subject))
-    except BaseException:
-        for tensor in tensors.values():
-            tensor.release(f"{subject} did not arrive whole; pull it again")
-        raise
-    return tensors
-
-
-def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
-    for name, tensor in tensors.items():
-        verify(tensor.blocks.live_memory()[0], tensor.block.checksum, f'tensor "{name}" of {subject}')
 
 
 def report_applied(channel: str, version: int) -> Operation[None]:

@@ -23,7 +23,7 @@ def channel_lines(channel: WeightChannelState, core: SharedState, now: float) ->
         *_applied(channel, core, now),
         *_never_applied(channel, core, now),
         *_update_slots(channel, core, now),
-        *([channel.pending.explain()] if channel.pending is not None and channel.pending.missing else ()),
+        *([channel.pending.explain()] if channel.pending is not None and channel.pending.is_coming else ()),
     ]
 
 

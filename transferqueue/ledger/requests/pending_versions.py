@@ -2,8 +2,12 @@
 
 Invariants:
 
-- A *pending version* is begun by one session, which publishes part 0. Parts 1 and above are kept until then. No reader sees
-  any part before the version is published, and then all of them.
+- A *pending version* is begun by one session, which publishes part 0. Parts 1 and above are kept until then. No reader has
+  the version before it is published, and then all of it.
+- A reader may ask for the parts that have come, to fetch their bytes early. It gets each part once, in the order in which they came, and
+  pins its blocks like those of a version. The published version has the same blocks.
+- An *open* version (``parts=0``) has as many parts as came when part 0 comes, all from the session that began it. Each of them
+  starts its length anew: so a relay forwards a version whose parts nobody has counted, at any rate.
 - Each part comes once. Its blocks have one reference from the pending version, and keep it when the version is published.
 - A channel has at most one pending version. It is given up after its length, when the session that began it is closed,
   when another version is begun, or when bytes of a part are lost. Its parts are then freed. The reason is kept for
@@ -18,9 +22,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
-from transferqueue.limits import ITEMS_MAX
+from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field
-from transferqueue.wire.messages import Publish, TensorSlice
+from transferqueue.wire.messages import Publish, Pull, TensorSlice, WeightsReply
 
 
 @dataclass(slots=True)
@@ -34,7 +39,9 @@ class VersionPart:
 
 @dataclass(slots=True, eq=False)
 class PendingVersion:
-    """Version `version`, begun by `session` as number `number`, of `parts` parts. kept: parts that came, but part 0."""
+    """Version `version`, begun by `session` as number `number`, of `parts` parts (0: open). kept: parts that came, in that order, but
+    part 0.
+    """
 
     channel: str
     number: int
@@ -51,12 +58,19 @@ class PendingVersion:
         return [part for part in range(1, self.parts) if part not in self.kept]
 
     @property
+    def is_coming(self) -> bool:
+        """Whether it waits for parts, or for nobody knows how many."""
+        return bool(self.missing or not self.parts)
+
+    @property
     def subject(self) -> str:
         """Its name in messages."""
         return f'version {self.version} of channel "{self.channel}"'
 
     def explain(self) -> str:
         """What it waits for."""
+        if not self.parts:
+            return f"{self.subject} is on its way: parts that have come: {len(self.kept)}"
         return f"{self.subject} lacks parts {listing(self.missing)} of {self.parts}; each is published by a session of its own"
 
     def fields(self) -> dict[str, Field]:
@@ -66,6 +80,21 @@ class PendingVersion:
     def slices(self) -> list[TensorSlice]:
         """Slices of the parts that came."""
         return [one for part in self.kept.values() for one in part.slices]
+
+    def in_order(self, part_0: VersionPart) -> list[VersionPart]:
+        """All parts, as their tensors follow each other in the version: by number, or, of an open version, as they came."""
+        if not self.parts:
+            return [*self.kept.values(), part_0]
+        return [part_0, *(part for _, part in sorted(self.kept.items()))]
+
+    def after(self, have: int) -> VersionPart:
+        """All parts that came after the first `have` of them, as one."""
+        parts = list(self.kept.values())[have:]
+        return VersionPart(
+            [new for part in parts for new in part.fields],
+            [number for part in parts for number in part.blocks],
+            [one for part in parts for one in part.slices],
+        )
 
 
 def check_part(pending: PendingVersion | None, given_up: Mapping[int, str], session: int, request: Publish) -> None:
@@ -78,16 +107,44 @@ def check_part(pending: PendingVersion | None, given_up: Mapping[int, str], sess
         )
     if request.version != pending.version:
         raise UsageError(f"{pending.subject} was begun as number {pending.number}; version {request.version} is not it")
-    if request.part >= pending.parts:
+    most = pending.parts or VERSION_PARTS_MAX
+    if request.part >= most:
         raise UsageError(
-            f"part {request.part} of {pending.subject}, which has parts 0 to {pending.parts - 1}; begin it with more"
+            f"part {request.part} of {pending.subject}, which has parts 0 to {most - 1}; begin it with more"
         )
     if request.part in pending.kept:
         raise AlreadyExists(f"part {request.part} of {pending.subject} has come; each part is published once")
-    if not request.part and session != pending.session:
-        raise UsageError(
-            f"{pending.subject} was begun by another session, which publishes part 0; publish another part"
-        )
+    if session != pending.session and not (request.part and pending.parts):
+        theirs = "part 0; publish another part" if pending.parts else "all its parts"
+        raise UsageError(f"{pending.subject} was begun by another session, which publishes {theirs}")
+
+
+def parts_for(
+    pending: PendingVersion | None,
+    given_up: Mapping[int, str],
+    blocks: BlockRegistry,
+    request: Pull,
+    session: int,
+) -> WeightsReply | None:
+    """Parts that the session has not got of the version that it waits for, pinned for it; None: there are none now, or it takes none.
+    `VersionGivenUp` if the version of which it has parts was given up.
+    """
+    if not request.parts:
+        return None
+    if request.pending in given_up:
+        raise VersionGivenUp(given_up[request.pending])
+    if pending is None or not _is_awaited(pending, request):
+        return None
+    new = pending.after(request.have if request.pending == pending.number else 0)
+    if not new.blocks:
+        return None
+    blocks.pin(session, new.blocks)
+    places = [blocks.blocks[number].at for number in new.blocks]
+    return WeightsReply(pending.version, new.fields, places, new.slices, pending.number, len(pending.kept))
+
+
+def _is_awaited(pending: PendingVersion, request: Pull) -> bool:
+    return pending.version == request.version if request.version >= 0 else pending.version > request.above
 
 
 def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorSlice]) -> None:

@@ -40,6 +40,7 @@ from transferqueue.ledger.requests.pending_versions import (
     check_fields,
     check_part,
     check_whole,
+    parts_for,
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit_shape import check_layout
@@ -203,7 +204,7 @@ def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish
     """Make a version that `check_publish` accepted the latest, with its kept parts, and remove versions beyond `keep`."""
     parts = [_commit(channel, blocks, request)]
     if request.pending and channel.pending is not None:
-        parts += [part for _, part in sorted(channel.pending.kept.items())]
+        parts = channel.pending.in_order(parts[0])
         _end_pending(channel)
     channel.versions[request.version] = PublishedVersion(
         fields=[new for part in parts for new in part.fields],
@@ -243,10 +244,15 @@ def begin(
     return VersionBegun(channel.begun)
 
 
-def keep_part(channel: WeightChannelState, blocks: BlockRegistry, request: Publish) -> None:
+def keep_part(
+    channel: WeightChannelState, blocks: BlockRegistry, request: Publish, deadlines: Deadlines, now: float
+) -> None:
     """Keep part 1 or above, which `check_publish` accepted, until part 0 comes."""
-    if channel.pending is not None:
-        channel.pending.kept[request.part] = _commit(channel, blocks, request)
+    pending = channel.pending
+    if pending is not None:
+        pending.kept[request.part] = _commit(channel, blocks, request)
+        if not pending.parts:
+            deadlines.add(pending, now + pending.length_s)
 
 
 def missing_parts(channel: WeightChannelState, request: Publish) -> str:
@@ -309,7 +315,7 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
 
 
 def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> WeightsReply | MustWait:
-    """The requested version, pinned for the session."""
+    """The requested version, pinned for the session; or parts of it, if it is not published yet and the session takes parts."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
         raise ShardLost(f"{explain_lost(channel, version)}; pull the newest, or wait for the next")
@@ -319,8 +325,12 @@ def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, sess
         )
     published = channel.versions.get(version)
     if published is None or (request.version < 0 and version <= request.above):
+        parts = parts_for(channel.pending, channel.given_up, blocks, request, session)
+        if parts is not None:
+            return parts
         if request.wait_s > 0:
-            return MustWait((("channel", channel.name),))
+            keys = ("channel", "parts") if request.parts else ("channel",)
+            return MustWait(tuple((key, channel.name) for key in keys))
         raise DeadlineExceeded(explain_pull(channel, request))
     blocks.pin(session, published.blocks)
     places = [blocks.blocks[number].at for number in published.blocks]
@@ -333,7 +343,8 @@ def explain_pull(channel: WeightChannelState, request: Pull) -> str:
     has = f"its latest is {channel.latest}" if channel.latest >= 0 else "nothing was published yet"
     if channel.latest in channel.lost:
         has = explain_lost(channel, channel.latest)
-    return f'channel "{channel.name}" does not have {wanted}: {has}'
+    coming = f"; {channel.pending.explain()}" if channel.pending is not None and channel.pending.is_coming else ""
+    return f'channel "{channel.name}" does not have {wanted}: {has}{coming}'
 
 
 def apply_version(channel: WeightChannelState, request: ReportApplied, session: int, now: float) -> None:

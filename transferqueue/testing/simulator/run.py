@@ -23,7 +23,7 @@ from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
 from transferqueue.testing.simulator.stepped import CheckpointJob
-from transferqueue.testing.simulator.weights import CHANNEL, ShardedWeightsJob, WeightChannelJob
+from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 9.0
@@ -110,7 +110,7 @@ class SimRun:
         self.jobs = [rollouts, chance.choice(beside)]
         if self.roomy and chance.random() < 0.5:
             rollouts.account.channel = CHANNEL
-            kind = chance.choice((WeightChannelJob, ShardedWeightsJob))
+            kind = chance.choice((WeightChannelJob, ShardedWeightsJob, ForwardedWeightsJob))
             self.jobs[1] = kind(chance.randint(1, 3), rollouts.account.advanced)
         elif self.seed % COLUMNS_EVERY == 2:
             self.jobs[1] = ColumnEndsJob()

@@ -1,6 +1,7 @@
 """Jobs on a weight channel: versions are whole, none is invented, none is older than a version published before. It is the clock of a table.
 
-In one of them two ranks publish each version together, in slices of one tensor.
+In one of them two ranks publish each version together, in slices of one tensor. In another one a version comes in parts that nobody counts, and those
+who pull take each part as it comes.
 """
 
 from __future__ import annotations
@@ -152,3 +153,58 @@ class ShardedWeightsJob(WeightChannelJob):
         halves = sorted(one.first for one in weights.slices)
         if halves != [0, HALF] or len(weights.blocks) != len(halves):
             raise PromiseBroken(f"version {weights.version} has the slices {halves} in {len(weights.blocks)} blocks")
+
+
+class ForwardedWeightsJob(WeightChannelJob):
+    """One process publishes each version in parts that nobody counts, two pull the parts as they come, and then the version."""
+
+    def _publish_once(self, process: Process) -> Steps:
+        version = self._newest + 1
+        try:
+            begun = yield m.BeginVersion(CHANNEL, version, 0, process.world.random.uniform(0.5, 6.0))
+            for part in (1, 2, 0):
+                yield from self._part(process, version, begun.pending, part)
+        except AlreadyExists:
+            pass  # an earlier try succeeded, and its reply was lost
+        self._newest = version
+        self._on_published(version)
+        yield process.world.random.uniform(0.1, 1.0)
+
+    def _part(self, process: Process, version: int, pending: int, part: int) -> Steps:
+        field = msgspec.structs.replace(BODY, name=f"tensor.{part}")
+        block = msgspec.structs.replace((yield from write(process, [FIRST_STAMP + version])), fields=[field.name])
+        try:
+            yield m.Publish(CHANNEL, version, [field], [block], self._keep, wait_s=3.0, pending=pending, part=part)
+        finally:
+            if process.alive:
+                process.send_unawaited(m.ReturnGrant(block.extent))
+
+    def _pull_once(self, process: Process, have: int) -> Steps:
+        newest, replies = self._newest, list[m.WeightsReply]()
+        weights = m.WeightsReply(-1, [], [])
+        try:
+            while not replies or weights.pending:
+                weights = yield m.Pull(
+                    CHANNEL, above=have, wait_s=2.0, parts=True, pending=weights.pending, have=weights.have
+                )
+                replies.append(weights)
+                if not max(have + 1, newest) <= weights.version <= self._newest + 1:
+                    raise PromiseBroken(f"version {weights.version} came above {have}, when {newest} was published")
+                view(process, weights.blocks)
+            for pause in (process.world.random.uniform(0.01, 1.0), 0.0):
+                self._look_at_all(process, replies)
+                yield pause
+            yield m.ReportApplied(CHANNEL, weights.version)
+        finally:
+            for reply in replies:
+                let_go(process, reply.blocks)
+        return weights.version
+
+    def _look_at_all(self, process: Process, replies: list[m.WeightsReply]) -> None:
+        """Each part has the bytes of its version and came once, and the whole has all of them."""
+        *parts, whole = replies
+        for reply in replies:
+            self._look(process, reply)
+        names = [field.name for reply in parts for field in reply.fields if reply.pending == parts[-1].pending]
+        if len(names) != len(set(names)) or len(whole.fields) != 3:
+            raise PromiseBroken(f"parts {names} came, and version {whole.version} has {len(whole.fields)} tensors")

@@ -67,11 +67,14 @@ def _give_up(request: BeginVersion, reply: VersionBegun, reason: str) -> list[Gi
 
 @request(reply=VersionBegun, roles=CONSUMERS, home=CHANNEL, undo=_give_up, verb="WeightChannel.begin")
 class BeginVersion(Message, tag="Begin"):
-    """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this session, or when another is begun."""
+    """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this session, or when another is begun.
+
+    parts 0: this session publishes all parts, as many as there are when part 0 comes, and each part starts `length_s` anew.
+    """
 
     channel: Name
     version: Count
-    parts: Annotated[int, Meta(ge=1, le=VERSION_PARTS_MAX)]
+    parts: Annotated[int, Meta(ge=0, le=VERSION_PARTS_MAX)]
     length_s: Annotated[float, Meta(gt=0, le=1e9)]
 
 
@@ -105,12 +108,17 @@ class GetLatestVersion(Message, tag="Basis"):
 
 
 class WeightsReply(Message, tag="Weights"):
-    """A published version; pins its blocks like `ReplyRows`."""
+    """A published version; pins its blocks like `ReplyRows`.
+
+    pending: if it is not 0, these are parts of the pending version of this number, and `have` counts its parts up to these.
+    """
 
     version: int
     fields: Fields
     blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
     slices: TensorSlices = []
+    pending: Count = 0
+    have: Count = 0
 
 
 def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpin]:
@@ -119,12 +127,19 @@ def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpi
 
 @request(reply=WeightsReply, roles=WORKERS, home=CHANNEL, undo=_unpin_weights, verb="WeightChannel.pull")
 class Pull(Message):
-    """The newest version above `above` (or exactly `version` if >= 0), waiting for it."""
+    """The newest version above `above` (or exactly `version` if >= 0), waiting for it.
+
+    parts: where it is not published yet, the reply may also have parts of it that have come. pending, have: the number of the pending version
+    of which the first `have` parts were received; if that version was given up, the request is refused with the reason.
+    """
 
     channel: Name
     above: int = -1
     version: int = -1
     wait_s: Seconds = 0.0
+    parts: bool = False
+    pending: Count = 0
+    have: Count = 0
 
 
 @request(reply=DoneReply, roles=WORKERS, home=CHANNEL, verb="WeightChannel.applied")

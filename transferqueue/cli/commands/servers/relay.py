@@ -80,6 +80,15 @@ WaitSOption = Annotated[
         "--wait-s", min=0.1, show_default=False, help="When a source has nothing new, look again. Default: 600."
     ),
 ]
+PartBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--part-bytes",
+        metavar="SIZE",
+        show_default=False,
+        help="What is forwarded at once, at least. Default: 4MiB. Above the size of a version: nothing is forwarded before the whole is here.",
+    ),
+]
 OverTheNetworkOption = Annotated[
     bool, typer.Option("--remote", help="Bytes cross the network even from a source on this machine: a rehearsal.")
 ]
@@ -93,18 +102,21 @@ def relay(
     arena_bytes: ArenaBytesOption = None,
     keep: KeepOption = 2,
     wait_s: WaitSOption = None,
+    part_bytes: PartBytesOption = None,
     over_the_network: OverTheNetworkOption = False,
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
 ) -> None:
     """Carry each version of a weight channel into this host once, and serve it here, until Ctrl-C or SIGTERM.
 
-    Only tensors that changed cross. Replicas of this host pull from the relay's server. One line tells of each version carried, and of
+    Only tensors that changed cross. Replicas of this host pull from the relay's server, and other relays forward each part of a version from there
+    while the rest is on its way. One line tells of each version carried, and of
     each error of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
     """
     log_to_stderr(log_level, as_json=log_json)
     from transferqueue.errors import UsageError
-    from transferqueue.weights import WAIT_S, RelayProcess
+    from transferqueue.limits import RELAY_PART_BYTES
+    from transferqueue.weights.relay import WAIT_S, RelayProcess
 
     target = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
     if (target is None) == (not serving):
@@ -115,6 +127,8 @@ def relay(
     if arena_bytes and not serving:
         raise UsageError(f"--arena-bytes {arena_bytes} is for --serve; the server at {target} has its own")
 
+    part = size_in_bytes(part_bytes) or RELAY_PART_BYTES
+
     def relay_into(address: str) -> RelayProcess:
         return RelayProcess(
             sources,
@@ -123,6 +137,7 @@ def relay(
             keep=keep,
             data="remote" if over_the_network else "auto",
             wait_s=wait_s or WAIT_S,
+            part_bytes=part,
             tell=_tell,
         )
 
