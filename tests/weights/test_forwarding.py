@@ -254,6 +254,36 @@ def test_a_relay_goes_on_after_its_deadline_with_what_has_come(hosts: tuple[tq.Q
             assert written(weights) == set(range(1, TENSORS + 1)), "each tensor was written once"
 
 
+def test_what_was_damaged_is_not_published_here(hosts: tuple[tq.Queue, tq.Queue]) -> None:
+    source, here = hosts
+    source.weights("policy").publish(1, model())
+    with tq.connect() as between:
+        with source.weights("policy").pull() as weights:
+            weights.numpy()["w7"][3] ^= 1  # a view of this process alone
+            between.weights("policy").mirror(weights)
+        with WeightRelay(between, here, "policy", part_bytes=1) as carrier:
+            with pytest.raises(tq.Corruption, match='tensor "_w7" of version 1'):
+                carrier.carry()
+            assert channel_bytes(here) == (TENSORS - 1) * MIB, "the others are here, and the version is not"
+            with pytest.raises(tq.DeadlineExceeded, match="nothing was published yet"):
+                here.weights("policy").pull(timeout_s=0)
+            between.weights("policy").publish(2, model(w7=70))
+            assert carrier.carry() == 2
+    with here.weights("policy").pull(timeout_s=0) as weights:
+        assert right(weights, w7=70)
+
+
+def test_a_version_for_which_there_is_no_memory_leaves_nothing() -> None:
+    with tq.connect() as source, tq.connect(arena_bytes="5MiB") as here:
+        source.weights("policy").publish(1, model())
+        with WeightRelay(source, here, "policy", part_bytes=MIB) as carrier:
+            with pytest.raises(tq.DeadlineExceeded, match="no extent of 1,048,576 bytes is free"):
+                carrier.carry(timeout_s=0.05)
+            until(lambda: channel_bytes(here) == 0)
+            source.weights("policy").publish(2, {"w": np.zeros(MIB, np.uint8)})
+            assert carrier.carry(timeout_s=GENEROUS_S) == 2
+
+
 # ---------------------------------------------------------------- a reader across a network
 
 
