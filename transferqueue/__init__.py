@@ -50,6 +50,7 @@ if TYPE_CHECKING:
         PeerError,
         PermissionDenied,
         ProtocolError,
+        RowsChanged,
         RowsEnded,
         SchemaError,
         Sealed,
@@ -80,6 +81,7 @@ if TYPE_CHECKING:
         Plugin,
         Predicate,
         Priority,
+        PutOrder,
         Refill,
         Requeue,
         Retention,
@@ -116,11 +118,11 @@ _MODULES: Final = {
     "cluster.connect": "aconnect connect",
     "cluster.on_ray.deploy": "Deployment deploy_ray",
     "errors": "AddressInUse AlreadyExists BatchEnded ColumnFreed Corruption DeadlineExceeded Disconnected EndOfTable FlowSignal Forked "
-    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError RowsEnded SchemaError Sealed "
-    "TransferQueueError Unreachable UsageError VersionGivenUp",
+    "Full Impossible InternalError LeaseExpired NotFound OutOfMemory PeerError PermissionDenied ProtocolError RowsChanged RowsEnded "
+    "SchemaError Sealed TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
     "policies": "Acked AckedColumns Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
-    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority Refill Requeue Retention Selector TagIs Task "
+    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder Refill Requeue Retention Selector TagIs Task "
     "TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
@@ -181,6 +183,7 @@ __all__ = [
     "Predicate",
     "Priority",
     "ProtocolError",
+    "PutOrder",
     "Queue",
     "Refill",
     "Repeat",
@@ -188,6 +191,7 @@ __all__ = [
     "Reservation",
     "Retention",
     "Rows",
+    "RowsChanged",
     "RowsEnded",
     "SchemaError",
     "Sealed",

@@ -19,6 +19,7 @@
     │   ├── RowsEnded                 rows that a lease waits for were dropped, deleted or finished
     │   ├── DeadlineExceeded          a wait ended by its deadline; says what is missing and who holds it
     │   ├── LeaseExpired              the lease is not (or no longer) yours; the call changed nothing
+    │   ├── RowsChanged               rows were written after they were read; the update changed nothing
     │   ├── VersionGivenUp            a version of weights that several publish; a part did not come
     │   └── Full                      refused now, because the caller asked not to wait
     ├── PeerError                 the network, another process, or the machine
@@ -116,6 +117,10 @@ class DeadlineExceeded(FlowSignal, TimeoutError):
 
 class LeaseExpired(FlowSignal):
     """The lease expired, was released, or belongs to another session. The call changed nothing."""
+
+
+class RowsChanged(FlowSignal):
+    """Rows were written after they were read, and the update was to be made only if not. It changed nothing: read them again."""
 
 
 class VersionGivenUp(FlowSignal):

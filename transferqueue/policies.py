@@ -36,6 +36,10 @@ class Fifo(_Policy):
     """Rows in the order in which they became ready."""
 
 
+class PutOrder(_Policy):
+    """Rows in the order in which they were put, by row id, whichever became ready first; of a group, its last row counts."""
+
+
 class OldestVersionFirst(_Policy):
     """Smallest policy version first, then Fifo: the row nearest its staleness bound goes first."""
 
@@ -60,7 +64,7 @@ class TokenBalanced(_Policy, kw_only=True):
     most 4/3 - 1/(3 world) of the best possible (Graham 1969) when counts are free.
     """
 
-    inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority = Fifo()
+    inner: Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | PutOrder = Fifo()
     equal_counts: bool = True
 
 
@@ -71,7 +75,7 @@ class Plugin(_Policy):
     options: dict[str, str | int | float | bool] = {}
 
 
-Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | TokenBalanced | Plugin
+Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | TokenBalanced | PutOrder | Plugin
 
 # ---------------------------------------------------------------- groups
 

@@ -21,6 +21,7 @@ from transferqueue.policies import (
     OldestVersionFirst,
     Pacing,
     Priority,
+    PutOrder,
     Refill,
     Requeue,
     Retention,
@@ -287,6 +288,8 @@ class Model:
             return -min(row.version for row in rows), -last
         if isinstance(selector, LongestFirst):
             return -sum(row.tokens for row in rows), order
+        if isinstance(selector, PutOrder):
+            return last, order
         if isinstance(selector, Priority):
             return -max(row.priority for row in rows), order
         return 0, order

@@ -13,7 +13,17 @@ import pytest
 from tests.ledger.driver import Driver, World
 from tests.scale import sizes
 from transferqueue.limits import Limits
-from transferqueue.policies import Compare, Fifo, Freshest, LongestFirst, OldestVersionFirst, Priority, Selector, Task
+from transferqueue.policies import (
+    Compare,
+    Fifo,
+    Freshest,
+    LongestFirst,
+    OldestVersionFirst,
+    Priority,
+    PutOrder,
+    Selector,
+    Task,
+)
 from transferqueue.wire import messages as m
 
 pytestmark = pytest.mark.slow
@@ -62,7 +72,7 @@ def assert_flat(measure: Callable[[], tuple[float, ...]], many: int) -> None:
 
 @pytest.mark.parametrize(
     "selector",
-    [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority()],
+    [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority(), PutOrder()],
     ids=lambda one: type(one).__name__,
 )
 @pytest.mark.parametrize("rows", MANY)

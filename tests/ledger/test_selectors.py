@@ -28,13 +28,22 @@ from transferqueue.policies import (
     OldestVersionFirst,
     Plugin,
     Priority,
+    PutOrder,
     Selector,
     TagIs,
     Task,
     TokenBalanced,
 )
 
-SELECTORS: list[Selector] = [Fifo(), OldestVersionFirst(), Freshest(), LongestFirst(), Priority(), TokenBalanced()]
+SELECTORS: list[Selector] = [
+    Fifo(),
+    PutOrder(),
+    OldestVersionFirst(),
+    Freshest(),
+    LongestFirst(),
+    Priority(),
+    TokenBalanced(),
+]
 rows = st.lists(
     st.tuples(st.integers(0, 5), st.integers(0, 9), st.sampled_from([-2.5, 0.0, 0.5, 7.0])), min_size=1, max_size=40
 )
@@ -90,6 +99,25 @@ def test_order_is_that_of_the_policy_and_each_row_comes_once(
     batches = drain(client, number)
     assert [row for batch in batches for row in batch] == wanted
     assert all(len(batch) == number for batch in batches[:-1])
+
+
+@given(completed=st.permutations(range(12)), number=st.integers(1, 5), task_first=st.booleans())
+@settings(max_examples=examples(25))
+def test_put_order_is_by_row_whichever_became_ready_first(completed: list[int], number: int, task_first: bool) -> None:
+    client = World().client()
+    task = Task("x", ["r"], selector=PutOrder())
+    client.create(tasks=[task] if task_first else [Task("never", ["s"])])
+    client.put(12)
+    for row in completed[:9]:
+        client.update([row], inline={"r": 1.0})
+    if not task_first:
+        client.add_task(task)
+    batch = client.lease("x", number)
+    assert batch.rows == sorted(completed[:9])[:number]
+    client.release(batch)  # rows that return keep their place
+    for row in completed[9:]:
+        client.update([row], inline={"r": 1.0})
+    assert client.lease("x", 12).rows == list(range(12))
 
 
 @pytest.mark.parametrize("selector", SELECTORS, ids=lambda one: type(one).__name__)

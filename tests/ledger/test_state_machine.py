@@ -38,6 +38,7 @@ from transferqueue.policies import (
     OldestVersionFirst,
     Pacing,
     Priority,
+    PutOrder,
     Refill,
     Requeue,
     Task,
@@ -50,7 +51,7 @@ from transferqueue.wire.codec import decode_fields
 ROWS_MAX = 24
 UNITS = {FORMING: "forming", QUEUED: "queued", OUT: "out", OVER: "over"}
 
-selectors = st.sampled_from([Fifo(), Freshest(), OldestVersionFirst(), LongestFirst(), Priority()])
+selectors = st.sampled_from([Fifo(), Freshest(), OldestVersionFirst(), LongestFirst(), Priority(), PutOrder()])
 group_rules = st.sampled_from(
     [
         None,

@@ -55,6 +55,12 @@ columns = st.one_of(
         facts=facts,
     ),
 )
+read = st.builds(
+    m.RowsRead,
+    st.lists(st.builds(m.Inline, names, ids), max_size=2),
+    st.lists(st.builds(m.BlocksRead, st.lists(names, max_size=2), ids), max_size=2),
+    st.none() | st.lists(st.just({}), max_size=2),
+)
 requests = st.one_of(
     st.builds(m.CreateTable, names),
     st.builds(m.OpenTable, names, wait_s=waits),
@@ -64,7 +70,7 @@ requests = st.one_of(
     st.builds(m.ReturnGrant, small),
     st.builds(m.Unpin, ids, ids),
     st.builds(m.PutRequest, names, st.integers(1, 3), columns, reservation=small, wait_s=waits),
-    st.builds(m.Update, names, ids, columns, overwrite=st.booleans()),
+    st.builds(m.Update, names, ids, columns, overwrite=st.booleans(), if_unchanged=st.none() | read),
     st.builds(
         m.LeaseRequest, names, names, rows=counts, tokens=counts, groups=counts, at_least=counts, wait_s=waits,
         where=predicates, rank=st.integers(0, 2), world=st.integers(1, 2), replica=st.integers(0, 2),

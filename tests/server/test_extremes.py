@@ -26,6 +26,7 @@ BIG = Field("big", "uint8", (None,))
 FIELDS = [Field("x", "int64"), BIG]
 SIZE = layout([BIG], 2, [8])[1]
 ids = np.arange(2, dtype="<i8").tobytes
+READ = m.RowsRead(numbers(2).inline, [], [{"tag": 1}] * 2)
 
 
 class World:
@@ -99,7 +100,7 @@ class World:
             m.AddFields: [m.AddFields("t", [Field("y", "int64", (2,))])],
             m.AdvanceClock: [m.AdvanceClock("t", 1)],
             m.PutRequest: [m.PutRequest("t", 2, columns), m.PutRequest("t", 2, columns, self.reserved.reservation)],
-            m.Update: [m.Update("t", ids(), columns, overwrite=True)],
+            m.Update: [m.Update("t", ids(), columns, overwrite=True), m.Update("t", ids(), columns, True, READ)],
             m.LeaseRequest: [m.LeaseRequest("t", "train", 2, fields=["x"], where=[Compare("x", "<", 9)]), m.LeaseRequest("t", "whole", groups=1),
                       m.LeaseRequest("t", "train", tokens=1, world=1), m.LeaseRequest("t", "train", 2, where=[TagIs("tag", 1)]),
                       m.LeaseRequest("t", "train", rows=2, rank=0, world=2, replica=0, replicas=2)],
@@ -167,6 +168,7 @@ def test_many_fields_columns_and_names_are_refused_before_any_work_is_done_for_t
         m.PutRequest("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]), m.PutRequest("t", 2, m.Columns([], [twice])),
         m.PutRequest("t", 2, m.Columns([], [], inline)), m.PutRequest("t", 2, m.Columns([], columns.blocks * MANY)), m.ReadRequest("t", ids(), names),
         m.Update("t", ids(), m.Columns([], columns.blocks * MANY)), m.Publish("c", 1, [], columns.blocks * MANY),
+        m.Update("t", ids(), world.columns(), True, m.RowsRead(inline)), m.Update("t", ids(), world.columns(), True, m.RowsRead([], MANY * [m.BlocksRead([], bytes(8))])),
         m.Publish("c", 1, [], [], base=0, kept=[world.block] * MANY), m.AddTask("t", Task("many", names)),
     ):  # fmt: skip
         refused = world.client.ask(request)

@@ -35,6 +35,7 @@ TASKS: Final = [
     p.Task("oldest", ["x"], selector=p.OldestVersionFirst(), groups=p.Complete(incomplete=p.Refill())),
     p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.DeliverPartial())),
     p.Task("long", selector=p.LongestFirst()),
+    p.Task("in_order", selector=p.PutOrder()),
     p.Task("mine", selector=p.Plugin("mine", {"a": "b", "c": 1, "d": 0.5, "e": True})),
 ]  # fmt: skip
 WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 0.5)]
@@ -94,6 +95,9 @@ REQUESTS: Final[list[m.Request]] = [
     m.FreeColumns("t", TWO, ["x"], True),
     m.CreateTable("y", retention=p.AckedColumns()),
     m.CreateTable("z", retention=p.ManualColumns()),
+    m.Update(
+        "t", TWO, COLUMNS, True, m.RowsRead([m.Inline("r", bytes(16))], [m.BlocksRead(["x"], bytes(8))], [{"a": 1}, {}])
+    ),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),

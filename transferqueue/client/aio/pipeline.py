@@ -13,6 +13,7 @@ from transferqueue.client.aio.reservation import AsyncReservation
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
+from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.run import COMMITS, Operation, T, run_async
 from transferqueue.errors import TransferQueueError
 from transferqueue.limits import TIMEOUT_S_DEFAULT
@@ -68,10 +69,14 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
             commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used)
         )
 
-    async def update(self, /, rows: Any, *, overwrite: bool = False, **columns: Any) -> AsyncPromise[None]:
+    async def update(
+        self, /, rows: Any, *, overwrite: bool = False, if_unchanged: RowsBase | None = None, **columns: Any
+    ) -> AsyncPromise[None]:
         """Give existing rows more columns or facts; arguments as of `AsyncTable.update`."""
         facts, columns = facts_among(columns)
-        return await self._start(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+        return await self._start(
+            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged)
+        )
 
     async def ack(
         self, batch: AsyncBatch, /, rows: Any = None, *, step: int = -1, **columns: Any

@@ -18,7 +18,7 @@ from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
-from transferqueue.client.operations.rows import Rows
+from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
@@ -106,6 +106,7 @@ class AsyncTable(TableBase):
         rows: Any,
         *,
         overwrite: bool = False,
+        if_unchanged: RowsBase | None = None,
         group_id: Ints = None,
         group_size: Ints = None,
         ordinal: Ints = None,
@@ -121,6 +122,26 @@ class AsyncTable(TableBase):
 
         rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
         is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
+
+        if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns that it brought
+        was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and nothing was changed. So several
+        processes may each read a value, compute a new one and update it, and none overwrites what another wrote:
+
+        Example:
+            >>> import transferqueue as tq
+            >>> async with tq.aconnect() as queue:
+            ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = await table.put(x=[1])
+            ...     while True:
+            ...         read = await table.read(rows, fields=["x"])
+            ...         try:
+            ...             await table.update(rows, overwrite=True, if_unchanged=read, x=read["x"].numpy() + 1)
+            ...             break
+            ...         except tq.RowsChanged:
+            ...             pass  # another process was quicker: once more
+            ...     values = (await table.read(rows))["x"].list()
+            >>> values
+            [2]
         """
         facts = GivenFacts(
             group_id=group_id,
@@ -133,7 +154,7 @@ class AsyncTable(TableBase):
             key=key,
             tags=tags,
         )
-        await self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+        await self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
 
     def pipeline(self, *, calls: int = PIPELINE_CALLS, bytes: int | str = PIPELINE_BYTES) -> AsyncPipeline:  # noqa: A002  (as in `Limits`)
         """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes` of columns (and one

@@ -23,6 +23,7 @@ from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
 from transferqueue.client.operations.arguments import few, row_ids
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
+from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, write_columns
 from transferqueue.client.session.deadline import Deadline, seconds
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
@@ -83,15 +84,17 @@ def update(
     facts: GivenFacts,
     columns: Mapping[str, Any],
     overwrite: bool,
+    if_unchanged: RowsBase | None,
 ) -> Operation[None]:
     """Give existing rows more columns or facts."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
+    read = None if if_unchanged is None else rows_read(if_unchanged, ids, tags=facts.tags is not None)
     deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
 
     def request(_: int, carried: m.Columns) -> m.Update:
-        return m.Update(terms.name, ids, carried, bool(overwrite))
+        return m.Update(terms.name, ids, carried, bool(overwrite), read)
 
     yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update")
 

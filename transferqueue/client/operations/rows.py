@@ -24,6 +24,31 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
+def rows_read(rows: object, ids: bytes, *, tags: bool) -> m.RowsRead:
+    """What these rows had when they were read, for an update of the rows `ids`. tags: their tags too.
+
+    `UsageError` for something else than rows that were read or leased, other rows, or nothing that could change.
+    """
+    if not isinstance(rows, RowsBase):
+        raise UsageError(f"if_unchanged is {type(rows).__name__}; give the rows as table.read or a lease brought them")
+    content = rows._content
+    if content.rows != ids:
+        raise UsageError(
+            f"if_unchanged has rows {rows.rows[:5].tolist()}{'...' * (len(rows) > 5)}, and the update names others, or another order; "
+            "read the rows that it names"
+        )
+    if not (rows.fields or tags):
+        raise UsageError("if_unchanged has no columns, so nothing of it could change; read the fields that must not")
+    placed = [m.BlocksRead(part.fields, _blocks_of(part, len(rows))) for part in content.parts]
+    return m.RowsRead(content.inline, placed, rows.tags if tags else None)
+
+
+def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
+    """The number of the block in which each row has the fields of `part`."""
+    numbers = np.array([block.block for block in part.blocks], "<i8")
+    return run_length.encode_constant(numbers[run_length.decode_constant(part.block_of_row, "<i4", rows)])
+
+
 class RowKeys(list[str]):
     """Keys of rows, one each. Called, it gives the names of the columns, which is what ``dict(batch)`` and ``**batch`` ask for."""
 

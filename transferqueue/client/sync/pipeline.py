@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
+from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.run import COMMITS, Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.reservation import Reservation
@@ -67,10 +68,12 @@ class Pipeline(PipelineBase[Promise[Any]]):
         number = reservation_id(self._terms, reservation)
         return self._start(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used))
 
-    def update(self, /, rows: Any, *, overwrite: bool = False, **columns: Any) -> Promise[None]:
+    def update(
+        self, /, rows: Any, *, overwrite: bool = False, if_unchanged: RowsBase | None = None, **columns: Any
+    ) -> Promise[None]:
         """Give existing rows more columns or facts; arguments as of `Table.update`."""
         facts, columns = facts_among(columns)
-        return self._start(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+        return self._start(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
 
     def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[None]:
         """The rows are done; arguments as of `Batch.ack`. The batch ends when the answer has come."""

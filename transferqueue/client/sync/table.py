@@ -14,7 +14,7 @@ from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
 from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys, TagsGiven
-from transferqueue.client.operations.rows import Rows
+from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.loader import Loader
@@ -104,6 +104,7 @@ class Table(TableBase):
         rows: Any,
         *,
         overwrite: bool = False,
+        if_unchanged: RowsBase | None = None,
         group_id: Ints = None,
         group_size: Ints = None,
         ordinal: Ints = None,
@@ -119,6 +120,26 @@ class Table(TableBase):
 
         rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
         is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
+
+        if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns that it brought
+        was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and nothing was changed. So several
+        processes may each read a value, compute a new one and update it, and none overwrites what another wrote:
+
+        Example:
+            >>> import transferqueue as tq
+            >>> with tq.connect() as queue:
+            ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            ...     rows = table.put(x=[1])
+            ...     while True:
+            ...         read = table.read(rows, fields=["x"])
+            ...         try:
+            ...             table.update(rows, overwrite=True, if_unchanged=read, x=read["x"].numpy() + 1)
+            ...             break
+            ...         except tq.RowsChanged:
+            ...             pass  # another process was quicker: once more
+            ...     values = (table.read(rows))["x"].list()
+            >>> values
+            [2]
         """
         facts = GivenFacts(
             group_id=group_id,
@@ -131,7 +152,7 @@ class Table(TableBase):
             key=key,
             tags=tags,
         )
-        self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite))
+        self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
 
     def pipeline(self, *, calls: int = PIPELINE_CALLS, bytes: int | str = PIPELINE_BYTES) -> Pipeline:  # noqa: A002  (as in `Limits`)
         """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes` of columns (and one

@@ -23,6 +23,7 @@ from transferqueue.ledger.rules.explain import explain_room
 from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.requeue import wait_again
+from transferqueue.ledger.rules.unchanged import check_unchanged
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -181,6 +182,8 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     rows = decode_rows(request.rows)
     staged = check_columns(table.shapes, table.core.blocks, session, request.columns, rows.size, table.replicas)
     at = table.rows.live_places(rows)
+    if request.if_unchanged is not None:
+        check_unchanged(table, request.if_unchanged, rows, at)
     check_no_group_facts(staged)
     check_size(staged, table.name, table.limits.bytes_max, rows.size)
     if not request.overwrite:

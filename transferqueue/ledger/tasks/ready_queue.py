@@ -51,6 +51,9 @@ _NONE: Entries = np.empty((4, 0), np.int64)
 
 def in_order(entries: Entries) -> Entries:
     """Return the entries sorted by (key, order)."""
+    keys = entries[KEY]
+    if (keys[1:] > keys[:-1]).all():  # as the rows of a put under `PutOrder`: a sort of 200,000 takes milliseconds
+        return entries
     return entries[:, np.lexsort((entries[ORDER], entries[KEY]))]
 
 

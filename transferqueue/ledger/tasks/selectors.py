@@ -22,6 +22,7 @@ from transferqueue.policies import (
     OldestVersionFirst,
     Plugin,
     Priority,
+    PutOrder,
     Selector,
     TokenBalanced,
 )
@@ -93,10 +94,12 @@ _RANKINGS: Final[dict[type, Ranking]] = {
     Freshest: lambda units: -units.version,
     LongestFirst: lambda units: -units.tokens,
     Priority: lambda units: -sortable(units.priority),
+    PutOrder: lambda units: units.last_row,
 }
 
 RANKED_BY: Final = {
     Fifo: frozenset[str](),
+    PutOrder: frozenset[str](),
     OldestVersionFirst: frozenset({"policy_version"}),
     Freshest: frozenset({"policy_version"}),
     LongestFirst: frozenset({"tokens"}),

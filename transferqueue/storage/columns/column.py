@@ -13,7 +13,15 @@ from transferqueue.errors import BatchEnded, InternalError, UsageError
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Slice, align, cut_field
 from transferqueue.storage.columns.cut import dense_slices, inner_slices, load_cut
 from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
-from transferqueue.storage.columns.gather import LoadedColumn, dense_run, load, offsets_of
+from transferqueue.storage.columns.gather import (
+    LoadedColumn,
+    dense_run,
+    load,
+    offsets_of,
+    row_edges,
+    row_shapes,
+    shapes_of,
+)
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, stored_dtype
 from transferqueue.storage.elements.numbers import store_numbers
@@ -140,13 +148,32 @@ class Column(ProcessBound):
 
     @property
     def lengths(self) -> I64:
-        """The size of each row's first dimension, for text, bytes and values its bytes: int64 ``[rows]``."""
-        loaded = self._load()
-        if loaded.shapes is not None:
-            return loaded.shapes[:, 0].copy()
-        if loaded.offsets is not None:
-            return np.diff(loaded.offsets)
-        return np.full(self._rows, self.field.shape[0] if self.field.shape else 1, np.int64)
+        """The size of each row's first dimension, for text, bytes and values its bytes: int64 ``[rows]``. Reads no values."""
+        if self.field.dense:
+            return np.full(self._rows, self.field.shape[0] if self.field.shape else 1, np.int64)
+        if self.field.varied:
+            return self.shapes[:, 0].copy()
+        placement, loaded = self._placement, self._cell.get("rows")
+        if loaded is None and placement is not None and self._cut is None and self._rows:
+            edges = row_edges(self._whole, placement)
+            return edges.last - edges.first
+        return np.diff(offsets_of(self._load()))
+
+    @property
+    def shapes(self) -> I64:
+        """The shape of each row: int64 ``[rows, dimensions]``. Reads no values. `UsageError` for text, bytes and values, which have none."""
+        if self.field.blob:
+            raise UsageError(
+                f'field "{self.field.name}" is {self.field.describe()}, whose rows have no shape; take lengths'
+            )
+        if self.field.dense:
+            return np.tile(np.array(self.field.fixed, np.int64), (self._rows, 1))
+        if self.field.ragged:
+            return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in self.field.fixed)])
+        placement, loaded = self._placement, self._cell.get("rows")
+        if loaded is None and placement is not None and self._cut is None and self._rows:
+            return row_shapes(self._whole, placement)
+        return shapes_of(self._load())
 
     def load(self) -> None:
         """Gather the rows now instead of at first use, for example in another thread before they are needed."""
@@ -204,7 +231,7 @@ class Column(ProcessBound):
             )
         if self.field.dense:
             return self.numpy()
-        shapes = self._shapes()
+        shapes = self.shapes
         longest = [
             size if size is not None else align(int(shapes[:, at].max(initial=0)), multiple_of)
             for at, size in enumerate(self.field.shape)
@@ -261,13 +288,6 @@ class Column(ProcessBound):
 
     def _steps(self, loaded: LoadedColumn) -> NDArray[Any]:
         return loaded.values.reshape(int(offsets_of(loaded)[-1]), *self.field.fixed)
-
-    def _shapes(self) -> I64:
-        """The shape of each row, int64 ``[rows, dimensions]``."""
-        shapes = self._load().shapes
-        if shapes is not None:
-            return shapes
-        return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in self.field.fixed)])
 
     def _filling(self, value: float) -> NDArray[Any]:
         if self.field.dtype == "bool" and value in (0, 1):

@@ -64,6 +64,21 @@ class Columns(Message):
     facts: RowFacts = RowFacts()
 
 
+class BlocksRead(Message):
+    """In which block each row had these fields when it was read (`run_length.encode_constant`). A block number is used once."""
+
+    fields: TableNames
+    blocks: I64
+
+
+class RowsRead(Message):
+    """What rows had of some fields when they were read, in the order of the request's rows. tags: None if they do not matter."""
+
+    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
+    blocks: Annotated[list[BlocksRead], Meta(max_length=ITEMS_MAX)] = []
+    tags: RowTags | None = None
+
+
 class ReplyColumns(Message, tag="Part"):
     """Fields that lie together, and where each row of the reply is: index into `blocks` (`short.alike`), row in block
     (`short.ascending`)."""
@@ -129,12 +144,16 @@ class PutRequest(Message, tag="Put"):
 
 @request(reply=DoneReply, roles=WORKERS, verb="Table.update")
 class Update(Message):
-    """More columns or facts for existing rows, in one commit."""
+    """More columns or facts for existing rows, in one commit.
+
+    if_unchanged: the answer is the error RowsChanged, and nothing is changed, unless all rows still have what they had then.
+    """
 
     table: Name
     rows: Rows
     columns: Columns
     overwrite: bool = False
+    if_unchanged: RowsRead | None = None
 
 
 class Leased(Message):
