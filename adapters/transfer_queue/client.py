@@ -14,8 +14,9 @@ from tensordict import NonTensorStack, TensorDict
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples
-from transferqueue.adapters.transfer_queue.columns import schema_of_field, stacked
+from transferqueue.adapters.transfer_queue.columns import stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
+from transferqueue.adapters.transfer_queue.merging import MergeFunction
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
 from transferqueue.adapters.transfer_queue.partitions import Partitions, indexes_of, rows_of
 from transferqueue.adapters.transfer_queue.tags import given_tags
@@ -146,11 +147,14 @@ class TransferQueueClient:
         """
         keys = _keys(keys)
         if create:
-            return _meta(*self._partitions.keyed(partition_id, keys), partition_id)
-        table = self._partitions.find(partition_id)
-        if table is None:
-            raise ValueError(f"partition {partition_id!r} not found")
-        return _meta(table, rows_of(table, keys), partition_id)
+            rows = self._partitions.keyed(partition_id, keys)[1]
+        else:
+            table = self._partitions.find(partition_id)
+            if table is None:
+                raise ValueError(f"partition {partition_id!r} not found")
+            rows = rows_of(table, keys)
+        meta: BatchMeta = self._ask("describe", rows.tolist(), partition_id)
+        return meta
 
     def kv_retrieve_keys(self, global_indexes: list[int] | int, partition_id: str) -> list[str]:
         """Return keys of samples by index. ``RuntimeError`` for a sample without one."""
@@ -186,6 +190,12 @@ class TransferQueueClient:
         if put is None:  # all were new
             return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
         table, rows = put
+        with table.read(rows) as read:
+            return list(read.fields)
+
+    def kv_update(self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction) -> list[str]:
+        """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return all fields that they have."""
+        table, rows = self._partitions.merge(partition_id, keys, fields, merge_fn)
         with table.read(rows) as read:
             return list(read.fields)
 
@@ -252,17 +262,6 @@ class TransferQueueClient:
             return self._partitions.get_rows(partition_id, rows, names)
         except NotFound as error:
             raise StorageKeyNotFoundError(str(error)) from error
-
-
-def _meta(table: tq.Table, rows: np.ndarray[Any, Any], partition_id: str) -> BatchMeta:
-    with table.read(rows) as read:
-        return BatchMeta(
-            global_indexes=rows.tolist(),
-            partition_ids=[partition_id] * len(rows),
-            field_schema={name: schema_of_field(table.fields[name]) for name in read.fields},
-            production_status=np.full(len(rows), READY if read.fields else 0, np.int8),
-            custom_meta=[given_tags(tags) for tags in read.tags],
-        )
 
 
 def _twin(name: str) -> Callable[..., Any]:

@@ -24,6 +24,8 @@ TORCH_DTYPE = {
     str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)
 }
 
+Shape = tuple[int | None, ...]
+
 _field: Final = lru_cache(1 << 12)(Field)
 """Cached fields: computing a field's dtype and shape costs time, and every partition is a new table with the same fields."""
 
@@ -103,24 +105,36 @@ def stacked(values: Any) -> Any:
     return NonTensorStack(*values)
 
 
-def schema_of_field(field: Field) -> dict[str, Any]:
-    """Return a field as an entry of ``BatchMeta.field_schema``."""
+def values_of(column: Any) -> list[Any]:
+    """Return the value of each sample of a column of a TensorDict: a tensor, or what a plain column has."""
+    return list(column.unbind()) if isinstance(column, Tensor) else _each(column)
+
+
+def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[str, Any]:
+    """Return a field as an entry of ``BatchMeta.field_schema``.
+
+    shapes: of the samples that the metadata describes, None for one without the field; not needed for a field of one shape. Samples of one
+    shape are not nested, although a read returns them jagged: so the original says it.
+    """
     if field.blob:
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}
-    dense = None not in field.shape
-    return {
-        "dtype": TORCH_DTYPE[field.dtype],
-        "shape": field.shape if dense else None,
-        "is_nested": not dense,
-        "is_non_tensor": False,
-    }
+    schema = {"dtype": TORCH_DTYPE[field.dtype], "is_non_tensor": False}
+    different = {field.shape} if field.dense else set(shapes) - {None}
+    if len(different) == 1:
+        return {**schema, "shape": different.pop(), "is_nested": False}
+    return {**schema, "shape": None, "is_nested": True, **({"per_sample_shapes": list(shapes)} if different else {})}
+
+
+def shapes_of(rows: Any, name: str) -> list[Shape]:
+    """Return the shape of a field in each sample of `transferqueue.Rows`. Reads no values."""
+    return list(map(tuple, rows[name].shapes.tolist()))
 
 
 def _column(name: str, value: Any, known: Field | None) -> tuple[Field, Any]:
     if not isinstance(value, Tensor):
         values = _each(value)
         if not values or not all(isinstance(each, np.ndarray) and each.dtype.kind in "biufc" for each in values):
-            return known or _field(name, "value"), PlainValues([_value(each) for each in values])
+            return known or _field(name, "value"), PlainValues([plain_value(each) for each in values])
         value = torch.nested.as_nested_tensor([torch.as_tensor(np.ascontiguousarray(each)) for each in values])
     if value.is_nested:
         return _nested(name, value, known)
@@ -159,12 +173,12 @@ def _each(value: Any) -> list[Any]:
     return list(value)
 
 
-def _value(value: Any) -> Any:
+def plain_value(value: Any) -> Any:
     """Convert numbers and arrays of numpy to plain ones; the queue refuses by name what it cannot store."""
     if isinstance(value, np.ndarray):
         return value.tolist()
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {str(key): _value(each) for key, each in value.items()}
-    return [_value(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): plain_value(each) for key, each in value.items()}
+    return [plain_value(each) for each in value] if isinstance(value, list | tuple) else value

@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -22,17 +22,28 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
-from transferqueue.adapters.transfer_queue.columns import schema_of_field
+from transferqueue.adapters.transfer_queue.columns import Shape, schema_of_field, shapes_of
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
-from transferqueue.adapters.transfer_queue.ready_samples import ReadySamples, without
-from transferqueue.adapters.transfer_queue.sampler import BaseSampler, SequentialSampler
+from transferqueue.adapters.transfer_queue.ready_samples import AT_ONCE, ReadySamples
+from transferqueue.adapters.transfer_queue.sampler import (
+    BaseSampler,
+    GRPOGroupNSampler,
+    RankAwareSampler,
+    SeqlenBalancedSampler,
+    SequentialSampler,
+)
 from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
+_MORE: Final = 8
+"""If a sampler finds no batch among the first samples, it is offered so many times as many."""
+_OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler})
+"""Samplers that take a `Waiting` as it is, and look at what they need of it. Any other is given a list of all."""
 
 
 @dataclass
@@ -54,31 +65,31 @@ class Partition:
     def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
         self.partition_id = partition_id
         self._guard = guard
-        partitions = Partitions(queue, rows_max)
-        self.table = partitions.find(partition_id) or partitions.make(partition_id)[0]
-        self.consumed: dict[str, set[int]] = {}
+        self._partitions = Partitions(queue, rows_max)
+        self.table = self._partitions.find(partition_id) or self._partitions.make(partition_id)[0]
+        self.consumed: dict[str, IndexSet] = {}
         self._ready: dict[tuple[str, ...], ReadySamples] = {}
 
     def ready(self, fields: Iterable[str]) -> ReadySamples:
-        """Return the ready samples of a set of fields; `ReadySamples.collect` brings them up to date."""
+        """Return the ready samples of a set of fields, as far as they are known."""
         names = tuple(sorted(fields))
         if names not in self._ready:
             self._ready[names] = ReadySamples(self.table, f"ready.{len(self._ready)}", names, self._guard)
         return self._ready[names]
 
-    def have(self, fields: Iterable[str]) -> set[int]:
+    def have(self, fields: Iterable[str]) -> IndexSet:
         """Return the samples that have all of these fields now."""
         ready = self.ready(fields)
-        ready.collect()
+        ready.collect_all()
         return ready.rows
+
+    def waiting(self, ready: ReadySamples, task: str) -> Waiting:
+        """Return the known samples of `ready` that `task` has not consumed."""
+        return ready.waiting(self.consumed.get(task, _NOTHING))
 
     def consume(self, task: str, rows: Sequence[int]) -> None:
         """Record that `task` has consumed these samples."""
-        samples = set(rows)
-        self.consumed.setdefault(task, set()).update(samples)
-        for ready in self._ready.values():
-            if task in ready.before:
-                ready.before[task] = without(ready.before[task], samples)
+        self.consumed.setdefault(task, IndexSet()).add(indexes_of(rows))
 
     def restore_consumed(self, consumed: dict[str, list[int]]) -> None:
         """Record consumed samples by task; samples that do not exist are ignored."""
@@ -91,38 +102,67 @@ class Partition:
         """Forget what `task` (None: any task) has consumed."""
         for name in list(self.consumed) if task is None else [task]:
             self.consumed.pop(name, None)
-            for ready in self._ready.values():
-                ready.before.pop(name, None)
 
     def clear(self, rows: Sequence[int]) -> None:
         """Delete samples."""
-        self.table.delete(indexes_of(rows))
-        gone = set(rows)
+        gone = indexes_of(rows)
+        self.settle()
+        self.table.delete(gone)
         for ready in self._ready.values():
-            ready.remove(gone)
+            ready.rows.discard(gone)
         for consumed in self.consumed.values():
-            consumed -= gone
+            consumed.discard(gone)
+
+    def settle(self) -> None:
+        """End the leases by which ready samples were collected."""
+        for ready in self._ready.values():
+            ready.settle()
 
     def get_custom_meta(self, global_indices: Sequence[int]) -> dict[int, dict[str, Any]]:
         """Return tags of samples by index, for samplers."""
-        once = list(dict.fromkeys(global_indices))  # a sampler may choose a sample several times
-        with self.table.read(indexes_of(once), fields=()) as rows:
-            tagged = zip(rows.rows.tolist(), rows.tags, strict=True)
-            return {row: given_tags(tags) if tags else tags for row, tags in tagged}
+        return self._tags_and_shapes(global_indices, ())[0]
 
-    def describe(self, rows: Sequence[int], fields: Sequence[str], ready: set[int] | None) -> BatchMeta:
+    def describe(self, rows: Sequence[int], fields: Sequence[str], ready: IndexSet | None) -> BatchMeta:
         """Return metadata of samples. ready: those with all fields (None: all of them)."""
         schema = self.table.fields
-        tags = self.get_custom_meta(rows) if rows else {}
+        if not all(name in schema for name in fields):  # others have added some since
+            self._partitions.find(self.partition_id)
+            schema = self.table.fields
+        named = [name for name in fields if name in schema]
+        vary = [name for name in named if not (schema[name].dense or schema[name].blob)]
+        has_all = np.ones(len(rows), np.bool_) if ready is None else ready.contains(indexes_of(rows))
+        whole = bool(has_all.all())
+        tags, shapes = self._tags_and_shapes(rows, vary if whole else ())
+        if not whole and vary and has_all.any():
+            shapes = self._tags_and_shapes([row for row, has in zip(rows, has_all.tolist(), strict=True) if has], vary)[
+                1
+            ]
         return BatchMeta(
             global_indexes=list(rows),
             partition_ids=[self.partition_id] * len(rows),
-            field_schema={name: schema_of_field(schema[name]) for name in fields if name in schema},
-            production_status=np.array(
-                [READY if ready is None or row in ready else NOT_READY for row in rows], np.int8
-            ),
+            field_schema={
+                name: schema_of_field(
+                    schema[name], [shapes.get(name, {}).get(row) for row in rows] if name in vary else ()
+                )
+                for name in named
+            },
+            production_status=np.where(has_all, READY, NOT_READY).astype(np.int8),
             custom_meta=[tags[row] for row in rows] if any(tags.values()) else None,
         )
+
+    def _tags_and_shapes(
+        self, rows: Sequence[int], fields: Sequence[str]
+    ) -> tuple[dict[int, dict[str, Any]], dict[str, dict[int, Shape]]]:
+        """Return tags by index, and by field the shapes of samples by index."""
+        if not rows:
+            return {}, {}
+        once = list(dict.fromkeys(rows))  # a sampler may choose a sample several times
+        with self.table.read(indexes_of(once), fields=fields) as read:
+            tags = {row: given_tags(each) if each else each for row, each in zip(once, read.tags, strict=True)}
+            return tags, {name: dict(zip(once, shapes_of(read, name), strict=True)) for name in fields}
+
+
+_NOTHING: Final = IndexSet()
 
 
 @dataclass
@@ -164,11 +204,15 @@ class Controller:
         if mode != "fetch":
             raise ValueError(f"mode {mode!r} is unknown; it is one of fetch, force_fetch, insert")
         task, config = task_name or "", dict(sampling_config or {})
-        deadline = time.monotonic() + (0.0 if self.polling_mode else WAIT_S)
+        deadline, needed = time.monotonic() + (0.0 if self.polling_mode else WAIT_S), max(batch_size, 1)
         while True:
-            partition, ready = self._heard(partition_id, data_fields)
+            partition, ready = self._heard(partition_id, data_fields, needed)
             with self._guard:
                 meta, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
+                has_more = ready.bound is not None
+            if has_more and batch_size > 0 and not len(meta):
+                needed *= _MORE
+                continue
             left_s = deadline - time.monotonic()
             if len(meta) or batch_size <= 0 or left_s <= 0:
                 break
@@ -189,11 +233,12 @@ class Controller:
         task: str,
         config: dict[str, Any],
     ) -> BatchMeta:
-        waiting = ready.of_task(task, partition.consumed.get(task, set()))
-        if type(self.sampler) is SequentialSampler:  # it takes the first ones: no need to copy the rest
-            waiting = waiting[:batch_size] if len(waiting) >= batch_size else []
+        waiting: Sequence[int] = partition.waiting(ready, task)
+        if type(self.sampler) is SequentialSampler and len(waiting[: max(batch_size, 0)]) < batch_size:
+            waiting = []
         context = {"task_name": task, "partition_id": partition.partition_id, "partition": partition, **config}
-        chosen, consumed = self.sampler.sample(list(waiting), batch_size, **context)
+        offered: Any = waiting if type(self.sampler) in _OF_A_VIEW else list(waiting)
+        chosen, consumed = self.sampler.sample(offered, batch_size, **context)
         partition.consume(task, consumed)
         return partition.describe(chosen, fields, None)
 
@@ -205,7 +250,7 @@ class Controller:
         with self._guard:
             partition = self._partition(partition_id)
             rows = partition.table.put(priority=np.zeros(samples), timeout_s=None).tolist()
-            return partition.describe(rows, (), set())
+            return partition.describe(rows, (), _NOTHING)
 
     def _force(self, fields: Sequence[str], partition_id: str) -> BatchMeta:
         with self._guard:
@@ -214,34 +259,47 @@ class Controller:
                 every = rows.rows.tolist()
             return partition.describe(every, fields, partition.have(fields) if fields else None)
 
+    def describe(self, rows: Sequence[int], partition_id: str) -> BatchMeta:
+        """Return metadata of samples by index, with all fields that each of them has."""
+        with self._guard:
+            partition = self._partition(partition_id)
+        with partition.table.read(indexes_of(rows)) as read:
+            fields = read.fields
+        return partition.describe(rows, fields, None if fields else _NOTHING)
+
     def wait_for(
         self, data_fields: Sequence[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
         """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
-        deadline = time.monotonic() + wait_s
+        deadline, needed = time.monotonic() + wait_s, max(batch_size, 1)
         while (left_s := deadline - time.monotonic()) > 0:
+            partition, ready = self._heard(partition_id, data_fields, needed)
             with self._guard:
-                partition = self._partition(partition_id)
-                ready = partition.ready(data_fields)
-                changes, consumed = ready.changes, partition.consumed.get(task_name, set())
-                if len(ready.of_task(task_name, consumed)) >= batch_size:
+                changes, has_more = ready.changes, ready.bound is not None
+                if len(partition.waiting(ready, task_name)[: max(batch_size, 0)]) >= batch_size:
                     return
-            self._wait(partition, ready, changes, left_s)
+            if has_more:
+                needed *= _MORE
+            else:
+                self._wait(partition, ready, changes, left_s)
 
-    def _heard(self, partition_id: str, fields: Sequence[str]) -> tuple[Partition, ReadySamples]:
-        """Return a partition and its samples that are ready now."""
+    def _heard(self, partition_id: str, fields: Sequence[str], needed: int) -> tuple[Partition, ReadySamples]:
+        """Return a partition and its samples that are ready now: for a sampler that takes lists all, else `needed` more than were known."""
         with self._guard:
             partition = self._partition(partition_id)
         try:
-            return partition, self._ready(partition, fields)
+            return partition, self._ready(partition, fields, needed)
         except NotFound:  # its table was dropped under it
             partition = self._anew(partition)
-            return partition, self._ready(partition, fields)
+            return partition, self._ready(partition, fields, needed)
 
-    def _ready(self, partition: Partition, fields: Sequence[str]) -> ReadySamples:
+    def _ready(self, partition: Partition, fields: Sequence[str], needed: int) -> ReadySamples:
         with self._guard:
             ready = partition.ready(fields)
-        ready.collect()
+        if type(self.sampler) in _OF_A_VIEW:
+            ready.collect(min(needed, AT_ONCE))
+        else:
+            ready.collect_all()
         return ready
 
     def _wait(self, partition: Partition, ready: ReadySamples, changes: int, wait_s: float) -> None:
@@ -269,21 +327,23 @@ class Controller:
 
     def consumption(self, task: str, partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the indexes of a partition, and which a task has consumed; None if the partition does not exist."""
-        return self._status(partition_id, lambda partition: partition.consumed.get(task, set()))
+        return self._status(partition_id, lambda partition: partition.consumed.get(task, _NOTHING))
 
     def production(self, fields: Sequence[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return the indexes of a partition, and which have all of these fields; None if the partition does not exist."""
         return self._status(partition_id, lambda partition: partition.have(fields))
 
-    def _status(self, partition_id: str, which: Any) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def _status(
+        self, partition_id: str, which: Callable[[Partition], IndexSet]
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         with self._guard:
             if partition_id not in self.list_partitions():
                 return None
             partition = self._partition(partition_id)
             with partition.table.read(fields=()) as rows:
-                every = rows.rows.tolist()
-            those = which(partition)
-        return torch.tensor(every, dtype=torch.int64), torch.tensor([row in those for row in every], dtype=torch.int8)
+                every = rows.rows
+            has = which(partition).contains(every)
+        return torch.from_numpy(every.copy()), torch.from_numpy(has.astype(np.int8))
 
     def reset_consumption(self, partition_id: str, task: str | None) -> bool:
         """Forget what a task (None: any task) has consumed. Return whether the partition exists."""
@@ -305,7 +365,7 @@ class Controller:
             names = list(partition.table.fields)
             status = torch.zeros((max(every, default=-1) + 1, len(names)), dtype=torch.int8)
             for column, name in enumerate(names):
-                status[sorted(partition.have([name])), column] = 1
+                status[torch.from_numpy(partition.have([name]).to_array()), column] = 1
             return PartitionSnapshot(
                 partition_id=partition_id,
                 global_indexes=set(every),
@@ -323,7 +383,7 @@ class Controller:
         with self._guard:
             return {
                 "consumed": {
-                    name: {task: sorted(rows) for task, rows in partition.consumed.items()}
+                    name: {task: list(rows) for task, rows in partition.consumed.items()}
                     for name, partition in self._partitions.items()
                 },
                 "sampler": type(self.sampler).__name__,
@@ -360,7 +420,8 @@ class Controller:
     def clear_partition(self, partition_id: str) -> None:
         """Delete a partition. Does nothing if it does not exist."""
         with self._guard:
-            self._partitions.pop(partition_id, None)
+            if (partition := self._partitions.pop(partition_id, None)) is not None:
+                partition.settle()
             self.sampler.clear_cache(partition_id)
             if table_of(partition_id) in self._queue.tables():
                 self._queue.drop_table(table_of(partition_id))

@@ -13,6 +13,7 @@ from transferqueue.adapters.transfer_queue import checkpoint, deployment
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
 from transferqueue.adapters.transfer_queue.columns import single
+from transferqueue.adapters.transfer_queue.merging import MergeFunction
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
 
 Tags = dict[str, Any]
@@ -98,6 +99,42 @@ def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str |
     return get_client().kv_get(meta.keys, meta.partition_id, meta.fields if names is None else names)
 
 
+def kv_update(
+    key: str, partition_id: str, fields: TensorDict | Mapping[str, Any], merge_fn: MergeFunction
+) -> KVBatchMeta:
+    """Set each of these fields of one sample to ``merge_fn(old, new)``, as `kv_batch_update`. Values of a dict get a batch dimension."""
+    if not isinstance(fields, TensorDict | Mapping):
+        raise TypeError(f"fields is {type(fields).__name__}; give the new values by field")
+    _check_names(fields)
+    return kv_batch_update([key], partition_id, single(fields), merge_fn)
+
+
+def kv_batch_update(
+    keys: list[str] | str, partition_id: str, fields: TensorDict, merge_fn: MergeFunction
+) -> KVBatchMeta:
+    """Set each of these fields of samples by key to ``merge_fn(old, new)``, in one commit. The result names all fields that they have.
+
+    merge_fn: gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same dtype, or for other
+    fields a plain value. It runs in this process, again if somebody wrote one of the values meanwhile: so it should depend on
+    its arguments alone. What it raises passes through.
+
+    Raises ``ValueError`` for keys, fields or a partition that do not exist, ``TypeError`` for a result of another type, ``TimeoutError`` if
+    others write the same values for a minute. Nothing is changed then.
+    """
+    keys = _keys(keys)
+    if not isinstance(fields, TensorDict):
+        raise TypeError(f"fields is {type(fields).__name__}; give a TensorDict with the new values")
+    if not callable(merge_fn):
+        raise TypeError(f"merge_fn is {type(merge_fn).__name__}; give a function of the old value and the new one")
+    _check_names(fields)
+    if tuple(fields.batch_size[:1]) != (len(keys),):
+        raise ValueError(f"fields have batch size {tuple(fields.batch_size)} for {len(keys)} keys")
+    if not keys or len(set(keys)) != len(keys):
+        raise ValueError(f"keys {keys[:5]} are none, or one of them is named twice; name each once")
+    fields_now = get_client().kv_update(keys, partition_id, fields, merge_fn)
+    return KVBatchMeta(keys=keys, tags=[{}] * len(keys), partition_id=partition_id, fields=fields_now)
+
+
 def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
     """Return keys and their tags, by partition."""
     return get_client().kv_list(partition_id)
@@ -137,6 +174,12 @@ def load_checkpoint(checkpoint_dir: str | Path) -> None:
     client.load_controller_checkpoint(path / checkpoint.CONTROLLER)
 
 
+def _check_names(fields: TensorDict | Mapping[str, Any]) -> None:
+    names = list(fields.keys())
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"fields has the names {names}; give at least one, each a str")
+
+
 def _names(names: Sequence[str] | str | None) -> list[str] | None:
     return [names] if isinstance(names, str) else None if names is None else list(names)
 
@@ -154,5 +197,7 @@ async_kv_put = _twin(kv_put)
 async_kv_batch_put = _twin(kv_batch_put)
 async_kv_batch_get = _twin(kv_batch_get)
 async_kv_batch_get_by_meta = _twin(kv_batch_get_by_meta)
+async_kv_update = _twin(kv_update)
+async_kv_batch_update = _twin(kv_batch_update)
 async_kv_list = _twin(kv_list)
 async_kv_clear = _twin(kv_clear)

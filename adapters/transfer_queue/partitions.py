@@ -20,6 +20,7 @@ from tensordict import TensorDict
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.columns import columns_of, tensordict_of
+from transferqueue.adapters.transfer_queue.merging import MergeFunction, merge, retried
 from transferqueue.adapters.transfer_queue.tags import partition_of, stored_tags, table_of
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError
 from transferqueue.schema import Field
@@ -109,6 +110,25 @@ class Partitions:
     def keyed(self, partition_id: str, keys: Sequence[str]) -> tuple[tq.Table, Rows]:
         """Return indexes of samples by key; creates missing ones without data."""
         return self._on(partition_id, None, lambda table, _: (table, _create(table, keys)))
+
+    def merge(
+        self, partition_id: str, keys: Sequence[str], data: TensorDict, merge_fn: MergeFunction
+    ) -> tuple[tq.Table, Rows]:
+        """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return table and indexes.
+
+        `NotFound` for a partition, key or field that does not exist.
+        """
+        names = [str(name) for name in data.keys()]  # noqa: SIM118
+
+        def attempt(table: tq.Table) -> tuple[tq.Table, Rows]:
+            rows = rows_of(table, keys)
+            merge(table, rows, data, merge_fn)
+            return table, rows
+
+        return retried(
+            f"the update of keys {list(keys[:3])} in partition {partition_id!r}",
+            lambda: self._read(partition_id, names, attempt),
+        )
 
     def get(self, partition_id: str, keys: Sequence[str], names: Sequence[str] | None) -> TensorDict:
         """Read columns of samples by key: all that each has, or those of `names` that the partition has.
@@ -227,14 +247,18 @@ def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
 
 
 def _update(table: tq.Table, rows: Sequence[int], columns: Columns, tags: Tags | None) -> None:
-    facts: dict[str, Any] = {"tags": _merged(table, rows, tags)} if tags and any(tags) else {}
-    if facts or columns:
-        table.update(indexes_of(rows), overwrite=True, **facts, **columns)
+    indexes = indexes_of(rows)
+    if tags and any(tags):
+        retried(f"the update of tags in table {table.name}", lambda: _update_with_tags(table, indexes, columns, tags))
+    elif columns:
+        table.update(indexes, overwrite=True, **columns)
 
 
-def _merged(table: tq.Table, rows: Sequence[int], tags: Tags) -> list[dict[str, Any]]:
-    with table.read(indexes_of(rows), fields=()) as read:
-        return [{**old, **stored_tags(new)} for old, new in zip(read.tags, tags, strict=True)]
+def _update_with_tags(table: tq.Table, rows: Rows, columns: Columns, tags: Tags) -> None:
+    """Write columns and merge tags, unless others wrote the tags after they were read here."""
+    with table.read(rows, fields=()) as read:
+        merged = [{**old, **stored_tags(new)} for old, new in zip(read.tags, tags, strict=True)]
+        table.update(rows, overwrite=True, if_unchanged=read, tags=merged, **columns)
 
 
 def _columns(table: tq.Table, data: TensorDict | None) -> Columns:

@@ -1,39 +1,60 @@
-"""The ready samples of a partition, collected by leasing them as they become ready."""
+"""The ready samples of a partition, collected by leasing them in the order of their indexes.
+
+A question takes from the table only as many as it may need: the backlog of a partition with many samples is not read for a batch of a few.
+All ready samples up to `bound` are known; so whoever looks only at these sees what a reader of everything would see first.
+"""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.errors import DeadlineExceeded
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
+from transferqueue.errors import DeadlineExceeded, LeaseExpired, NotFound
 
-_AT_ONCE: Final = 1 << 16
+AT_ONCE: Final = 1 << 16
+"""Most samples that one lease takes."""
+_LEASES_MAX: Final = 16
 _HEARING_S: Final = 0.05
 """How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not waited for."""
 
 
 class ReadySamples:
-    """Samples that have a set of fields, and by task those that it has not consumed, ascending.
+    """Samples that have a set of fields.
+
+    rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts additions.
 
     One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`.
     """
 
     def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
-        self.rows: set[int] = set()
-        self.before: dict[str, list[int]] = {}
+        self.rows = IndexSet()
+        self.bound: int | None = None
         self.changes = 0
         self._table, self._name, self._guard = table, name, guard
         self._ear = threading.Lock()
-        table.add_task(tq.Task(name, needs=tuple(fields)))
+        self._leased: list[tq.Batch] = []
+        """Leases of samples that were added: acked several at once, which is one request less for most calls."""
+        table.add_task(tq.Task(name, needs=tuple(fields), selector=tq.PutOrder()))
 
-    def collect(self) -> None:
-        """Add the samples that are ready now. Returns early if another thread, which waits for more, will add them."""
+    def collect(self, most: int = AT_ONCE) -> None:
+        """Add the lowest `most` samples that are ready now and not known. Returns early if another thread, which waits for more, will
+        add them."""
         if self._ear.acquire(timeout=_HEARING_S):
             try:
-                while self._listen(0.0) == _AT_ONCE:
+                self._listen(0.0, most)
+            finally:
+                self._ear.release()
+
+    def collect_all(self) -> None:
+        """Add all samples that are ready now. Returns early as `collect` does."""
+        if self._ear.acquire(timeout=_HEARING_S):
+            try:
+                while self._listen(0.0, AT_ONCE) == AT_ONCE:
                     pass
             finally:
                 self._ear.release()
@@ -44,47 +65,34 @@ class ReadySamples:
         if self._ear.acquire(timeout=wait_s):
             try:
                 if self.changes == changes:
-                    self._listen(max(0.0, deadline - time.monotonic()))
+                    self._listen(max(0.0, deadline - time.monotonic()), AT_ONCE)
             finally:
                 self._ear.release()
 
-    def _listen(self, wait_s: float) -> int:
-        """Add the samples that are ready, or that become ready within `wait_s`; return how many."""
+    def _listen(self, wait_s: float, most: int) -> int:
+        """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how many."""
         try:
-            batch = self._table.lease(self._name, rows=_AT_ONCE, at_least=1, timeout_s=wait_s, fields=())
+            batch = self._table.lease(self._name, rows=most, at_least=1, timeout_s=wait_s, fields=())
         except DeadlineExceeded:
+            with self._guard:
+                self.bound = None
             return 0
-        with self._guard, batch:
-            new = batch.rows.tolist()
+        with self._guard:
             self.changes += 1
-            self.rows.update(new)
-            for waiting in self.before.values():
-                _merge(waiting, new)
-        return len(new)
+            self.rows.add(batch.rows)
+            self.bound = int(batch.rows[-1]) if len(batch) == most else None
+            self._leased.append(batch)
+            if len(self._leased) >= _LEASES_MAX:
+                self.settle()
+        return len(batch)
 
-    def of_task(self, task: str, consumed: set[int]) -> list[int]:
-        """Return the ready samples that `task` has not consumed."""
-        if task not in self.before:
-            self.before[task] = sorted(self.rows - consumed)
-        return self.before[task]
+    def settle(self) -> None:
+        """End all leases: whoever deletes samples must do so before. Called under the guard."""
+        leased, self._leased = self._leased, []
+        if leased:
+            with suppress(LeaseExpired, NotFound):  # then they come again, or the table is gone
+                self._table.ack(leased)
 
-    def remove(self, rows: set[int]) -> None:
-        """Remove samples that were cleared."""
-        self.rows -= rows
-        for task in self.before:
-            self.before[task] = without(self.before[task], rows)
-
-
-def _merge(waiting: list[int], new: list[int]) -> None:
-    """Add to an ascending list; new samples mostly belong at its end."""
-    in_order = not waiting or not new or min(new) > waiting[-1]
-    waiting.extend(new)
-    if not in_order or new != sorted(new):
-        waiting.sort()
-
-
-def without(waiting: list[int], gone: set[int]) -> list[int]:
-    """Return an ascending list without some of its elements, which are mostly the first."""
-    if set(waiting[: len(gone)]) == gone:
-        return waiting[len(gone) :]
-    return [row for row in waiting if row not in gone]
+    def waiting(self, consumed: IndexSet) -> Waiting:
+        """Return the known samples up to `bound` that are not in `consumed`, as a view."""
+        return Waiting(self.rows, consumed, self.bound)

@@ -16,6 +16,7 @@ pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
+from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.errors import Disconnected, SchemaError
 
@@ -154,6 +155,128 @@ def test_a_sampler_may_choose_with_replacement() -> None:
             assert [each.tolist() for each in read["y"].unbind()] == [[0, 1, 2, 3, 4]] * 2 + [[0, 1]]
             assert read["z"] == ["b", "b", "a"]
         assert attached.client.get_consumption_status("t", "p")[1].tolist() == [0, 0]
+    finally:
+        attached.close()
+        server.shutdown()
+
+
+def test_fields_that_others_added_are_described(client: Any) -> None:
+    """The controller opened the partition before it had fields."""
+    meta = client.get_meta([], 2, "p", mode="insert")
+    client.put(TensorDict({"x": torch.arange(2)}, batch_size=[2]), metadata=meta)
+    found = client.get_meta(["x"], 2, "p", task_name="t")
+    assert found.field_names == ["x"]
+    assert client.get_data(found)["x"].tolist() == [0, 1]
+
+
+def features(client: Any, length: int, samples: int = 2) -> Any:
+    return client.put(TensorDict({"x": torch.ones(samples, length, 3)}, batch_size=[samples]), partition_id="p")
+
+
+def everything(client: Any) -> Any:
+    return client.get_meta(["x"], 0, "p", mode="force_fetch")
+
+
+def test_is_nested_tells_whether_shapes_differ(client: Any) -> None:
+    features(client, 4)
+    assert client.get_meta([], 0, "p", mode="force_fetch").field_schema == {}
+    schema = everything(client).field_schema["x"]
+    assert (schema["is_nested"], schema["shape"], "per_sample_shapes" in schema) == (False, (4, 3), False)
+    features(client, 6)
+    every = everything(client)
+    assert (every.field_schema["x"]["is_nested"], every.field_schema["x"]["shape"]) == (True, None)
+    assert every.get_shapes("x") == [(4, 3), (4, 3), (6, 3), (6, 3)]
+    alike = client.get_meta(["x"], 2, "p", task_name="t")
+    assert (alike.field_schema["x"]["is_nested"], alike.get_shapes("x")) == (False, [(4, 3)] * 2)
+    assert client.get_data(alike)["x"].is_nested
+
+
+def test_is_nested_where_some_samples_lack_the_field(client: Any) -> None:
+    features(client, 4)
+    client.get_meta([], 2, "p", mode="insert")
+    meta = everything(client)
+    assert meta.production_status.tolist() == [1, 1, 0, 0]
+    assert (meta.field_schema["x"]["is_nested"], meta.field_schema["x"]["shape"]) == (False, (4, 3))
+    features(client, 6)
+    assert everything(client).get_shapes("x") == [(4, 3), (4, 3), None, None, (6, 3), (6, 3)]
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_shapes_of_samples_of_several_varying_dimensions(client: Any) -> None:
+    images = torch.nested.as_nested_tensor([torch.ones(2, 3), torch.ones(1, 5)])
+    client.put(TensorDict({"x": images}, batch_size=[2]), partition_id="p")
+    assert everything(client).get_shapes("x") == [(2, 3), (1, 5)]
+
+
+def test_metadata_by_key_tells_shapes(client: Any) -> None:
+    for key, length in (("a", 2), ("b", 2), ("c", 5)):
+        client.kv_put([key], "p", TensorDict({"x": torch.ones(1, length)}, batch_size=[1]), [{"key": key}])
+    assert client.kv_retrieve_meta(["a", "b"], "p").field_schema["x"]["shape"] == (2,)
+    meta = client.kv_retrieve_meta(["c", "a"], "p")
+    assert meta.get_shapes("x") == [(5,), (2,)]
+    assert (meta.custom_meta, meta.is_ready) == ([{"key": "c"}, {"key": "a"}], True)
+    empty = client.kv_retrieve_meta(["new"], "p", create=True)
+    assert (empty.field_names, empty.production_status.tolist()) == ([], [0])
+
+
+def test_a_batch_reads_as_many_samples_as_it_names(server: service.DropInServer, client: Any) -> None:
+    """The backlog of a partition is not read for a batch of a few, whoever asks; a question about all reads all."""
+    put(client, "x", rows=5000)
+    for turn in range(3):
+        assert client.get_meta(["x"], 64, "p", task_name=f"task {turn}").global_indexes == list(range(64))
+    assert client.get_meta(["x"], 64, "p", task_name="task 0").global_indexes == list(range(64, 128))
+    ready = server.controller._partitions["p"].ready(["x"])
+    assert len(ready.rows) == 4 * 64
+    client.reset_consumption("p", "task 0")
+    assert client.get_meta(["x"], 64, "p", task_name="task 0").global_indexes == list(range(64))
+    assert client.get_meta(["x"], 4000, "p", task_name="many").global_indexes == list(range(4000))
+    assert client.get_production_status(["x"], "p")[1].sum() == 5000
+    assert len(ready.rows) == 5000
+
+
+def test_samples_come_in_the_order_of_their_indexes_whichever_was_ready_first(client: Any) -> None:
+    made = client.get_meta([], 40, "p", mode="insert").global_indexes
+
+    def produce(part: slice) -> None:
+        rows = made[part]
+        meta = client.get_meta([], 0, "p", mode="force_fetch").select_samples(rows)
+        client.put(TensorDict({"x": torch.tensor(rows)}, batch_size=[len(rows)]), metadata=meta)
+
+    produce(slice(20, 30))
+    assert client.get_meta(["x"], 4, "p", task_name="t").global_indexes == made[20:24]
+    produce(slice(5, 10))
+    assert client.get_meta(["x"], 3, "p", task_name="t").global_indexes == made[5:8]
+    assert client.get_meta(["x"], 8, "p", task_name="other").global_indexes == [*made[5:10], *made[20:23]]
+    produce(slice(0, 5))
+    assert client.get_meta(["x"], 8, "p", task_name="t").global_indexes == [*made[0:5], *made[8:10], made[24]]
+
+
+@pytest.mark.parametrize(
+    ("sampler", "config"),
+    [
+        ("GRPOGroupNSampler", {}),
+        ("RankAwareSampler", {"dp_rank": 1, "batch_index": 0}),
+        ("SeqlenBalancedSampler", {"dp_rank": 0, "batch_index": 0}),
+    ],
+)
+def test_built_in_samplers_find_their_batch_behind_what_they_cannot_use(sampler: str, config: dict[str, int]) -> None:
+    kinds = {
+        "GRPOGroupNSampler": samplers.GRPOGroupNSampler(2),
+        "SeqlenBalancedSampler": samplers.SeqlenBalancedSampler(2, 1),
+    }
+    server = service.DropInServer({"controller": {"sampler": kinds.get(sampler, sampler), "polling_mode": True}})
+    attached = attach(server)
+    try:
+        client = attached.client
+        made = put(client, "x", rows=3000)
+        client.clear_samples(
+            made.select_samples([*range(4), 6, *range(11, 2900)])
+        )  # 4 5, 7 8, 9 10 are left, and a hundred
+        wanted = [4, 5, 7, 8]
+        for task in ("one", "two"):
+            meta = client.get_meta(["x"], 4, "p", task_name=task, sampling_config=config)
+            assert meta.global_indexes == wanted
+        assert not len(client.get_meta(["x"], 200, "p", task_name="one", sampling_config={**config, "batch_index": 1}))
     finally:
         attached.close()
         server.shutdown()

@@ -28,7 +28,6 @@ _PRIVATE = (
 )
 INTERNALS = {
     "test_put_data_length_mismatch_raises": "tests a class of its storage units",
-    "test_dynamic_tensor_shape_nested_transition": "expects is_nested to say whether shapes differ; here it says how data come back",
     "test_tensor_fields": _LAYOUT,
     "test_storage_saved_is_true": _LAYOUT,
     "test_load_raises_on_storage_unit_count_mismatch": _LAYOUT,

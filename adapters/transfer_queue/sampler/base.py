@@ -19,7 +19,10 @@ class BaseSampler(ABC):
     def sample(
         self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """Return the chosen indexes and the consumed ones; both empty if there are too few samples."""
+        """Return the chosen indexes and the consumed ones; both empty if there are too few samples.
+
+        ready_indexes: all samples that are ready and not consumed, ascending; a list that may be changed.
+        """
 
     def __call__(self, *args: Any, **kwargs: Any) -> tuple[list[int], list[int]]:
         """Same as `sample`."""

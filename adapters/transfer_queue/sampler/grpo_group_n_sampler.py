@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
 from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
@@ -17,24 +19,17 @@ class GRPOGroupNSampler(BaseSampler):
         self.n_samples_per_prompt = n_samples_per_prompt
 
     def sample(
-        self, ready_indexes: list[int], batch_size: int, *args: Any, **kwargs: Any
+        self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
         """Choose enough groups for `batch_size`; nothing if there are too few."""
         groups = self.groups(ready_indexes, batch_size)
         chosen = [index for group in groups for index in group]
         return chosen, list(chosen)
 
-    def groups(self, ready_indexes: list[int], batch_size: int) -> list[list[int]]:
+    def groups(self, ready_indexes: Sequence[int], batch_size: int) -> list[list[int]]:
         """Return the groups of a batch, or none."""
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {size}")
-        count, groups, run = batch_size // size, [], []  # type: tuple[int, list[list[int]], list[int]]
-        for index in sorted(ready_indexes) if count else ():
-            run = [*run, index] if run and index == run[-1] + 1 else [index]
-            if len(run) == size:
-                groups.append(run)
-                run = []
-                if len(groups) == count:
-                    return groups
-        return []
+        ready = ready_indexes if isinstance(ready_indexes, Waiting) else Waiting(IndexSet(ready_indexes), IndexSet())
+        return ready.runs(size, batch_size // size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
@@ -12,7 +13,7 @@ class RankAwareSampler(BaseSampler):
 
     def sample(  # noqa: PLR0913, PLR0917, RUF100  (documented so)
         self,
-        ready_indexes: list[int],
+        ready_indexes: Sequence[int],
         batch_size: int,
         dp_rank: int = 0,
         batch_index: int = 0,
@@ -26,7 +27,7 @@ class RankAwareSampler(BaseSampler):
             raise ValueError(f"dp_rank must be greater than or equal to 0, got {dp_rank}")
         batches = self.remembered(partition_id, task_name, dp_rank)
         if batch_index not in batches:
-            chosen = ready_indexes[:batch_size]
+            chosen = list(ready_indexes[:batch_size])
             if not chosen or len(chosen) < batch_size:
                 return [], []
             batches[batch_index] = chosen

@@ -27,7 +27,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
 
     def sample(  # noqa: PLR0913, PLR0917, RUF100  (documented so)
         self,
-        ready_indexes: list[int],
+        ready_indexes: Sequence[int],
         batch_size: int,
         task_name: str = "",
         partition_id: str = "",
@@ -60,7 +60,7 @@ class SeqlenBalancedSampler(GRPOGroupNSampler):
         """Return the memory, including shares that some ranks have not requested yet."""
         return {**super().memory(), "_balanced_cache": self._balanced_cache}
 
-    def _shares(self, ready_indexes: list[int], batch_size: int, partition: Any) -> list[list[int]]:
+    def _shares(self, ready_indexes: Sequence[int], batch_size: int, partition: Any) -> list[list[int]]:
         groups = self.groups(ready_indexes, batch_size * self.dp_size)
         if not groups:
             return []
