@@ -23,7 +23,7 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
 from transferqueue.adapters.transfer_queue.columns import Shape, schema_of_field, shapes_of
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
 from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
 from transferqueue.adapters.transfer_queue.ready_samples import AT_ONCE, ReadySamples
@@ -43,7 +43,7 @@ WAIT_S: Final = 60.0
 _MORE: Final = 8
 """If a sampler finds no batch among the first samples, it is offered so many times as many."""
 _OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler})
-"""Samplers that take a `Waiting` as it is, and look at what they need of it. Any other is given a list of all."""
+"""Samplers that take a `WaitingSamples` as it is, and look at what they need of it. Any other is given a list of all."""
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Partition:
         ready.collect_all()
         return ready.rows
 
-    def waiting(self, ready: ReadySamples, task: str) -> Waiting:
+    def waiting(self, ready: ReadySamples, task: str) -> WaitingSamples:
         """Return the known samples of `ready` that `task` has not consumed."""
         return ready.waiting(self.consumed.get(task, _NOTHING))
 

@@ -76,7 +76,7 @@ class IndexSet:
                 yield number, bits
 
 
-class Waiting(Sequence[int]):
+class WaitingSamples(Sequence[int]):
     """The members of one set, up to `bound` (None: all), that are not in another, ascending: samples that are ready, and that a task has
     not consumed.
 

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
 from transferqueue.errors import DeadlineExceeded, LeaseExpired, NotFound
 
 AT_ONCE: Final = 1 << 16
@@ -93,6 +93,6 @@ class ReadySamples:
             with suppress(LeaseExpired, NotFound):  # then they come again, or the table is gone
                 self._table.ack(leased)
 
-    def waiting(self, consumed: IndexSet) -> Waiting:
+    def waiting(self, consumed: IndexSet) -> WaitingSamples:
         """Return the known samples up to `bound` that are not in `consumed`, as a view."""
-        return Waiting(self.rows, consumed, self.bound)
+        return WaitingSamples(self.rows, consumed, self.bound)

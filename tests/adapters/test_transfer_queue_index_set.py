@@ -10,7 +10,7 @@ from hypothesis import given, settings
 pytest.importorskip("tensordict", reason="the drop-in's package imports it: make test-shim")
 
 from tests.scale import examples
-from transferqueue.adapters.transfer_queue.index_set import PAGE, IndexSet, Waiting
+from transferqueue.adapters.transfer_queue.index_set import PAGE, IndexSet, WaitingSamples
 
 EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 5 * PAGE, (1 << 40) - 1, 1 << 40]
 spans = st.tuples(st.sampled_from(EDGES), st.integers(0, 12)).map(lambda span: range(span[0], span[0] + span[1]))
@@ -57,7 +57,7 @@ def groups(waiting: list[int], size: int, count: int) -> list[list[int]]:
 def test_what_waits_is_what_lists_would_say(
     ready: set[int], consumed: set[int], bound: int | None, size: int, count: int
 ) -> None:
-    waiting = Waiting(IndexSet(ready), IndexSet(consumed), bound)
+    waiting = WaitingSamples(IndexSet(ready), IndexSet(consumed), bound)
     model = [index for index in sorted(ready - consumed) if bound is None or index <= bound]
     assert (len(waiting), list(waiting), waiting.to_list()) == (len(model), model, model)
     assert waiting.first(count) == waiting[:count] == model[:count]
@@ -68,7 +68,7 @@ def test_what_waits_is_what_lists_would_say(
 @pytest.mark.parametrize("size", [PAGE, PAGE + 1, 2 * PAGE + 3])
 def test_a_run_may_be_longer_than_a_page(size: int) -> None:
     start = PAGE - 7
-    waiting = Waiting(IndexSet(range(start, start + 2 * size + 1)), IndexSet([start]))
+    waiting = WaitingSamples(IndexSet(range(start, start + 2 * size + 1)), IndexSet([start]))
     assert waiting.runs(size, 2) == [
         list(range(start + 1, start + 1 + size)),
         list(range(start + 1 + size, start + 1 + 2 * size)),

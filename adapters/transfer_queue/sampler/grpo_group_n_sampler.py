@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, Waiting
+from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
@@ -31,5 +31,9 @@ class GRPOGroupNSampler(BaseSampler):
         size = self.n_samples_per_prompt
         if batch_size % size:
             raise ValueError(f"batch_size {batch_size} must be a multiple of n_samples_per_prompt {size}")
-        ready = ready_indexes if isinstance(ready_indexes, Waiting) else Waiting(IndexSet(ready_indexes), IndexSet())
+        ready = (
+            ready_indexes
+            if isinstance(ready_indexes, WaitingSamples)
+            else WaitingSamples(IndexSet(ready_indexes), IndexSet())
+        )
         return ready.runs(size, batch_size // size)
