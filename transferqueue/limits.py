@@ -115,6 +115,18 @@ OBJECT_BYTES: Final = 16 * MIB
 buffer of a writer."""
 OBJECTS_KEPT_BYTES: Final = 256 * MIB
 """Cache of such a shard for the blocks read last, so that ranks and tasks that read the same rows fetch them once."""
+COPY_ORDER_BYTES: Final = 16 * MIB
+"""Bytes that one shard copies at a time to replace lost copies; a larger block is copied alone, in pieces of this size. About 16 ms at 1 GB/s:
+so a shard soon looks whether clients use its connections."""
+COPY_ORDER_BLOCKS: Final = PARTS_MAX
+"""Blocks of one such order: each is a part of one bulk read."""
+COPIES_IN_FLIGHT_BYTES: Final = 256 * MIB
+"""Bytes that all shards together copy at a time. Sixteen shards copy at once; more would leave little to clients of the shards that they
+all read from."""
+COPY_ORDER_S: Final = 15.0
+"""After this time another shard may copy what an order names. It takes a fraction of a second, or the time of one large block."""
+COPY_RETRY_S: Final = 1.0
+"""A shard that could copy nothing of an order, such as from a shard that does not answer, asks for the next one after this pause."""
 TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB

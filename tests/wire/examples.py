@@ -98,6 +98,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.Update(
         "t", TWO, COLUMNS, True, m.RowsRead([m.Inline("r", bytes(16))], [m.BlocksRead(["x"], bytes(8))], [{"a": 1}, {}])
     ),
+    m.TakeCopies(7, [9, 10], 1.5),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
@@ -123,6 +124,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=CoordinatorIndex(2, 2, "d"), checksums=True),
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
     m.OrdinalsEnded(TWO),
+    m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

@@ -48,7 +48,14 @@ def test_the_verb_that_sends_a_request_is_in_both_apis(kind):
 
 
 def test_requests_without_a_verb_are_sent_by_the_client_itself():
-    assert tags(lambda one: not one.verb) == {"Heartbeat", "Unpin", "ReturnGrant", "ListShards", "TakeOrders"}
+    assert tags(lambda one: not one.verb) == {
+        "Heartbeat",
+        "Unpin",
+        "ReturnGrant",
+        "ListShards",
+        "TakeOrders",
+        "TakeCopies",
+    }
 
 
 def test_what_has_a_name_at_home_says_where_it_is():
@@ -62,7 +69,8 @@ def test_what_has_a_name_at_home_says_where_it_is():
 
 def test_what_a_repeated_request_does():
     assert tags(lambda one: one.repeat == "by_row") == {"Put"}
-    assert tags(lambda one: one.repeat == "again" and not one.reads) == {"Hello", "Heartbeat", "Drain", "TakeOrders"}
+    again = {"Hello", "Heartbeat", "Drain", "TakeOrders", "TakeCopies"}
+    assert tags(lambda one: one.repeat == "again" and not one.reads) == again
     assert tags(lambda one: one.reply is None) == {"Heartbeat", "Unpin"}
 
 

@@ -165,7 +165,7 @@ def open_client(
         connection,
         memory,
         server,
-        dial=lambda at: _remote_shard(at, welcome, keys, connection, carriers),
+        dial=lambda at: remote_shard_memory(at, welcome, keys, connection, carriers),
         seat=welcome.seat,
         checksums=welcome.checksums,
     )
@@ -194,18 +194,34 @@ def _memory(
         return MappedMemory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
+    return remote_memory(place, welcome, keys, connection, lock.release if lock else lambda: None, carriers)
+
+
+def remote_memory(
+    place: TcpAddress,
+    welcome: m.Welcome,
+    keys: ClientKeys | None,
+    connection: Connection,
+    on_close: Callable[[], object] = lambda: None,
+    carriers: _Carriers | None = None,
+) -> RemoteMemory:
+    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carriers: None: as a stream."""
     return RemoteMemory(
         lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
-        on_close=lock.release if lock else lambda: None,
-        one_sided=carriers.memory(encrypted=keys is not None and not welcome.bulk_plain),
+        on_close=on_close,
+        one_sided=carriers.memory(encrypted=keys is not None and not welcome.bulk_plain) if carriers else None,
     )
 
 
-def _remote_shard(
-    at: m.ShardEndpoint, welcome: m.Welcome, keys: ClientKeys | None, connection: Connection, carriers: _Carriers
+def remote_shard_memory(
+    at: m.ShardEndpoint,
+    welcome: m.Welcome,
+    keys: ClientKeys | None,
+    connection: Connection,
+    carriers: _Carriers | None = None,
 ) -> RemoteMemory:
     """The memory of a remote shard. Its key only keeps others from listening, so a new key of ours will do."""
     place = parse_address(at.endpoint)
@@ -218,7 +234,7 @@ def _remote_shard(
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
-        one_sided=carriers.memory(encrypted=mine is not None),
+        one_sided=carriers.memory(encrypted=mine is not None) if carriers else None,
     )
 
 

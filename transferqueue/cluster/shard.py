@@ -6,6 +6,7 @@ Invariants (docs/decisions/0022):
   its progress with the next poll (`PollCommands`).
 - It ends when the coordinator says that it is empty, when its session ends, or when it is stopped. In the last two cases the bytes in it
   are lost. When the coordinator restarts, the session is resumed, and the shard goes on.
+- A second thread copies blocks that lost a copy elsewhere, as the coordinator orders (`copier`).
 - Clients that map its arena send it nothing. Other clients read and write at its bulk endpoint, with tickets. If its bytes lie in another
   store (`stores`), no client maps them, and the shard ends when the store has lost bytes.
 """
@@ -24,6 +25,7 @@ from typing import Final, Self
 
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import session_lock
+from transferqueue.cluster.copier import Copier, CopyMemories
 from transferqueue.cluster.stores.open import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
@@ -94,14 +96,29 @@ class ShardProcess:
                 secret=secret,
             )
             self._connection: Final = Connection(dial(address, keys), address)
+            memories = CopyMemories(address, keys, self._connection, self._backing)
+            self._copier: Final = Copier(
+                self._connection,
+                memories,
+                lambda: endpoint.transfers,
+                one_by_one=isinstance(self._backing, ObjectBacking),
+            )
             if isinstance(self._backing, ObjectBacking):
                 self._backing.on_lost = self._connection.close
-            self._greet(made, address, offer, label, timeout_s)
+            self._greet(made, address, offer, label, timeout_s, memories)
             self.endpoint: Final = offer.endpoint
             """The address of its bulk endpoint."""
             self._made = made.pop_all()
 
-    def _greet(self, made: ExitStack, address: str, offer: m.ShardOffer, label: str, timeout_s: float) -> None:
+    def _greet(
+        self,
+        made: ExitStack,
+        address: str,
+        offer: m.ShardOffer,
+        label: str,
+        timeout_s: float,
+        memories: CopyMemories,
+    ) -> None:
         client = secrets.token_bytes(16)
         lock = session_lock(address, client.hex())
         if lock is not None:
@@ -115,12 +132,16 @@ class ShardProcess:
             label=label,
             shard=offer,
         )
+        made.callback(self._copier.join)  # after the connection is closed, and before the lock is free
         made.callback(self._connection.close)
-        self._connection.open(hello, timeout_s)
+        made.callback(self._copier.stop)
+        self._connection.on_welcome(memories.greeted)
+        memories.greeted(self._connection.open(hello, timeout_s))
 
     def run(self) -> None:
         """Execute commands until the coordinator ends the shard. `Disconnected` if the session ends before, `ShardLost` if the store has
         lost bytes."""
+        self._copier.start()
         try:
             self._run()
         except Disconnected as error:

@@ -10,7 +10,7 @@ import msgspec
 
 WakeKey = tuple[str, ...]
 """What a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name), ("channel",
-name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version.
+name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack copies.
 """
 
 

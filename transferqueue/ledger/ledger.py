@@ -15,6 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
+from msgspec.structs import replace
+
 from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
@@ -27,6 +29,7 @@ from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState
+from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -35,7 +38,7 @@ from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
-from transferqueue.limits import SESSIONS_MAX
+from transferqueue.limits import COPY_ORDER_S, SESSIONS_MAX
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages.declarations import DECLARED
 
@@ -178,6 +181,8 @@ class Ledger:
                 apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
             elif isinstance(subject, weight_channels.UpdateSlot):
                 weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
+            elif isinstance(subject, CopyOrderState):
+                state.core.blocks.expire_order(subject)
             elif isinstance(subject, PendingVersion):
                 self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
@@ -216,6 +221,60 @@ class Ledger:
         """
         self.tick(now)
         return lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
+
+    # ------------------------------------------------------------ new copies
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether a block lies in fewer shards than its table keeps."""
+        return bool(self.state.core.blocks.missing)
+
+    @property
+    def bytes_being_copied(self) -> int:
+        """Bytes of the extents of all copy orders."""
+        return self.state.core.blocks.missing.bytes_ordered
+
+    def copies_for(self, shard: int, rooms: Mapping[int, int]) -> CopyChoice | None:
+        """See `MissingCopies.choose`. Changes nothing."""
+        return self.state.core.blocks.missing.choose(shard, rooms)
+
+    def order_copies(
+        self, session: int, shard: int, offset: int, nbytes: int, blocks: Collection[int], now: float
+    ) -> None:
+        """Have the session of a shard process copy blocks that `copies_for` chose into an extent, which the caller has allocated in
+        `shard`. The extent closes by `finish_copies`, or with the session.
+        """
+        self.tick(now)
+        self.state.session(session)
+        order = self.state.core.blocks.order_copies(session, shard, offset, nbytes, blocks)
+        self.state.core.deadlines.add(order, self.state.now + COPY_ORDER_S)
+
+    def ordered_extent(self, session: int) -> int:
+        """The extent of the copy order that a session has; 0 if it has none."""
+        order = self.state.core.blocks.order_of(session)
+        return order.extent if order is not None else 0
+
+    def copy_order(self, session: int, shard: int) -> m.CopyOrder | None:
+        """The copy order of a session, which is that of `shard`; None if it has none. Each block is named where it is to be read: in
+        this shard if it lies there.
+        """
+        blocks = self.state.core.blocks
+        order = blocks.order_of(session)
+        if order is None:
+            return None
+        extent = blocks.extents[order.extent]
+        needed = {number: at for number, at in order.offsets.items() if number in blocks.blocks}
+        return m.CopyOrder(
+            shard,
+            m.Granted(extent.id, extent.shard, extent.offset, extent.nbytes),
+            [_read_from(blocks.blocks[number].at, shard) for number in needed],
+            list(needed.values()),
+        )
+
+    def finish_copies(self, session: int, extent: int, written: Collection[int], now: float) -> int:
+        """See `BlockRegistry.finish_copies`."""
+        self.tick(now)
+        return self.state.core.blocks.finish_copies(session, extent, frozenset(written))
 
     # ------------------------------------------------------------ what a server asks
 
@@ -333,3 +392,9 @@ class Ledger:
         """Plain values about the queue: the content of `m.Observed`."""
         self.tick(now)
         return observed(self.state, request)
+
+
+def _read_from(at: m.BlockLocation, shard: int) -> m.BlockLocation:
+    """The block as it lies in this shard, or else at its main location. What a copy does not need is left out."""
+    here = next((copy for copy in at.copies if copy.shard == shard), at) if at.shard != shard else at
+    return replace(at, shard=here.shard, extent=here.extent, offset=here.offset, fields=[], counts=[], copies=[])

@@ -75,6 +75,7 @@ _TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("refills", "gauge", "Members of incomplete groups that are asked for again."),
     ("outstanding", "gauge", "Rows reserved, or live and not yet done by the pacing task."),
     ("outstanding_limit", "gauge", "Rows that may be outstanding."),
+    ("rows_one_copy", "gauge", "Rows of which one copy is left, though the table keeps more."),
 )
 _TASK: Final = ("pending", "held", "ready", "leased", "kept")
 _TASK_TOTALS: Final = (

@@ -16,6 +16,7 @@ from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.copies import CopyOrders
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -34,11 +35,13 @@ class Operations:
         """None: the server was started without a directory for snapshots."""
         self._sources = sources
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
+        self._copies: Final = CopyOrders(sources.ledger, sources.shards)
         self.by_type: Final[Mapping[type[m.Request], Operation]] = {
             m.Grant: self._grant,
             m.ListShards: self._list_shards,
             m.Drain: self._drain,
             m.PollCommands: self._poll_commands,
+            m.TakeCopies: self._take_copies,
             m.SnapshotRequest: self._begin_job,
             m.Restore: self._begin_job,
             m.WatchJob: self._watch_job,
@@ -49,6 +52,7 @@ class Operations:
         self._explanations: Final[Mapping[type[m.Request], Callable[[Any, float], str]]] = {
             m.Grant: self._explain_grant,
             m.PollCommands: lambda request, now: "there are no orders",
+            m.TakeCopies: lambda request, now: "there is nothing for this shard to copy",
             m.WatchJob: lambda request, now: self._jobs().explain(request),
         }
 
@@ -85,6 +89,9 @@ class Operations:
 
     def _poll_commands(self, session: OpenSession, call: int, request: m.PollCommands, now: float) -> Answer:
         return self._shards.shard_of(session).commands(request, now)
+
+    def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Answer:
+        return self._copies.take(session, request, now)
 
     # ------------------------------------------------------------ snapshots
 

@@ -126,8 +126,13 @@ def _stats(sources: ReportSources, table: str, now: float) -> Plain:
     }
 
 
+_POLLS: Final = frozenset({m.PollCommands, m.TakeCopies})
+"""Requests by which shards wait for work: they miss nothing, so reports leave them out."""
+
+
 def _all_waiting(sources: ReportSources, table: str, now: float) -> list[Plain]:
-    requests = (waiting for waiting in sources.waiting if not table or _table_of(waiting) == table)
+    asked = (waiting for waiting in sources.waiting if type(waiting.request) not in _POLLS)
+    requests = (waiting for waiting in asked if not table or _table_of(waiting) == table)
     return [_waiting(sources, waiting, now) for waiting in islice(requests, WAITING_SHOWN_MAX)]
 
 

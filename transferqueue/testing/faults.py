@@ -130,6 +130,16 @@ def _copies_too(was: Any) -> Any:
     return lose_shard
 
 
+def _counted_at_once(was: Any) -> Any:
+    def order_copies(self: Any, session: int, shard: int, offset: int, nbytes: int, blocks: Any) -> Any:
+        order = was(self, session, shard, offset, nbytes, blocks)
+        for member, at in order.offsets.items():
+            self._add_copy(self.blocks[member], self.extents[order.extent], at)
+        return order
+
+    return order_copies
+
+
 def _all(_was: Any) -> Any:
     return lambda _rows, _where, ids, _at: np.ones(ids.size, np.bool_)
 
@@ -179,6 +189,8 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
     "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),
     "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),
+    "a lost copy is not made again": ((BlockRegistry, "_await_copies", _nothing),),
+    "a copy counts before it is written": ((BlockRegistry, "order_copies", _counted_at_once),),
 }  # fmt: skip
 
 

@@ -111,6 +111,8 @@ def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]
         pieces.append(Text(f"version {table.version}"))
     if table.outstanding_limit is not None:
         pieces.append(_of("ahead", table.outstanding, table.outstanding_limit))
+    if table.rows_one_copy:
+        pieces.append(Text(f"{units.rows(table.rows_one_copy)} with one copy", style="bold yellow"))
     if table.sealed:
         pieces.append(Text("sealed", style="magenta"))
     return pieces

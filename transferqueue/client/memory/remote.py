@@ -109,8 +109,15 @@ class RemoteMemory:
     def _write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
         staged = self.buffers.take(nbytes)
         fill(staged.data)
+        self._store(region.granted, region.offset, staged.data, caller)
+
+    def store(self, granted: m.Granted, offset: int, data: memoryview) -> None:
+        """Send `data` to byte `offset` of the arena, inside a granted extent. Blocks until it is there; errors as of `write`."""
+        self._store(granted, offset, data, Caller(self._interrupt))
+
+    def _store(self, granted: m.Granted, offset: int, data: memoryview, caller: Caller) -> None:
         session = self._welcome.session
-        self._carry(lambda number: StoreTransfer(number, session, region.granted, region.offset, staged.data), caller)
+        self._carry(lambda number: StoreTransfer(number, session, granted, offset, data), caller)
 
     def columns(
         self,

@@ -55,7 +55,7 @@ class Queue(QueueBase):
         extra_fields: True: rows may add any further field, and names are taken as they come. False: none. None: any if no
         fields are declared.
         replicas: shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one
-        less; their bytes count as often. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
+        less; their bytes count as often. A copy that is lost with a shard is made again in another one. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
         terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
         """
         client = self._of(name)

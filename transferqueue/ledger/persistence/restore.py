@@ -35,8 +35,8 @@ RESTORE_SESSION = -1
 
 def restored(state: LedgerState, snapshot: LedgerSnapshot, now: float) -> LedgerState:
     """Return a copy of the state with the tables and channels of `snapshot`. Each block lies in an extent of its own,
-    of whole pages, which belongs to this ledger from now on. Blocks have no copies, whatever the terms of their
-    table say about new ones.
+    of whole pages, which belongs to this ledger from now on. Blocks have no copies at first; those of a table with
+    replicas lack them, and are copied when further shards have joined.
 
     `UsageError` if a table or channel exists, `Corruption` if no ledger could have written the snapshot. `state` does
     not change.
@@ -152,20 +152,20 @@ class _SnapshotRestore:
         for blocks, _ in snapshot.places.values():
             for number, count in tally(blocks[blocks > 0]):
                 refs[number] = refs.get(number, 0) + count
-        new = {number: self._commit(number, table.usage, count) for number, count in refs.items()}
+        new = {number: self._commit(number, table.usage, count, table.replicas) for number, count in refs.items()}
         for name, (blocks, slots) in snapshot.places.items():
             parts = table.parts.parts_of((name,))
             for number, count in tally(blocks[blocks > 0]):
                 chosen = blocks == number
                 table.parts.write(at[chosen], count, parts, new[number], slots[chosen])
 
-    def _commit(self, number: int, usage: OwnerBytes, refs: int) -> int:
+    def _commit(self, number: int, usage: OwnerBytes, refs: int, replicas: int = 1) -> int:
         blocks, at = self._state.core.blocks, self._snapshot.blocks[number]
         extent = blocks.grant(RESTORE_SESSION, at.shard, at.offset, align(max(at.nbytes, 1), PAGE_BYTES))
         placed = WrittenBlock(
             extent.id, at.offset, at.nbytes, at.rows, list(at.fields), list(at.counts), None, at.checksum
         )
-        return blocks.commit([placed], usage, [refs])[0]
+        return blocks.commit([placed], usage, [refs], replicas)[0]
 
     def _task(self, task: TaskState, snapshot: TableSnapshot, name: str, ids: IntArray, at: IntArray) -> None:
         columns = snapshot.tasks[name]

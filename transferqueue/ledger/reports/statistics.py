@@ -1,7 +1,7 @@
 """Plain values for people and metrics: stats, audit, the life of a row, what is stuck.
 
-`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks); the life of a row and the doctor walk a
-bounded history or sample.
+`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks), and a scan of the rows of tables that lack
+copies; the life of a row and the doctor walk a bounded history or sample.
 """
 
 from __future__ import annotations
@@ -69,6 +69,7 @@ def table_stats(table: TableState, now: float) -> Plain:
         "cursor": table.ordinals.cursor(),
         "sealed": table.sealed,
         "replicas": table.replicas,
+        "rows_one_copy": rows_with_one_copy(table),
         "age_s": _oldest(table, now),
         "staleness": _by_lag(table.staleness),
         "staleness_in_flight": _by_lag(table.staleness_in_flight),
@@ -81,6 +82,17 @@ def table_stats(table: TableState, now: float) -> Plain:
         "pacing_task": None if pacing is None else pacing.task,
         "tasks": {name: _task_stats(table, task, now) for name, task in table.tasks.items()},
     }
+
+
+def rows_with_one_copy(table: TableState) -> int:
+    """Resident rows with a value that lies in one shard only, though the table keeps more copies."""
+    blocks = table.core.blocks
+    lacking = [blocks.blocks[number] for number in blocks.missing.blocks() if number in blocks.blocks]
+    numbers = [block.at.block for block in lacking if block.usage is table.usage and len(block.extents) == 1]
+    if not numbers:
+        return 0
+    at = table.rows.pages.index(table.rows.pages.resident_rows())
+    return int(table.parts.lies_in(at, np.array(sorted(numbers), np.int64)).sum())
 
 
 def _by_lag(counts: Mapping[int, int]) -> dict[str, int]:
@@ -183,6 +195,8 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
         "granted": sum(extent.nbytes for extent in extents),
         "blocks": len(blocks.blocks),
         "blocks_pinned": sum(block.pins > 0 for block in blocks.blocks.values()),
+        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values()),
+        "being_copied": blocks.missing.bytes_ordered,
     }
 
 
@@ -338,7 +352,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 
 def _of_table(table: TableState) -> list[str]:
     """What holds up producers, the clock, and the end of the table."""
-    lines = lost_rows(table)
+    lines = lost_rows(table) + _copies_lines(table)
     if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
         lines.append(
             f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table)}"
@@ -354,6 +368,19 @@ def _of_table(table: TableState) -> list[str]:
     if held := why_clock_is_held(table, table.clock + 1):
         lines.append(held)
     return lines + (_end_lines(table) if table.sealed else [])
+
+
+def _copies_lines(table: TableState) -> list[str]:
+    """How many rows would be lost with one more shard, and whether they are being copied."""
+    if not (rows := rows_with_one_copy(table)):
+        return []
+    missing = table.core.blocks.missing
+    progress = (
+        f"shards copy {missing.bytes_ordered:,} bytes now"
+        if missing.orders
+        else "no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
+    )
+    return [f"{counted(rows, 'row', 'has', 'have')} one copy left of {table.replicas}: {progress}"]
 
 
 def _task_line(table: TableState, task: TaskState, now: float) -> str:

@@ -13,17 +13,20 @@ columns of one commit inside an extent. Invariants:
 - An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
+- A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count for the
+  owner of the block: so there is room for it when it comes.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.ledger.effects import Effects, FreeExtent
+from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
@@ -75,16 +78,17 @@ class ExtentState:
 
 
 class CommittedBlock:
-    """Committed columns. extents: where they are, `at` first, then its copies. refs: how many rows need them (counted
-    once per part). pins: how many views may exist.
+    """Committed columns. extents: where they are, `at` first, then its copies. replicas: how many shards are to have them. refs: how
+    many rows need them (counted once per part). pins: how many views may exist.
     """
 
-    __slots__ = ("at", "extents", "pins", "refs", "usage")
+    __slots__ = ("at", "extents", "pins", "refs", "replicas", "usage")
 
-    def __init__(self, at: BlockLocation, extents: list[ExtentState], usage: OwnerBytes) -> None:
+    def __init__(self, at: BlockLocation, extents: list[ExtentState], usage: OwnerBytes, replicas: int) -> None:
         self.at = at
         self.extents = extents
         self.usage = usage
+        self.replicas = replicas
         self.refs = 0
         self.pins = 0
 
@@ -95,8 +99,18 @@ class CommittedBlock:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the block and its copies."""
-        return self.at.nbytes * len(self.extents)
+        """Bytes of the block and its copies, also of those that it lacks."""
+        return self.at.nbytes * self.replicas
+
+    @property
+    def lacks_copies(self) -> bool:
+        """Whether rows need it and it lies in too few shards."""
+        return self.refs > 0 and len(self.extents) < self.replicas
+
+    @property
+    def shards(self) -> Shards:
+        """The shards that have it, ascending."""
+        return tuple(sorted(extent.shard for extent in self.extents))
 
 
 class BlockRegistry:
@@ -109,6 +123,7 @@ class BlockRegistry:
         """Holder (a session, or minus a lease) -> block -> number of pins."""
         self.last_shard = 0
         """The highest shard number in which an extent was ever granted. Cached replies may name that shard for ever."""
+        self.missing = MissingCopies()
         self._effects = effects
         self._next_extent = 1
         self._next_block = 1
@@ -151,6 +166,8 @@ class BlockRegistry:
         extent.session = 0
         extent.open = False
         extent.spans.clear()
+        if self.missing.orders:
+            self._end_order(extent)
         self._free_if_unused(extent)
 
     def _free_if_unused(self, extent: ExtentState) -> None:
@@ -167,8 +184,10 @@ class BlockRegistry:
         """
         for extent in self.extents.values():
             extent.lost |= extent.shard == shard
+        for order in [number for number in self.missing.orders if self.extents[number].lost]:
+            self._end_order(self.extents[order])
         lost = []
-        for number, block in self.blocks.items():
+        for number, block in reversed(self.blocks.items()):
             if all(extent.lost for extent in block.extents):
                 lost.append(number)
             elif any(extent.lost for extent in block.extents):
@@ -178,16 +197,81 @@ class BlockRegistry:
     def _lose_copies(self, block: CommittedBlock) -> None:
         """Remove lost extents from the block. Its first remaining copy becomes its main location."""
         at = block.at
+        self.missing.remove(at.block, block.shards)
         places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
         first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
         block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
         gone = [extent for extent in block.extents if extent.lost]
         block.extents = [extent for extent in block.extents if not extent.lost]
-        if block.refs:
-            block.usage.bytes -= at.nbytes * len(gone)
         for extent in gone:
             extent.blocks -= 1
             self._free_if_unused(extent)
+        self._await_copies(block)
+
+    # ------------------------------------------------------------ new copies
+
+    def _await_copies(self, block: CommittedBlock) -> None:
+        """Have the block wait for a copy order, if it lacks copies and is in none."""
+        number = block.at.block
+        if block.lacks_copies and not self.missing.is_ordered(number):
+            self.missing.add(number, block.at.nbytes, block.shards)
+            self._effects.wake("copies")
+
+    def order_copies(self, session: int, shard: int, offset: int, nbytes: int, blocks: Iterable[int]) -> CopyOrderState:
+        """Grant an extent to the session of a shard process, to copy these blocks into it."""
+        extent, at, offsets = self.grant(session, shard, offset, nbytes), offset, dict[int, int]()
+        for number in blocks:
+            block = self.blocks[number]
+            self.missing.remove(number, block.shards)
+            offsets[number] = at
+            at = align(at + block.at.nbytes)
+        return self.missing.begin(extent.id, extent.nbytes, offsets)
+
+    def order_of(self, session: int) -> CopyOrderState | None:
+        """The copy order that a session has; None if it has none."""
+        orders = self.missing.orders.values()
+        return next((order for order in orders if self.extents[order.extent].session == session), None)
+
+    def expire_order(self, order: CopyOrderState) -> None:
+        """The order is overdue: another shard may copy its blocks."""
+        self.missing.expire(order)
+        self._await_again(order)
+
+    def finish_copies(self, session: int, number: int, written: Collection[int]) -> int:
+        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from now on.
+
+        Does nothing if the session has no such order: it reported that before, or the order ended. A block that nobody needs any more
+        counts no copy.
+        """
+        extent = self.extents.get(number)
+        if extent is None or extent.session != session or number not in self.missing.orders:
+            return 0
+        added = 0
+        for member, offset in self.missing.orders[number].offsets.items():
+            block = self.blocks.get(member)
+            if member in written and block is not None and block.lacks_copies and extent.shard not in block.shards:
+                self._add_copy(block, extent, offset)
+                added += 1
+        self._disown(extent)
+        self._effects.wake("copies")
+        return added
+
+    def _add_copy(self, block: CommittedBlock, extent: ExtentState, offset: int) -> None:
+        self.missing.remove(block.at.block, block.shards)
+        copy = CopyLocation(extent.shard, extent.id, offset)
+        block.at = replace(block.at, copies=[*block.at.copies, copy])
+        block.extents.append(extent)
+        extent.blocks += 1
+
+    def _end_order(self, extent: ExtentState) -> None:
+        """If the extent is that of a copy order: end it, and have blocks that still lack copies wait again."""
+        if (order := self.missing.end(extent.id)) is not None:
+            self._await_again(order)
+
+    def _await_again(self, order: CopyOrderState) -> None:
+        for number in order.offsets:
+            if (block := self.blocks.get(number)) is not None:
+                self._await_copies(block)
 
     # ------------------------------------------------------------ commits
 
@@ -238,28 +322,35 @@ class BlockRegistry:
             )
         return extent
 
-    def commit(self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int]) -> list[int]:
+    def commit(
+        self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int], replicas: int = 1
+    ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
-        to each.
+        to each. replicas: how many shards are to have each, if that is more than have it now.
         """
         written: Written = {}
-        numbers = [self._commit(block, usage, count, written) for block, count in zip(placed, refs, strict=True)]
+        numbers = [
+            self._commit(block, usage, count, written, replicas) for block, count in zip(placed, refs, strict=True)
+        ]
         for number, (start, end) in written.items():
             self._close_if_full(self.extents[number], start, end)
         return numbers
 
-    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written) -> int:
+    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written, replicas: int) -> int:
         number = self._next_block
         self._next_block += 1
         extents = [self._write(placed.extent, placed.offset, placed.nbytes, written)]
         if placed.copies:
             extents += [self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies]
         if refs:
-            block = self.blocks[number] = CommittedBlock(_block_at(number, placed, extents), extents, usage)
+            at = _block_at(number, placed, extents)
+            block = self.blocks[number] = CommittedBlock(at, extents, usage, max(replicas, len(extents)))
             block.refs = refs
             usage.bytes += block.nbytes
             for extent in extents:
                 extent.blocks += 1
+            if block.replicas > len(extents):
+                self._await_copies(block)
         return number
 
     def _write(self, number: int, start: int, nbytes: int, written: Written) -> ExtentState:
@@ -285,6 +376,8 @@ class BlockRegistry:
         block.refs -= refs
         if not block.refs:
             block.usage.bytes -= block.nbytes
+            if len(block.extents) < block.replicas:
+                self.missing.remove(number, block.shards)
             self._forget_if_unused(block)
 
     def _forget_if_unused(self, block: CommittedBlock) -> None:

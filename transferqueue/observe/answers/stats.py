@@ -67,6 +67,7 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, TaskStats]
     columns_freed: int = 0
     column_bytes_freed: int = 0
+    rows_one_copy: int = 0
 
 
 class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -101,6 +101,22 @@ class _Applied(_Record):
     failed: bool
 
 
+class _CopiesOrdered(_Record):
+    session: int
+    shard: int
+    offset: int
+    nbytes: int
+    blocks: list[int]
+    now: float
+
+
+class _CopiesFinished(_Record):
+    session: int
+    extent: int
+    written: list[int]
+    now: float
+
+
 class _Unfinished(_Record):
     """A change that a defect interrupted. Its replay stops at the same place, since the ledger is deterministic."""
 
@@ -108,7 +124,19 @@ class _Unfinished(_Record):
 
 
 _Any = (
-    _Begun | _Opened | _Closed | _PinsEnded | _Granted | _Seen | _Lost | _ShardLost | _Ticked | _Applied | _Unfinished
+    _Begun
+    | _Opened
+    | _Closed
+    | _PinsEnded
+    | _Granted
+    | _Seen
+    | _Lost
+    | _ShardLost
+    | _Ticked
+    | _Applied
+    | _Unfinished
+    | _CopiesOrdered
+    | _CopiesFinished
 )
 STATE: Final = blake2b(
     image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
@@ -202,6 +230,27 @@ class RecordedLedger(Ledger):
             lost = super().shard_lost(shard, now)
         self._append(_ShardLost(shard, self.state.now))
         return lost
+
+    def order_copies(
+        self, session: int, shard: int, offset: int, nbytes: int, blocks: Collection[int], now: float
+    ) -> None:
+        """See `Ledger.order_copies`."""
+        self.tick(now)
+        record = _CopiesOrdered(session, shard, offset, nbytes, list(blocks), self.state.now)
+        with self._unfinished(record):
+            super().order_copies(session, shard, offset, nbytes, blocks, now)
+        self._append(record)
+
+    def finish_copies(self, session: int, extent: int, written: Collection[int], now: float) -> int:
+        """See `Ledger.finish_copies`. Recorded only if the session has this order."""
+        self.tick(now)
+        if self.ordered_extent(session) != extent:
+            return 0
+        record = _CopiesFinished(session, extent, list(written), self.state.now)
+        with self._unfinished(record):
+            added = super().finish_copies(session, extent, written, now)
+        self._append(record)
+        return added
 
     def tick(self, now: float) -> None:
         """See `Ledger.tick`. Every recorded call calls it first. Recorded only if something is due."""
@@ -339,6 +388,10 @@ def _replay_record(ledger: Ledger, record: _Any) -> None:
             ledger.shard_lost(shard, now)
         case _Ticked(now=now):
             ledger.tick(now)
+        case _CopiesOrdered():
+            ledger.order_copies(record.session, record.shard, record.offset, record.nbytes, record.blocks, record.now)
+        case _CopiesFinished(session=session, extent=extent, written=written, now=now):
+            ledger.finish_copies(session, extent, written, now)
         case _Applied():
             if isinstance(
                 ledger.apply(record.request, session=record.session, call=record.call, now=record.now), MustWait

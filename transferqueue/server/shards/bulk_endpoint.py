@@ -346,6 +346,11 @@ class BulkEndpoint:
         """Bytes of reads by what carried them: "stream", "one_sided"."""
         return dict(self._exchange.sent_bytes)
 
+    @property
+    def transfers(self) -> int:
+        """The number of transfers that are under way. From any thread."""
+        return len(self._exchange)
+
     def start(self) -> None:
         """Start the thread that answers."""
         self._thread.start()

@@ -188,6 +188,20 @@ class ShardRegistry:
             raise refused
         return None
 
+    def lender(self, number: int) -> OwnShardMemory | RemoteShard:
+        """The shard of this number, which must exist."""
+        return self.own if number == SHARD else self.remote[number]
+
+    def rooms_for_rows(self) -> dict[int, int]:
+        """The bytes that new rows may still take in each shard that grants memory and has some."""
+        lending: list[OwnShardMemory | RemoteShard] = [self.own, *self.remote.values()]
+        rooms = {
+            shard.number: _for_rows(shard) - shard.used
+            for shard in lending
+            if isinstance(shard, OwnShardMemory) or not shard.draining
+        }
+        return {number: room for number, room in rooms.items() if room > 0}
+
     def _check_rows(self, nbytes: int) -> None:
         """`Impossible` if no shard could ever grant so much to new rows."""
         lending: list[OwnShardMemory | RemoteShard] = [
@@ -266,6 +280,10 @@ class ShardRegistry:
         near = {number for number, shard in self.remote.items() if _maps(session, shard)}
         near |= set() if session.remote else {SHARD}
         return issue(lambda shard: self._tickets_of(session, shard), session.number, reply, near)
+
+    def tickets_for(self, number: int) -> TicketIssuer:
+        """The tickets of this shard, which must exist."""
+        return self._tickets if number == SHARD else self.remote[number].tickets
 
     def _tickets_of(self, session: OpenSession, number: int) -> TicketIssuer | None:
         if number == SHARD:

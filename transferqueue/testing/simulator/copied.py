@@ -1,4 +1,5 @@
-"""A job on a table whose rows lie in remote shards, with one copy or two. Shards crash, and their bytes are lost."""
+"""A job on a table whose rows lie in remote shards, with one copy or two. Shards crash, and their bytes are lost. What lost one copy of two
+is copied again."""
 
 from __future__ import annotations
 
@@ -45,6 +46,14 @@ PUTS: Final = 12
 ROWS: Final = 2
 FIRST_STAMP: Final = 4_000_000
 CAPACITY: Final = 8 * PAGE_BYTES
+WAITING: Final = 4 * ROWS
+"""Users leave so many rows in the table, so that some are there when a shard dies."""
+HEAL_S: Final = 20.0
+"""After all faults have ended, every row has its copies again within this time."""
+POLL_S: Final = 0.3
+ASK_S: Final = 0.02
+LOST: Final = 0.03
+"""Probability that the machine of a shard fails, for each time that it asks what to do."""
 LATER: Final = (FlowSignal, OutOfMemory, Unreachable, NotFound, ShardLost, Impossible)
 """Errors after which a process tries again later: a shard is gone, or not there yet."""
 
@@ -63,6 +72,8 @@ class ReplicatedShardsJob(SimJob):
         self._used: set[int] = set()
         self._maybe_used: set[int] = set()
         """Stamps whose ack was confirmed, and stamps whose ack was sent."""
+        self.copied = 0
+        """Blocks that shards reported as copied again."""
         self._over = False
 
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
@@ -101,12 +112,44 @@ class ReplicatedShardsJob(SimJob):
         """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at once."""
         self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
         epoch = done = 0
+        report = m.TakeCopies(wait_s=ASK_S)
         while not self._over:
+            if process.world.strikes(LOST, "shard lost"):
+                raise Unreachable("the machine of this shard failed")
             try:
-                orders = yield m.PollCommands(epoch, done, wait_s=1.0)
+                orders = yield m.PollCommands(epoch, done, wait_s=POLL_S)
+                epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
             except DeadlineExceeded:
-                continue
-            epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
+                pass
+            try:
+                order = yield report
+            except DeadlineExceeded:
+                report = m.TakeCopies(wait_s=ASK_S)
+            else:
+                written = yield from self._copy(process, order)
+                report = m.TakeCopies(order.target.extent, written, ASK_S)
+
+    def _copy(self, process: Process, order: m.CopyOrder) -> Steps:
+        """Carry out a copy order, row by row. Returns the blocks that are written. Their source may be lost meanwhile, or freed and used
+        again: then nobody needs the copy."""
+        written: list[int] = []
+        if order.target.shard == SHARD:
+            process.sights[-order.target.extent] = order.target.offset, order.target.nbytes
+        try:
+            for at, offset in zip(order.blocks, order.offsets, strict=True):
+                source = yield from self._bytes(process, at.shard)
+                target = yield from self._bytes(process, order.target.shard)
+                for start in range(0, at.nbytes, ROW_BYTES):
+                    row = source[at.offset + start : at.offset + start + ROW_BYTES]
+                    target[offset + start : offset + start + ROW_BYTES] = row
+                    yield process.world.random.uniform(0.001, 0.05)
+                written.append(at.block)
+        except ShardLost:
+            pass
+        finally:
+            process.sights.pop(-order.target.extent, None)
+        self.copied += len(written)
+        return written
 
     def _bytes(self, process: Process, shard: int) -> Steps:
         """The memory of a shard, as a process maps it."""
@@ -124,7 +167,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _open(self) -> Steps:
         task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
-        limits = Limits(rows=4 * ROWS)
+        limits = Limits(rows=6 * ROWS)
         yield m.CreateTable(self.table, [BODY], [task], limits, exist_ok=True, replicas=self.replicas)
 
     def _insist(self, act: Callable[[], Steps]) -> Steps:
@@ -180,9 +223,28 @@ class ReplicatedShardsJob(SimJob):
         yield from self._insist(self._open)
         try:
             while True:
+                if process.world.healed and self.replicas > 1:
+                    yield from self._insist(partial(self._await_copies, process))
+                while self._leaves_rows(process):
+                    yield 0.1
                 yield from self._insist(partial(self._use_once, process))
         except EndOfTable:
             self._over = True
+
+    def _leaves_rows(self, process: Process) -> bool:
+        """Whether users wait, because few rows would be left."""
+        return not process.world.healed and self._confirmed - len(self._used) <= WAITING
+
+    def _await_copies(self, process: Process) -> Steps:
+        """Wait until each row has all its copies again. All faults have ended, and rows wait."""
+        until = process.world.now + HEAL_S
+        while True:
+            lacking = _blocks_that_lack_copies(process)
+            if not lacking:
+                return
+            if process.world.now > until:
+                raise PromiseBroken(f"{lacking} blocks still lack a copy, {HEAL_S:g} s after all faults ended")
+            yield 0.2
 
     def _use_once(self, process: Process) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
@@ -205,7 +267,7 @@ class ReplicatedShardsJob(SimJob):
             let_go(process, blocks_of(lease.content))
 
     def _seen(self, process: Process, content: m.ReplyRows) -> Steps:
-        """The stamps of the rows, in order. Each must have been put."""
+        """The stamps of the rows, in order. Each must have been put, and be the same in each copy."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts
         blocks = run_length.decode_constant(part.block_of_row, "<i4", rows).tolist()
@@ -213,7 +275,27 @@ class ReplicatedShardsJob(SimJob):
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)
-            found.append(stamp_at(memory, at.offset + slot * ROW_BYTES, f"a row in shard {at.shard}") - FIRST_STAMP)
+            stamp = stamp_at(memory, at.offset + slot * ROW_BYTES, f"a row in shard {at.shard}")
+            found.append(stamp - FIRST_STAMP)
+            yield from self._compare_copies(process, at.copies, slot, stamp)
         if wrong := [stamp for stamp in found if not 0 <= stamp < self._sent]:
             raise PromiseBroken(f"rows {wrong} were given out; {self._sent} were put")
         return found
+
+    def _compare_copies(self, process: Process, copies: list[m.CopyLocation], slot: int, stamp: int) -> Steps:
+        """Each copy that still exists must hold this stamp."""
+        for copy in copies:
+            try:
+                memory = yield from self._bytes(process, copy.shard)
+            except ShardLost:
+                continue
+            held = stamp_at(memory, copy.offset + slot * ROW_BYTES, f"a copy in shard {copy.shard}")
+            if held != stamp:
+                raise PromiseBroken(f"a copy in shard {copy.shard} holds {held}, and the row {stamp}")
+
+
+def _blocks_that_lack_copies(process: Process) -> int:
+    """Counted without the ledger's own index."""
+    ledger = process.server.ledger
+    blocks = ledger.state.core.blocks.blocks.values() if ledger is not None else ()
+    return sum(block.refs > 0 and len(block.extents) < block.replicas for block in blocks)

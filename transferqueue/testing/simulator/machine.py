@@ -19,9 +19,13 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
+
+TICKET_KEY: Final = bytes(32)
+"""Not random, so that a seed takes the same course each time."""
 
 
 class PromiseBroken(Exception):
@@ -198,7 +202,12 @@ class SimServer:
             self.epoch += 1
             memory = OwnShardMemory(self.arena)  # type: ignore[arg-type]
             self.node = Coordinator(
-                Ledger(epoch=self.epoch), memory, self._place(), watcher=self, open_process=self._open_process
+                Ledger(epoch=self.epoch),
+                memory,
+                self._place(),
+                watcher=self,
+                open_process=self._open_process,
+                tickets=TicketIssuer(TICKET_KEY),
             )
         if self.node is not None:
             self.on_up()
@@ -214,7 +223,13 @@ class SimServer:
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
         memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
         self.node = Coordinator(
-            recorded, memory, self._place(), watcher=self, open_process=self._open_process, durability=kept
+            recorded,
+            memory,
+            self._place(),
+            watcher=self,
+            open_process=self._open_process,
+            durability=kept,
+            tickets=TicketIssuer(TICKET_KEY),
         )
         self._guarded(lambda node: resume_sessions(node, kept, self._find_again))
 

@@ -78,6 +78,7 @@ function facts(table, moving) {
   ];
   if (table.outstanding_limit !== null) parts.push(`${count(table.outstanding)} of ${count(table.outstanding_limit)} ahead`);
   for (const [reason, rows] of Object.entries(table.dropped)) parts.push(`${count(rows)} dropped (${reason})`);
+  if (table.rows_one_copy) parts.push(`${count(table.rows_one_copy)} with one copy`);
   if (table.sealed) parts.push("sealed");
   return made("p", parts.join(" · "), "facts");
 }

@@ -6,9 +6,10 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ITEMS_MAX, SESSIONS_MAX
+from transferqueue.limits import COPY_ORDER_BLOCKS, ITEMS_MAX, SESSIONS_MAX
 from transferqueue.wire.messages.base import I64, Count, Counts, DoneReply, Message, Path, Seconds, Text
 from transferqueue.wire.messages.declarations import request
+from transferqueue.wire.messages.memory import BlockLocation, Granted
 from transferqueue.wire.roles import ADMINS, SHARDS, WORKERS
 
 
@@ -18,7 +19,7 @@ class ShardList(Message, tag="Shards"):
     shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
 
 
-@request(reply=ShardList, roles=WORKERS, repeat="again", reads=True, verb="")
+@request(reply=ShardList, roles=WORKERS | SHARDS, repeat="again", reads=True, verb="")
 class ListShards(Message):
     """Which remote shards there are. Answer: Shards."""
 
@@ -103,5 +104,27 @@ class ShutDownShard(Message, tag="Leave"):
 Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
 
 
-ShardRequests = ListShards | Drain | PollCommands
-ShardReplies = ShardList | ShardCommands
+class CopyOrder(Message):
+    """Blocks that this shard, number `shard`, is to copy into the extent `target`, each to the byte of the arena in `offsets`.
+
+    Each block is named without fields where it is to be read; one that is read or written in another shard, or here, has a ticket.
+    """
+
+    shard: Count
+    target: Granted
+    blocks: Annotated[list[BlockLocation], Meta(max_length=COPY_ORDER_BLOCKS)]
+    offsets: Annotated[list[Count], Meta(max_length=COPY_ORDER_BLOCKS)]
+
+
+@request(reply=CopyOrder, roles=SHARDS, repeat="again", verb="")
+class TakeCopies(Message):
+    """A shard has written the blocks `written` into the extent of its copy order (0: it had none), and waits for the next. Answer: CopyOrder;
+    the same one again if another extent is named than that of the order."""
+
+    extent: Count = 0
+    written: Annotated[list[Count], Meta(max_length=COPY_ORDER_BLOCKS)] = []
+    wait_s: Seconds = 0.0
+
+
+ShardRequests = ListShards | Drain | PollCommands | TakeCopies
+ShardReplies = ShardList | ShardCommands | CopyOrder

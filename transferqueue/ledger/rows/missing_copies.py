@@ -1,0 +1,141 @@
+"""Blocks that have lost copies, and the orders to copy them again.
+
+The rules (docs/decisions/0042):
+
+1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps (`CommittedBlock.replicas`).
+2. A *copy order* has one shard process write some of these blocks into one extent, which is granted to its session. A block is in at
+   most one order. While it waits for one it is in `waiting`.
+3. A copy counts once the shard has said that it is written (`BlockRegistry.finish_copies`). Nobody is told of it before.
+4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that still lack a copy
+   wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that another shard may copy them, but its
+   extent stays with the session, which may still write there, and a late report still counts for what is still lacking.
+5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
+6. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Final, NamedTuple
+
+from transferqueue.limits import COPY_ORDER_BLOCKS, COPY_ORDER_BYTES
+from transferqueue.schema import align
+
+OWN_SHARD: Final = 0
+"""The coordinator's shard, which has no process of its own to copy into it."""
+SCANNED_MAX: Final = 4 * COPY_ORDER_BLOCKS
+"""So many blocks with the same copies are looked at for one order, of which some may be too large for the room that there is."""
+Shards = tuple[int, ...]
+"""The numbers of the shards in which a block lies, ascending."""
+
+
+class CopyChoice(NamedTuple):
+    """Blocks to copy next, the shard to copy them to, and the bytes that they need there."""
+
+    target: int
+    blocks: list[int]
+    nbytes: int
+
+
+@dataclass(slots=True, eq=False)
+class CopyOrderState:
+    """A copy order. offsets: its blocks, and where in the arena each is written. deadline: after it the order is overdue."""
+
+    extent: int
+    nbytes: int
+    offsets: dict[int, int]
+    deadline: float | None = None
+    overdue: bool = False
+
+
+class MissingCopies:
+    """The blocks of one ledger that lack copies."""
+
+    def __init__(self) -> None:
+        self.waiting: dict[Shards, dict[int, int]] = {}
+        """Where blocks lie -> these blocks, in the order in which they are copied, with their bytes."""
+        self.orders: dict[int, CopyOrderState] = {}
+        """By extent."""
+        self.bytes_ordered = 0
+        """Bytes of the extents of all orders that are not overdue."""
+
+    def __bool__(self) -> bool:
+        return bool(self.waiting or self.orders)
+
+    def blocks(self) -> Iterator[int]:
+        """All blocks that lack copies, some twice. Of those in an order, some may not be needed any more."""
+        for members in (*self.waiting.values(), *(order.offsets for order in self.orders.values())):
+            yield from members
+
+    def is_ordered(self, block: int) -> bool:
+        """Whether an order that is not overdue has the block."""
+        return any(block in order.offsets and not order.overdue for order in self.orders.values())
+
+    def add(self, block: int, nbytes: int, shards: Shards) -> None:
+        """The block lacks a copy, and waits for an order."""
+        self.waiting.setdefault(shards, {})[block] = nbytes
+
+    def remove(self, block: int, shards: Shards) -> None:
+        """The block does not wait any more. No error if it did not."""
+        members = self.waiting.get(shards)
+        if members is not None and members.pop(block, None) is not None and not members:
+            del self.waiting[shards]
+
+    def begin(self, extent: int, nbytes: int, offsets: dict[int, int]) -> CopyOrderState:
+        """An order begins. The caller has removed its blocks."""
+        order = self.orders[extent] = CopyOrderState(extent, nbytes, offsets)
+        self.bytes_ordered += nbytes
+        return order
+
+    def expire(self, order: CopyOrderState) -> None:
+        """The order is overdue from now on, if it was not before. The caller has its blocks wait again."""
+        if not order.overdue:
+            order.overdue = True
+            self.bytes_ordered -= order.nbytes
+
+    def end(self, extent: int) -> CopyOrderState | None:
+        """Remove the order of this extent, if there is one, and return it."""
+        order = self.orders.pop(extent, None)
+        if order is not None:
+            order.deadline = None
+            self.expire(order)
+        return order
+
+    def choose(self, shard: int, rooms: Mapping[int, int]) -> CopyChoice | None:
+        """What the process of `shard` copies next; None: nothing now.
+
+        rooms: the bytes that each shard with room can still grant to copies, `OWN_SHARD` among them.
+        """
+        for shards in sorted(self.waiting, key=lambda shards: (len(shards), shard in shards)):
+            target = self._target(shard, shards, rooms)
+            if target is not None and (choice := self._fill(shard, target, rooms)).blocks:
+                return choice
+        return None
+
+    def _target(self, shard: int, shards: Shards, rooms: Mapping[int, int]) -> int | None:
+        """Where the process of `shard` copies blocks that lie in `shards`; None: not its task (rule 6)."""
+        if shard not in shards:
+            return shard if shard in rooms else None
+        if OWN_SHARD in shards or OWN_SHARD not in rooms:
+            return None
+        smallest = min(islice(self.waiting[shards].values(), SCANNED_MAX))
+        others = (room for number, room in rooms.items() if number != OWN_SHARD and number not in shards)
+        return None if any(room >= smallest for room in others) else OWN_SHARD
+
+    def _fill(self, shard: int, target: int, rooms: Mapping[int, int]) -> CopyChoice:
+        """As many blocks for this target as one order takes."""
+        chosen: list[int] = []
+        nbytes, room = 0, rooms[target]
+        for shards in sorted(self.waiting, key=len):
+            if self._target(shard, shards, rooms) != target:
+                continue
+            for block, size in islice(self.waiting[shards].items(), SCANNED_MAX):
+                end = nbytes + align(size)
+                if end <= room and (end <= COPY_ORDER_BYTES or not chosen):
+                    chosen.append(block)
+                    nbytes = end
+                if len(chosen) == COPY_ORDER_BLOCKS or nbytes >= COPY_ORDER_BYTES:
+                    return CopyChoice(target, chosen, nbytes)
+        return CopyChoice(target, chosen, nbytes)

@@ -1,0 +1,79 @@
+"""Gives shards their copy orders, so that blocks which lost a copy get another one. No I/O.
+
+The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no state: a restart, a
+repeated request and a lost answer need nothing else. The rules (docs/decisions/0042):
+
+1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most `COPIES_IN_FLIGHT_BYTES`, or are one.
+2. A copy takes room as new rows do: the part of a shard that is reserved for results stays free.
+3. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without one may be a delayed
+   frame, and the shard may still write into the extent.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from msgspec.structs import replace
+
+from transferqueue.errors import InternalError, OutOfMemory
+from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.ledger import Ledger
+from transferqueue.limits import COPIES_IN_FLIGHT_BYTES, PAGE_BYTES
+from transferqueue.schema import align
+from transferqueue.server.sessions.sessions import OpenSession
+from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.wire import messages as m
+
+_COPIES: Final[WakeKey] = ("copies",)
+_MEMORY: Final[WakeKey] = ("memory",)
+
+
+class CopyOrders:
+    """The copy orders of one coordinator."""
+
+    def __init__(self, ledger: Ledger, shards: ShardRegistry) -> None:
+        self._ledger, self._shards = ledger, shards
+
+    def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | MustWait:
+        """The next order of a shard, after it reported the one before. `UsageError` if the session is no shard."""
+        shard = self._shards.shard_of(session).number
+        if request.extent:
+            self._ledger.finish_copies(session.number, request.extent, request.written, now)
+        order = self._ledger.copy_order(session.number, shard)
+        if order is None:
+            if not self._ledger.lacks_copies:
+                return MustWait((_COPIES,))
+            if not self._begin(session, shard, now):
+                return MustWait((_COPIES, _MEMORY))
+            order = self._ledger.copy_order(session.number, shard)
+        if order is None:
+            raise InternalError(f"shard {shard} has no copy order, and it was given one")
+        return self._with_tickets(session.number, order)
+
+    def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
+        """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""
+        choice = self._ledger.copies_for(shard, self._shards.rooms_for_rows())
+        if choice is None:
+            return False
+        under_way = self._ledger.bytes_being_copied
+        if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
+            return False
+        taken = self._take(choice.target, max(choice.nbytes, 1))
+        if taken is None:
+            return False
+        self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
+        return True
+
+    def _take(self, target: int, nbytes: int) -> tuple[int, int] | None:
+        try:
+            return self._shards.lender(target).take(nbytes)
+        except OutOfMemory:  # the file system has no pages now; some may be free later
+            return None
+
+    def _with_tickets(self, session: int, order: m.CopyOrder) -> m.CopyOrder:
+        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk endpoints."""
+        blocks = [self._shards.tickets_for(at.shard).block(session, at) for at in order.blocks]
+        return replace(
+            order, target=self._shards.tickets_for(order.target.shard).granted(session, order.target), blocks=blocks
+        )
