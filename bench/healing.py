@@ -116,11 +116,11 @@ def run(mib: int, shards: int, size: str) -> list[Result]:
         Result(
             SCENARIO, CONTENDER, name, "until_two_copies_s", "s", [healed - killed], nbytes=most_bytes, checked=True
         ),
-        Result(SCENARIO, CONTENDER, name, "rows_with_one_copy_most", "rows", [float(most_rows)]),
+        Result(SCENARIO, CONTENDER, name, "rows_with_one_copy_most", "count", [float(most_rows)]),
         Result(SCENARIO, CONTENDER, name, "bytes_copied", "bytes", [float(most_bytes)]),
         Result(SCENARIO, CONTENDER, name, "work_before_rows_per_s", "1/s", [before]),
         Result(SCENARIO, CONTENDER, name, "work_during_rows_per_s", "1/s", [during]),
-        Result(SCENARIO, CONTENDER, name, "rows_lost", "rows", [float(lost)]),
+        Result(SCENARIO, CONTENDER, name, "rows_lost", "count", [float(lost)]),
     ]
 
 
