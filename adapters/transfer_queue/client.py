@@ -205,13 +205,15 @@ class TransferQueueClient:
             raise ValueError(f"no keys for partition {partition_id!r}; name at least one")
         return self._partitions.get(partition_id, keys, select_fields)
 
-    def kv_clear(self, keys: list[str], partition_id: str) -> None:
-        """Delete samples by key; missing ones are ignored."""
+    def kv_clear(self, keys: list[str], partition_id: str, fields: Sequence[str] | None = None) -> None:
+        """Delete samples by key, or only these fields of them; missing ones are ignored."""
         table = self._partitions.find(partition_id)
         if table is not None and keys:
-            rows = [row for row in table.find(keys).tolist() if row >= 0]
-            if rows:
+            rows = [row for row in dict.fromkeys(table.find(keys).tolist()) if row >= 0]
+            if rows and fields is None:
                 self._ask("clear_samples", rows, partition_id)
+            elif rows:
+                self._ask("clear_fields", rows, [name for name in fields or () if name in table.fields], partition_id)
 
     # ------------------------------------------------------------ checkpoints
 

@@ -113,6 +113,15 @@ class Partition:
         for consumed in self.consumed.values():
             consumed.discard(gone)
 
+    def clear_fields(self, rows: Sequence[int], fields: Sequence[str]) -> None:
+        """Delete fields of samples. They are ready again, for questions that name such a field, when it is put again."""
+        gone = indexes_of(rows)
+        self.settle()
+        self.table.free_columns(gone, fields, again=True)
+        for names, ready in self._ready.items():
+            if not set(fields).isdisjoint(names):
+                ready.rows.discard(gone)
+
     def settle(self) -> None:
         """End the leases by which ready samples were collected."""
         for ready in self._ready.values():
@@ -416,6 +425,12 @@ class Controller:
         """Delete samples of a partition."""
         with self._guard:
             self._partition(partition_id).clear(rows)
+
+    def clear_fields(self, rows: Sequence[int], fields: Sequence[str], partition_id: str) -> None:
+        """Delete fields of samples of a partition."""
+        if fields:
+            with self._guard:
+                self._partition(partition_id).clear_fields(rows, fields)
 
     def clear_partition(self, partition_id: str) -> None:
         """Delete a partition. Does nothing if it does not exist."""

@@ -140,9 +140,19 @@ def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
     return get_client().kv_list(partition_id)
 
 
-def kv_clear(keys: list[str] | str, partition_id: str) -> None:
-    """Delete samples by key. Keys and partitions that do not exist are ignored."""
-    get_client().kv_clear(_keys(keys), partition_id)
+def kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | str | None = None) -> None:
+    """Delete samples by key, or only these fields of them: the keys, their tags and other fields stay, and a field may be put again.
+
+    Keys, fields and partitions that do not exist are ignored. ``TypeError`` if `fields` are not names, ``ValueError`` if there are none.
+    """
+    names = _names(fields)
+    if names is not None and not all(isinstance(name, str) for name in names):
+        raise TypeError(f"fields is {fields!r}; give a str or a list of str, or None to delete the samples")
+    if names == []:
+        raise ValueError(
+            "fields is empty, so nothing would be cleared; name fields, or give None to delete the samples"
+        )
+    get_client().kv_clear(_keys(keys), partition_id, names)
 
 
 def save_checkpoint(

@@ -272,8 +272,12 @@ def test_a_column_freed_again_is_waited_for_by_tasks_that_had_it() -> None:
     with pytest.raises(LeaseExpired):
         client.ack(held)
     assert (world.stats()["tasks"]["use"]["pending"], world.stats()["tasks"]["log"]["ready"]) == (3, 3)
+    with pytest.raises(NotFound, match='does not have "image" yet') as unread:
+        client.read([0], fields=["image"])
+    assert not isinstance(unread.value, ColumnFreed)
+    client.add_task(Task("late", ["image"]))  # as one for a column that is not written yet
     client.update([0, 1, 2], ["image"])
-    assert client.lease("use", 3).rows == [0, 1, 2]
+    assert client.lease("use", 3).rows == client.lease("late", 3).rows == [0, 1, 2]
     assert world.audit()["balanced"]
 
 

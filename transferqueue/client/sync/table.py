@@ -425,7 +425,8 @@ class Table(TableBase):
         may write it again.
 
         `UsageError`, and nothing changes, if a task that needs a column still has work with one of the rows. again: then, or if the task is
-        done with the row, it waits until the column is written again, and gets the row again; a lease of the row ends. Not for a task that takes groups.
+        done with the row, it waits until the column is written again, and gets the row again; a lease of the row ends, and the column is as if it had
+        not been written yet. Not for a task that takes groups.
         `NotFound` for a row or field that is not in the table.
         """
         return self._run(tables.free_columns(self._terms, rows, fields, again))

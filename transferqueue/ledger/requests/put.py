@@ -305,6 +305,9 @@ def free_columns(table: TableState, request: FreeColumns, session: int, now: flo
     chosen = {name: table.rows.has_all(at, table.rows.mask((name,))) for name in fields}
     freed = free_values(table, chosen, rows, now, session=session)
     if request.again:
+        table.rows.clear_fields(
+            at, table.rows.mask(fields)
+        )  # as if they were not written yet: a task may be declared that needs them
         live = table.rows.pages.fate.a[at] == LIVE
         for name, had in chosen.items():
             wait_again(table, name, rows[had & live])
