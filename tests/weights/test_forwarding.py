@@ -14,6 +14,7 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import served
 from tests.client.test_remote import Between
+from tests.scale import only_long
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, channel_bytes, model, until
 from transferqueue.client.operations.publish import begin_open_version
 from transferqueue.client.session.run import run_sync
@@ -82,7 +83,7 @@ def test_what_is_no_number_of_bytes_is_refused(part_bytes: Any, hosts: tuple[tq.
 # ---------------------------------------------------------------- what a relay publishes
 
 
-@pytest.mark.parametrize("part_bytes", [1, MIB, 3 * MIB, 1 << 40])
+@pytest.mark.parametrize("part_bytes", [1, 3 * MIB, *only_long(MIB, 1 << 40)])
 def test_a_version_arrives_whole_in_parts_of_any_size(part_bytes: int, hosts: tuple[tq.Queue, tq.Queue]) -> None:
     source, here = hosts
     channel = source.weights("policy")

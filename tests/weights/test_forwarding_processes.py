@@ -65,6 +65,7 @@ def test_the_far_host_has_a_part_before_the_near_one_has_all(directory: Path, op
         assert TENSORS * MIB < link.bytes < 1.05 * TENSORS * MIB
 
 
+@pytest.mark.long
 def test_a_relay_that_is_killed_half_way_is_gone_round_and_what_came_stays(directory: Path, opened: ExitStack) -> None:
     chain = Chain(directory, opened)
     chain.near.holds_at = HELD
