@@ -1,7 +1,7 @@
 """Predicted beside measured: one profile of a job, and a run of each of several plans: ``python -m bench.planned``.
 
-The job is real and nothing is paced: `transferqueue profile` measures the transformers engine and the trainer with a tiny model, alone; then the job runs with each plan, whose processes share two cores
-(generation takes one, training the other, rewards and the server a little). Plans have one engine and differ in mode, slots and micro-batch. Goal: the order of the plans is right, and each step within 15 %.
+The job is real and nothing is paced: `transferqueue profile` measures the transformers engine and the trainer with a tiny model, alone, and the job in two trial runs of 12 steps; then the job
+runs with each plan, whose processes share two cores (generation takes one, training the other, rewards and the server a little). The trials have the slots and micro-batch of two of the plans. Plans have one engine and differ in mode, slots and micro-batch. Goal: the order of the plans is right, and each step within 15 %.
 
 Needs transformers and an idle machine; about five minutes (``--rounds 3``: twelve).
 """
@@ -98,7 +98,9 @@ def main() -> None:
     measurement = Measurement()
     with tempfile.TemporaryDirectory() as place:
         values = values_in(Path(place), chosen.steps)
-        profile = profile_job(job_from_values(values), code=ROOT, say=lambda line: print(line, flush=True))
+        profile = profile_job(
+            job_from_values(values), code=ROOT, trial_steps=12, say=lambda line: print(line, flush=True)
+        )
         candidates = chosen_plans(profile)
         files = [plan_file(profile, each) for each in candidates]
         seconds: list[list[float]] = [[] for _ in files]

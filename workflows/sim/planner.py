@@ -297,11 +297,14 @@ def predict(profile: Profile, candidate: DevicePlan, bound: float, lengths: Leng
 
 def _update_s(profile: Profile, candidate: DevicePlan) -> float:
     here, there = _kind(profile, candidate.generates_on), _kind(profile, candidate.trains_on)
-    return _train(there).update_s + (profile.link_s if here.site != there.site else 0.0)
+    return _costs(profile, candidate)[1].update_s + (profile.link_s if here.site != there.site else 0.0)
 
 
 def _costs(profile: Profile, candidate: DevicePlan) -> tuple[GenerationProfile, StageProfile]:
-    return _generation(_kind(profile, candidate.generates_on)), _train(_kind(profile, candidate.trains_on))
+    """The costs of generation and training in the whole job."""
+    factors = profile.factors(candidate.depth)
+    generation, train = _kind(profile, candidate.generates_on), _kind(profile, candidate.trains_on)
+    return factors.generating(_generation(generation)), factors.training(_train(train))
 
 
 def _kind(profile: Profile, name: str) -> DeviceKind:
@@ -324,7 +327,9 @@ def assumed(profile: Profile) -> list[str]:
     """Return the assumptions of a plan of `profile`, to be shown with it."""
     return [
         f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, and known to the dispatch (an oracle)",
-        "prompts, transfers and the queue itself take no time; processes do not disturb each other",
+        "other plans cost as much more than their parts alone as the trial runs did"
+        if profile.trials
+        else "transfers and the queue itself take no time; processes do not disturb each other: no trial was run",
         "units of the trainer share a batch evenly; the time of a micro-batch beside its rows does not shrink with them",
         f"{ITERATIONS} steps from an empty table: the first has nothing to overlap with",
         "stages without devices have as many instances as keep the trainer from waiting for them",

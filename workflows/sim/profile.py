@@ -28,6 +28,14 @@ Seconds are those of one instance. A device count is of one instance, too::
     update_s = 2.0              # until the new weights generate; the trainer goes on meanwhile
     instances_max = 0           # units that may share a batch (0: as many as there are devices)
 
+A trial run of the whole job says what its processes cost each other, by depth (that of the nearest depth counts; without one they cost each other nothing)::
+
+    [[trials]]
+    depth = 0
+    generation = 1.4            # times the time of generation alone
+    train = 1.1
+    wait_s = 0.05               # of a step, in which neither works
+
 Devices of several kinds replace `devices`. A kind may have its own costs; `price` is of one device for an hour, in any currency::
 
     link_s = 5.0                # until a version has reached another site
@@ -84,6 +92,30 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     instances_max: int = 0
 
 
+class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a trial run showed. generation, train: their busy time over that of the same plan predicted from each alone. wait_s: of a step beyond that."""
+
+    depth: int
+    generation: float = 1.0
+    train: float = 1.0
+    wait_s: float = 0.0
+
+    def generating(self, alone: GenerationProfile) -> GenerationProfile:
+        """Return the costs of generation in the whole job."""
+        token_ms = [(rows, ms * self.generation) for rows, ms in alone.token_ms]
+        return msgspec.structs.replace(alone, token_ms=token_ms, prompt_ms=alone.prompt_ms * self.generation)
+
+    def training(self, alone: StageProfile) -> StageProfile:
+        """Return the costs of training in the whole job. A step waits before its weights generate."""
+        return msgspec.structs.replace(
+            alone,
+            row_s=alone.row_s * self.train,
+            call_s=alone.call_s * self.train,
+            step_s=alone.step_s * self.train,
+            update_s=alone.update_s + self.wait_s,
+        )
+
+
 class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Devices of one kind at one site. generation, train: costs on them (None: those of the profile). price: of one device for an hour."""
 
@@ -108,6 +140,11 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     link_s: float = 0.0
     group_rows: int = 1
     streams: bool = True
+    trials: list[TrialFactors] = []
+
+    def factors(self, depth: int) -> TrialFactors:
+        """What the trial at the nearest depth showed; no factor without a trial."""
+        return min(self.trials, key=lambda trial: abs(trial.depth - depth), default=TrialFactors(depth))
 
     @property
     def all_kinds(self) -> list[DeviceKind]:
@@ -150,6 +187,10 @@ def check(profile: Profile) -> None:
     for stage in (*profile.stages, profile.train):
         _check_stage(stage)
     _need(profile.train.row_s > 0, "train.row_s", profile.train.row_s, "positive seconds")
+    for trial in profile.trials:
+        factors = (trial.generation, trial.train)
+        _need(all(0 < each < math.inf for each in factors), "trials", factors, "positive factors")
+        _need(0 <= trial.wait_s < math.inf, "trials.wait_s", trial.wait_s, "seconds that are not negative")
     _check_devices(profile)
 
 

@@ -6,16 +6,27 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from tests.workflows.job.jobs import job
 from tests.workflows.job.short_run import finished, make_place, train
 from transferqueue.errors import Impossible, NotFound, UsageError
+from transferqueue.workflows.job.profiling import trial
+from transferqueue.workflows.job.run.summary import RunSummary
 from transferqueue.workflows.job.settings.changes import apply
-from transferqueue.workflows.job.settings.plan import PlanFile, Predicted, plan_file, read_plan
+from transferqueue.workflows.job.settings.plan import PlanFile, Predicted, changes_of, plan_file, read_plan
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import as_toml
-from transferqueue.workflows.sim.planner import plans
-from transferqueue.workflows.sim.profile import DeviceKind, GenerationProfile, Profile, StageProfile, load
+from transferqueue.workflows.sim.planner import DevicePlan, draw_lengths, plans, predict
+from transferqueue.workflows.sim.profile import (
+    DeviceKind,
+    GenerationProfile,
+    Profile,
+    StageProfile,
+    TrialFactors,
+    check,
+    load,
+)
 
 PROFILE = Profile(
     batch_rows=8,
@@ -88,12 +99,14 @@ def test_a_job_is_profiled_planned_and_run_with_its_prediction(tmp_path: Path) -
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(place)
         changes = ["trainer.order=ready", "evaluation.path=''"]
-        profile = profile_job(job_from_file(place / "job.toml", set=changes), code=place, devices=2)
+        profile = profile_job(job_from_file(place / "job.toml", set=changes), code=place, devices=2, trial_steps=3)
     (place / "profile.toml").write_text(as_toml(profile))
     assert load(place / "profile.toml") == profile
     generation, trained = profile.generation, profile.train
     assert [rows for rows, _ in generation.token_ms] == [1, 2, 4, 8, 16]
     assert max(generation.lengths) <= 6
+    assert [each.depth for each in profile.trials] == [0, 1]
+    assert min(each.generation for each in profile.trials) > 0
     assert min(trained.row_s, trained.step_s, trained.update_s, profile.stages[0].row_s) > 0
     chosen = plan_file(profile, next(each for each in plans(profile) if each.depth == 0))
     chosen.write(place / "plan.toml")
@@ -105,6 +118,65 @@ def test_a_job_is_profiled_planned_and_run_with_its_prediction(tmp_path: Path) -
     job_file = tomllib.loads((place / "run" / "job.toml").read_text())
     assert job_file["engine"][0]["slots"] == chosen.changes["engine.0.slots"]
     assert read_plan(place / "run" / "plan.toml") == chosen
+
+
+@pytest.mark.parametrize("depth", [0, 1])
+def test_a_trial_that_runs_as_predicted_has_no_factor(depth: int) -> None:
+    factors = trial.factors(PROFILE, plan_at(depth), summary_of(PROFILE, depth))
+    assert (factors.depth, factors.generation, factors.train) == (depth, pytest.approx(1.0), pytest.approx(1.0))
+    assert factors.wait_s == pytest.approx(0.0, abs=0.005)
+
+
+def test_a_plan_predicts_a_trial_that_took_longer_than_its_parts() -> None:
+    slow = TrialFactors(depth=0, generation=1.5, train=1.2, wait_s=0.03)
+    found = trial.factors(PROFILE, plan_at(0), summary_of(replace(PROFILE, trials=[slow]), 0))
+    assert (found.generation, found.train) == (pytest.approx(1.5, rel=0.01), pytest.approx(1.2, rel=0.01))
+    assert found.wait_s == pytest.approx(0.03, abs=0.003)
+    alone, together = (
+        plan_file(profile, plan_at(0)).predicted.step_s for profile in (PROFILE, replace(PROFILE, trials=[found]))
+    )
+    assert together > 1.3 * alone
+    assert replace(PROFILE, trials=[found]).factors(1) == found, "the nearest depth counts"
+
+
+def test_a_trial_leaves_nothing_behind_and_has_the_plan_of_its_depth() -> None:
+    described = trial.trial_job(
+        job("grpo", "evaluation.path='held'", "elastic.max=3"), changes_of(PROFILE, plan_at(1)), 5
+    )
+    assert (described.steps, described.evaluation.path, described.elastic.max) == (5, "", 0)
+    assert (described.checkpoint.every, described.log.samples) == (0, 0)
+    assert (described.pacing.mode, described.pacing.depth, described.engine[0].slots) == ("async", 1, 8)
+
+
+def test_a_trial_of_too_few_steps_is_refused() -> None:
+    pytest.importorskip("torch")
+    from transferqueue.workflows.job.profiling.job import profile_job
+
+    with pytest.raises(UsageError, match="trial_steps=2: a trial needs at least 3 steps; 0 runs none"):
+        profile_job(job("grpo"), trial_steps=2)
+
+
+@pytest.mark.parametrize("values", [{"generation": 0.0}, {"train": float("nan")}, {"wait_s": -1.0}])
+def test_a_profile_with_impossible_factors_is_refused(values: dict[str, float]) -> None:
+    with pytest.raises(UsageError, match="profile: trials"):
+        check(replace(PROFILE, trials=[TrialFactors(depth=0, **values)]))
+
+
+def plan_at(depth: int) -> DevicePlan:
+    return next(plan for plan in trial.trial_plans(PROFILE) if plan.depth == depth)
+
+
+def summary_of(profile: Profile, depth: int) -> RunSummary:
+    """The summary of a run that goes exactly as `profile` predicts."""
+    planned = predict(profile, plan_at(depth), 0.0, draw_lengths(profile, 8))
+    values = dict.fromkeys(RunSummary.__struct_fields__) | {
+        "steps": 8,
+        "trained_s": planned.simulated.total_s,
+        "step_s": planned.later_step_s,
+        "trainer_idle": planned.idle["train"],
+        "busy": {"rollout": 1 - planned.idle["generate"]},
+    }
+    return RunSummary(**values)  # type: ignore[arg-type]
 
 
 def test_a_plan_survives_its_file(tmp_path: Path) -> None:

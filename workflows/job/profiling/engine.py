@@ -1,14 +1,19 @@
-"""Measures a generator: the lengths of its responses, and the time of a token and of a prompt by rows at once."""
+"""Measures a generator: the lengths of its responses, the time of a token by rows at once, and what a row costs that takes the slot of a finished one."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Final
 
+import numpy as np
+
 from transferqueue.adapters.protocols import Completion, Generator, Ids, Prompt, Sampling
 from transferqueue.adapters.stages.generation import row_seed
+from transferqueue.workflows.dispatch.decode import DecodeCurve
+from transferqueue.workflows.dispatch.schedule import LaneEngine, generation_s
 from transferqueue.workflows.sim.profile import GenerationProfile
 
 ROWS_MAX: Final = 256
@@ -17,6 +22,8 @@ TOKENS_MAX: Final = 64
 """Tokens a row of one measurement of the decoding time at most."""
 REPEATS: Final = 3
 """Measurements of one number of rows; the shortest counts, since whatever else runs only lengthens them."""
+ROUNDS: Final = 3
+"""Rows of the stream that refills slots, as multiples of the slots."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +45,9 @@ def measure_engine(
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> MeasuredEngine:
-    """Draw responses to `prompts`, `samples` each, as the job draws them; then time 1, 2, 4, … `slots` rows at once. Blocks; nothing else should run.
+    """Draw responses to `prompts`, `samples` each, as the job draws them; time 1, 2, 4, … `slots` rows at once; then a stream of rows that keeps the slots full.
 
-    Rows that are timed have all the same number of tokens: no stop token ends them.
+    Blocks; nothing else should run. Rows that are timed end after a number of tokens: no stop token ends them. `prompt_ms` is what the stream takes beyond its tokens, by row.
     """
     rows = list(prompts)[: max(1, ROWS_MAX // samples)]
     requested = [Prompt(ids=ids, samples=samples, seed=row_seed(seed, at)) for at, ids in enumerate(rows)]
@@ -50,14 +57,15 @@ def measure_engine(
     timed = _Timed(engine, replace(sampling, stop_ids=(), seed=seed), rows, tokens, clock)
     counts = _counts(slots)
     once = {count: timed.seconds(count) for count in counts}
+    token_ms = [(count, round(_token_ms(whole, first, tokens), 4)) for count, (whole, first) in once.items()]
     return MeasuredEngine(
         generation=GenerationProfile(
             devices=1,
             slots=slots,
-            token_ms=[(count, round(_token_ms(whole, first, tokens), 4)) for count, (whole, first) in once.items()],
+            token_ms=token_ms,
             lengths=lengths,
             slots_tried=[count for count in counts if count * 8 >= slots],
-            prompt_ms=round(_prompt_ms({count: first for count, (_, first) in once.items()}), 4),
+            prompt_ms=round(_prompt_ms(timed, slots, tokens, token_ms), 4),
         ),
         prompts=rows,
         drawn=sorted(drawn, key=lambda completion: (completion.prompt, completion.sample)),
@@ -78,6 +86,22 @@ class _Timed:
         self._once(count, self._tokens)
         whole = min(self._once(count, self._tokens) for _ in range(REPEATS))
         return whole, min(self._once(count, 1) for _ in range(REPEATS))
+
+    def stream_s(self, lengths: Sequence[int], slots: int) -> float:
+        """Return the time of rows of these tokens, each a request of its own that takes the slot of a finished one, as the job's requests do."""
+        return min(self._stream(lengths, slots) for _ in range(REPEATS))
+
+    def _stream(self, lengths: Sequence[int], slots: int) -> float:
+        def generate(at: int) -> None:
+            requested = [Prompt(ids=self._rows[at % len(self._rows)], seed=at)]
+            for _ in self._engine.generate(requested, replace(self._sampling, tokens_max=lengths[at])):
+                pass
+
+        started = self._clock()
+        with ThreadPoolExecutor(slots, thread_name_prefix="profile") as threads:
+            for _ in threads.map(generate, range(len(lengths))):
+                pass
+        return self._clock() - started
 
     def _once(self, count: int, tokens: int) -> float:
         requested = [Prompt(ids=self._rows[at % len(self._rows)], seed=at) for at in range(count)]
@@ -102,9 +126,10 @@ def _token_ms(whole_s: float, first_s: float, tokens: int) -> float:
     return max(1e-3, 1000 * (whole_s - first_s) / (tokens - 1))
 
 
-def _prompt_ms(first_s: dict[int, float]) -> float:
-    """Milliseconds that one more prompt adds to a request of one token."""
-    counts = sorted(first_s)
-    if len(counts) < 2:
-        return 1000 * first_s[counts[0]]
-    return max(0.0, 1000 * (first_s[counts[-1]] - first_s[counts[0]]) / (counts[-1] - counts[0]))
+def _prompt_ms(timed: _Timed, slots: int, tokens: int, token_ms: Sequence[tuple[int, float]]) -> float:
+    """Milliseconds of a row beside its tokens, where rows of half to all `tokens` follow each other in the slots."""
+    lengths = np.random.default_rng(0).integers(-(-tokens // 2), tokens + 1, slots * ROUNDS)
+    rows, ms = zip(*token_ms, strict=True)
+    curve = DecodeCurve(tuple(map(float, rows)), tuple(np.maximum.accumulate(ms).tolist()))
+    alone_s = generation_s(lengths, lengths, [LaneEngine(slots, curve)], longest_first=False)
+    return max(0.0, 1000 * (timed.stream_s(lengths.tolist(), slots) - alone_s) / len(lengths))

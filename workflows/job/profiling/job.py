@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from msgspec.structs import replace
 
 from transferqueue.adapters.protocols import Completion, Generator
 from transferqueue.errors import Impossible, UsageError
@@ -19,6 +20,7 @@ from transferqueue.workflows.job.graph import has_episodes, task_names
 from transferqueue.workflows.job.profiling.engine import MeasuredEngine, measure_engine
 from transferqueue.workflows.job.profiling.scorers import scorer_row_s
 from transferqueue.workflows.job.profiling.trainer import can_stream, measure_trainer
+from transferqueue.workflows.job.profiling.trial import STEPS_MIN, run_trials
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.run.preflight import preflight
 from transferqueue.workflows.job.settings.job import Job
@@ -38,19 +40,22 @@ def profile_job(
     *,
     code: Path | None = None,
     devices: int = 2,
+    trial_steps: int = 0,
     open_engine_: OpenEngine | None = None,
     say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Profile:
     """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its model, and some seconds more.
 
-    code: folder whose modules rewards may name. open_engine_: another way to open the engine (None: the job's). say: told each step. Nothing else should run.
+    code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows what its processes cost each other (0: none;
+    `trial.run_trials`). open_engine_: another way to open the engine (None: the job's). say: told each step. Nothing else should run.
 
     Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is the environment's, and for engines of several kinds, of which a
-    plan would have to choose; `UsageError` for fewer than 2 devices.
+    plan would have to choose; `UsageError` for fewer than 2 devices, and for trials of fewer than 3 steps.
     """
     job = checked(job)
     _check(job, devices)
+    _check_trials(trial_steps)
     data = preflight(job, code=code)
     prompts = PromptSequence(data, job.data, seed=job.seed).take(PROMPTS_MAX)
     settings = job.engine[0]
@@ -70,7 +75,7 @@ def profile_job(
         say("the trainer: rows by micro-batch, optimizer, publication")
         trained = measure_trainer(job, policy_learner(job), measured.prompts, measured.drawn, engine, clock=clock)
     say("rewards and scores")
-    return Profile(
+    profile = Profile(
         batch_rows=batch_rows(job),
         generation=measured.generation,
         train=trained.train,
@@ -80,6 +85,9 @@ def profile_job(
         group_rows=group_rows(job),
         streams=can_stream(job),
     )
+    if not trial_steps:
+        return profile
+    return replace(profile, trials=run_trials(job, profile, steps=trial_steps, code=code, say=say))
 
 
 def _check(job: Job, devices: int) -> None:
@@ -95,6 +103,11 @@ def _check(job: Job, devices: int) -> None:
         )
     if devices < 2:
         raise UsageError(f"devices={devices}: generation and training need one each; give 2 or more")
+
+
+def _check_trials(steps: int) -> None:
+    if steps and steps < STEPS_MIN:
+        raise UsageError(f"trial_steps={steps}: a trial needs at least {STEPS_MIN} steps; 0 runs none")
 
 
 def _stages(

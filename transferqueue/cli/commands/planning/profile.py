@@ -22,17 +22,23 @@ def profile(
         typer.Option("--set", metavar="KEY=VALUE", show_default=False, help="Change a value of the file. Repeatable."),
     ] = None,
     devices: Annotated[int, typer.Option(help="Devices to divide; each engine and each trainer takes one.")] = 2,
+    trial_steps: Annotated[
+        int, typer.Option(help="Steps of a trial run of the whole job, synchronous and asynchronous; 0: none.")
+    ] = 12,
     out: Annotated[Path, typer.Option(help="The profile.")] = Path("profile.toml"),
 ) -> None:
     """Measure milliseconds of a token by rows at once, of a prompt, seconds of a trained row and of the optimizer, of a publication, of rewards, and response lengths.
 
-    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the job's weights do not change.
+    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the job's weights do not change. Then short trial runs of the job
+    show what its processes cost each other.
     """
     from transferqueue.workflows.job.profiling.job import profile_job
     from transferqueue.workflows.job.settings.read import job_from_file
     from transferqueue.workflows.job.settings.write import as_toml
 
-    measured = profile_job(job_from_file(job, set=changes or []), code=job.parent, devices=devices, say=say)
+    measured = profile_job(
+        job_from_file(job, set=changes or []), code=job.parent, devices=devices, trial_steps=trial_steps, say=say
+    )
     out.write_text(as_toml(measured), encoding="utf-8")
     generation, train = measured.generation, measured.train
     say(
@@ -44,4 +50,9 @@ def profile(
     say(f"published and loaded in {1000 * train.update_s:.3g} ms")
     for stage in measured.stages:
         say(f"{stage.name}: {1000 * stage.row_s:.3g} ms a row")
+    for trial in measured.trials:
+        mode = "asynchronous" if trial.depth else "synchronous"
+        say(
+            f"{mode}, together: generation {trial.generation:.2f} times, training {trial.train:.2f} times the time alone; {1000 * trial.wait_s:.3g} ms of waits a step"
+        )
     say(f"wrote {out}; next: transferqueue plan {out} --out plan.toml")
