@@ -1,6 +1,6 @@
 """Scenario: columns that a client reads one-sided, beside the same over a plain stream, one raw TCP stream and a copy, by turns in one run.
 
-    .venv-nixl/bin/python -m bench.one_sided --out FILE
+    .venv-nixl/bin/python -m bench.one_sided --record --out FILE
 
 `make test-nixl` makes the environment; on a machine without RDMA the carriers are TCP and CMA, between processes of this host. Each carrier has a
 process and a server of its own, since UCX reads its transports once; in it, turn by turn:
@@ -24,15 +24,15 @@ import subprocess
 import sys
 from contextlib import ExitStack
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 import transferqueue as tq
-from bench.harness import Result, save_results
+from bench.harness import Result
 from bench.raw_stream import Stream, seconds
+from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 from bench.workloads import ITEM_BYTES, WORKLOADS, Flat, Workload, columns
 from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier
@@ -40,8 +40,8 @@ from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier
 SCENARIO = "one_sided"
 CARRIERS = (Carrier.NIXL_CMA, Carrier.NIXL_TCP)
 CHOSEN = ("dense_1", "ragged_32", "random_ragged", "random_long")
-TURNS = 11
-WARM = 3
+TURNS = 9
+WARM = 2
 LONG = Workload("random_long", "ragged", rows=2048, fields=1, nbytes=64 << 20, pick=1024)
 """Rows of 32 KiB in the mean, half of them in random order."""
 
@@ -117,29 +117,21 @@ def _compare(expected: dict[str, Flat], found: tq.Rows, order: Any) -> None:
 
 
 def _results(carrier: str, name: str, size: int, times: dict[str, list[float]], read: float) -> list[Result]:
-    scenario = f"{SCENARIO} {carrier}"
-    results = [
-        Result(scenario, "raw", name, metric, "s", times[key], size)
-        for metric, key in (("stream", "raw"), ("copy", "copy"))
-    ]
-    for way in ("stream", carrier):
+    """Contenders are named after the carrier beside which they were measured: ``cma raw``, ``cma stream``, ``cma nixl``."""
+    beside = carrier.partition(":")[2]
+    results = [Result(SCENARIO, f"{beside} raw", name, "stream", "s", times["raw"], size)]
+    results.append(Result(SCENARIO, f"{beside} raw", name, "copy", "s", times["copy"], size))
+    for way, contender in (("stream", f"{beside} stream"), (carrier, f"{beside} nixl")):
         for metric in ("get", "put"):
             taken = times[f"{way} {metric}"]
-            results.append(Result(scenario, way, name, metric, "s", taken, size, checked=True))
+            results.append(Result(SCENARIO, contender, name, metric, "s", taken, size, checked=True))
             if metric == "get" or not WORKLOADS.get(name, LONG).pick:
                 ratios = [raw / ours for raw, ours in zip(times["raw"], taken, strict=True)]
-                results.append(Result(scenario, way, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True))
-    results.append(Result(scenario, carrier, name, "one_sided", "ratio", [read], size))
+                results.append(
+                    Result(SCENARIO, contender, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True)
+                )
+    results.append(Result(SCENARIO, f"{beside} nixl", name, "one_sided", "ratio", [read], size))
     return results
-
-
-def show(results: list[Result]) -> None:
-    """Print milliseconds and ratios: median, and the 10th and 90th percentiles."""
-    for one in results:
-        low, middle, high = np.percentile(np.array(one.raw) * (1e3 if one.unit == "s" else 1), [10, 50, 90])
-        print(
-            f"{one.scenario:20} {one.workload:14} {one.contender:9} {one.metric:14} {middle:8.2f} [{low:.2f} to {high:.2f}]"
-        )
 
 
 def _elsewhere(carrier: Carrier, name: str, turns: int) -> list[Result]:
@@ -154,21 +146,20 @@ def main() -> None:
     parser.add_argument("--carriers", nargs="*", type=Carrier, default=CARRIERS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
-    parser.add_argument("--out", type=Path)
+    by_hand_options(parser)
     chosen = parser.parse_args()
     if chosen.only:
         name, carrier = chosen.only
         print(json.dumps([asdict(one) for one in measured(carrier, WORKLOADS.get(name, LONG), chosen.turns)]))
         return
+    run_by_hand = ByHand(SCENARIO)
     results = [
         one
         for carrier in chosen.carriers
         for name in chosen.workloads
         for one in _elsewhere(carrier, name, chosen.turns)
     ]
-    show(results)
-    if chosen.out:
-        save_results(chosen.out, results)
+    run_by_hand.tell(results, chosen.out, whole=chosen.record)
 
 
 if __name__ == "__main__":

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.client.one_process import LocalAgent
-from tests.server.test_bulk import ARENA_BYTES, EXTENT, SHARD, Bench, refused
+from tests.server.test_bulk import ARENA_BYTES, EXTENT, Bench, refused
+from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
+from transferqueue.server.durability.journal import Level
+from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.files import private_arena
+from transferqueue.server.process import assembly
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.registered_arena import RegionUse, RegisteredArena
 from transferqueue.storage.memory.arena import Arena
-from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.security import keyring
 
 
 class Named(Bench):
@@ -167,5 +174,21 @@ def test_only_pages_that_are_there_are_registered_and_a_new_generation_is_loaded
     bench.registered.end(use)
     bench.registered.close()
     assert not bench.agent.regions
-    assert SHARD == 0
-    assert isinstance(bench.backing, ArenaBacking)
+
+
+def test_a_server_refuses_what_cannot_be_read_one_sided(tmp_path: Path) -> None:
+    (tmp_path / "keys").mkdir(mode=0o700)
+    keyring.add(tmp_path / "keys", "a", "admin")
+    with pytest.raises(BY_NAME["UsageError"], match=r"with keys refused: nothing encrypts .* add --plain-bytes"):
+        assembly._check_one_sided(Carrier.NIXL, private_arena(MIB), keyring.Keyring(tmp_path / "keys"))
+    disk = StateDirectory(tmp_path / "state", Level.DISK, first_epoch=1, arena_bytes=MIB, accept_loss=False)
+    with pytest.raises(BY_NAME["UsageError"], match=r"the rows lie in .*state, .* serve with --durability process"):
+        assembly._check_one_sided(Carrier.NIXL, disk, None)
+    disk.close()
+
+
+def test_a_shard_refuses_another_store_and_an_unknown_carrier() -> None:
+    with pytest.raises(BY_NAME["UsageError"], match=r"with store 'file:///nowhere' refused: .*--bytes stream"):
+        ShardProcess("tcp://127.0.0.1:9", store="file:///nowhere", host="127.0.0.1", carrier="nixl:tcp")
+    with pytest.raises(BY_NAME["UsageError"], match=r"bytes='udp' is no carrier"):
+        ShardProcess("tcp://127.0.0.1:9", host="127.0.0.1", carrier="udp")
