@@ -107,11 +107,7 @@ def _read(table: tq.Table, workload: Workload, rows: Any) -> tq.Rows:
 def _compare(expected: dict[str, Flat], found: tq.Rows, order: Any) -> None:
     for name, flat in expected.items():
         wanted = (flat if order is None else flat.pick(order)).values
-        got = (
-            np.concatenate([np.asarray(row).reshape(-1) for row in found[name].list()])
-            if flat.kind != "dense"
-            else found[name].numpy()
-        )
+        got = found[name].numpy() if flat.kind == "dense" else found[name].ragged()[0]
         if not np.array_equal(np.ascontiguousarray(got).reshape(-1).view(np.uint8), wanted):
             raise ValueError(f"{name} did not come back as it was put")
 
