@@ -22,6 +22,8 @@ VERL     := .venv-verl
 VERLED   := $(VERL)/.installed
 WEB      := .venv-web
 WEBBED   := $(WEB)/.installed
+OTHERS    := .venv-others
+OTHERED   := $(OTHERS)/.installed
 MOONCAKE  := .venv-mooncake
 MOONCAKED := $(MOONCAKE)/.installed
 NIXL      := .venv-nixl
@@ -37,7 +39,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-nixl test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-nixl test-others test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -75,7 +77,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-nixl test-web
+TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-nixl test-others test-web
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -192,6 +194,15 @@ $(NIXLED): tests/engines/nixl.txt pyproject.toml
 test-nixl: $(NIXLED) ## columns read one-sided by NIXL, over TCP and between processes of this host (a minute)
 	$(NIXL)/bin/python -m pytest tests/engines/test_nixl.py $(ARGS)
 
+$(OTHERED): tests/others.txt pyproject.toml
+	@test -x $(OTHERS)/bin/python || { echo 'others: creating $(OTHERS) with OpenTelemetry, polars, duckdb and Jupyter'; $(PYTHON) -m venv $(OTHERS); }
+	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/others.txt
+	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
+	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/examples/test_notebook.py $(ARGS)
+
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }
 	@$(WEB)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/web/browser.txt
@@ -219,5 +230,5 @@ lock: $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

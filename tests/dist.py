@@ -1,7 +1,8 @@
-"""Builds wheel and sdist into dist/, checks their metadata, and runs the first pages in a bare environment of every interpreter: ``python -m tests.dist``.
+"""Builds wheel and sdist into dist/, checks their metadata, and tries both in a bare environment of every interpreter: ``python -m tests.dist``.
 
-Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Each gets an environment of its own with the
-wheel, its extra ``[cli]`` and nothing else, and no access to the checkout.
+Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Wheel and sdist each get an environment of their
+own with the extra ``[cli]`` and nothing else, and no access to the checkout. There the programs of the first pages and the recipes run, but those that
+need torch; and from the unpacked sdist its tests of the promises.
 """
 
 import argparse
@@ -17,6 +18,8 @@ from tests.markdown import ROOT, Block, scripts
 PAGES = (
     "README.md",
     "docs/TOUR.md",
+    "docs/RECIPES.md",
+    "docs/OBSERVING.md",
     "docs/CONCEPTS.md",
     "docs/guides/embed.md",
     "docs/reference/connect.md",
@@ -25,7 +28,10 @@ PAGES = (
     "docs/reference/asyncio.md",
     "docs/reference/errors.md",
 )
-"""Pages whose programs need nothing but the core and the command line."""
+"""Pages whose programs need nothing but the core and the command line, or say that they need torch."""
+TESTS = ("tests/promises",)
+"""Tests that need nothing else but `PYTEST`."""
+PYTEST = ("hypothesis", "pytest", "pytest-timeout")
 VERSIONS = ("3.11", "3.12", "3.13", "3.14")
 
 
@@ -66,20 +72,38 @@ def interpreters(named: list[str]) -> dict[str, str]:
     return found
 
 
-def try_out(python: str, artefact: Path, folder: Path) -> list[Block]:
-    """Install the artefact and run every program of `PAGES` and the first commands; returns the programs."""
+def install(python: Path, *packages: object) -> None:
+    run(python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", *packages, cwd=python.parent)
+
+
+def try_out(python: str, artefact: Path, folder: Path) -> str:
+    """Install the artefact, run every program of `PAGES` and the first commands, and of an sdist its tests; returns what ran."""
     run(python, "-m", "venv", folder / "venv", cwd=folder)
     bare = folder / "venv/bin/python"
-    run(bare, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", f"{artefact}[cli]", cwd=folder)
+    install(bare, f"{artefact}[cli]")
     run(bare, "-m", "pip", "check", "--disable-pip-version-check", cwd=folder)
     for command in (["--version"], ["docs"], ["docs", "tour"], ["docs", "Table.put"]):
         run(folder / "venv/bin/transferqueue", *command, cwd=folder)
-    programs = [script for page in PAGES for script in scripts(ROOT / page)]
+    programs = runnable()
     for program in programs:
         file = folder / "program.py"
         file.write_text("\n" * (program.line - 1) + program.code, encoding="utf-8")
         run(bare, "-W", "default", file, cwd=folder)
-    return programs
+    told = f"{len(programs)} programs of {len(PAGES)} pages run"
+    return f"{told}; its tests: {run_tests(bare, artefact, folder)}" if artefact.suffix == ".gz" else told
+
+
+def runnable() -> list[Block]:
+    """Programs of `PAGES`, but those that need torch."""
+    return [script for page in PAGES for script in scripts(ROOT / page) if "import torch" not in script.code]
+
+
+def run_tests(python: Path, sdist: Path, folder: Path) -> str:
+    """Unpack the sdist and run its tests there; returns their last line."""
+    install(python, *PYTEST)
+    shutil.unpack_archive(sdist, folder / "sdist", filter="data")
+    (source,) = (folder / "sdist").iterdir()
+    return run(python, "-m", "pytest", "-q", "-p", "no:cacheprovider", *TESTS, cwd=source).splitlines()[-1]
 
 
 def main() -> None:
@@ -88,13 +112,10 @@ def main() -> None:
     options = parser.parse_args()
     wheel, sdist = build(ROOT / "dist")
     for version, python in interpreters(options.python).items():
-        for artefact in (wheel, sdist) if sys.version.startswith(version) else (wheel,):
+        for kind, artefact in (("wheel", wheel), ("sdist", sdist)):
             with tempfile.TemporaryDirectory() as folder:
-                programs = try_out(python, artefact, Path(folder))
-            print(
-                f"Python {version}, {artefact.suffix.lstrip('.')}: {len(programs)} programs of {len(PAGES)} pages run",
-                flush=True,
-            )
+                told = try_out(python, artefact, Path(folder))
+            print(f"Python {version}, {kind}: {told}", flush=True)
     untried = set(VERSIONS) - {version.rpartition(".")[0] for version in interpreters(options.python)}
     print(f"not tried, no interpreter: {', '.join(sorted(untried)) or 'none'}")
 

@@ -15,6 +15,7 @@ EXTRAS: Final = {
     "matplotlib": "demo",
     "ml_dtypes": "web",
     "omegaconf": "drop-in",
+    "opentelemetry": "tracing",
     "ray": "ray",
     "reasoning_gym": "demo",
     "rich": "cli",

@@ -56,6 +56,10 @@ HISTORY_EVENTS_MAX: Final = 4096
 """Events of a table that `inspect` can show: one for each request, with its row ids."""
 HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids in these events, 8 bytes each."""
+EVENTS_TOLD_MAX: Final = 1024
+"""Events in one answer to `ListEvents`: a millisecond of the server's time. Whoever wants more asks again."""
+EVENT_ROWS_TOLD_MAX: Final = 1 << 16
+"""Row ids that one such answer looks at, unless its first event alone has more; and those that it tells of one event."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 20
 """One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
 SPANS_AWAITED_MAX: Final = 1 << 16

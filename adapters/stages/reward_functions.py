@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.text import visible
+from transferqueue.text import counted, visible
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 """``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
@@ -186,7 +186,9 @@ def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]
         ) from error
     if len(listed) != rows:
         raise RewardFailed(
-            f"reward {name} gave {len(listed)} values for {rows} rows; give one for each", name=name, of_call=True
+            f"reward {name} gave {counted(len(listed), 'value')} for {counted(rows, 'row')}; give one for each",
+            name=name,
+            of_call=True,
         )
     return np.array([_score(name, score, at) for at, score in enumerate(listed)], dtype=np.float64)
 

@@ -149,9 +149,9 @@ def test_tables_and_queues_show_what_is_known_and_whether_they_are_closed(name: 
         table.put(x=[1], y=[2])
         at = queue.address
         assert repr(table) == f"<Table '{name}' at {at}: 2 fields, tasks work, at most 8 rows>"
-        assert repr(queue) == f"<Queue at {at}: 1 tables used here>"
+        assert repr(queue) == f"<Queue at {at}: 1 table used here>"
     assert repr(table) == f"<Table '{name}' at {at}: 2 fields, tasks work, at most 8 rows, closed>"
-    assert repr(queue) == f"<Queue at {at}: 1 tables used here, closed>"
+    assert repr(queue) == f"<Queue at {at}: 1 table used here, closed>"
 
 
 def test_an_error_shows_the_line_of_the_caller_and_little_else(table: tq.Table) -> None:

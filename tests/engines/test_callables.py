@@ -168,7 +168,7 @@ def test_a_function_gets_only_what_it_names_and_ids_by_their_name_here() -> None
 @pytest.mark.parametrize(
     ("function", "said"),
     [
-        (lambda prompts, completions: [1.0], "gave 1 values for 2 rows"),
+        (lambda prompts, completions: [1.0], "gave 1 value for 2 rows"),
         (
             lambda prompts, completions: [1.0, float("inf")],
             "gave inf; give a finite number, or None; row 1, prompt 'b', completion 'd'",

@@ -164,7 +164,7 @@ def test_columns_of_different_row_counts(world: World, client: Driver) -> None:
         lambda: client.apply(m.PutRequest("t", 2, facts(tokens=i64([1])))),
     )
     refused(
-        world, UsageError, "keys has 1 values for 2 rows", lambda: client.apply(m.PutRequest("t", 2, facts(keys=["k"])))
+        world, UsageError, "keys has 1 value for 2 rows", lambda: client.apply(m.PutRequest("t", 2, facts(keys=["k"])))
     )
 
 

@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 import transferqueue as tq
 from tests.scale import sizes
@@ -320,6 +319,7 @@ def test_10_nothing_received_is_executed(queue: tq.Queue, tmp_path: Path) -> Non
 
 
 def test_many_dtypes_travel_unchanged_between_processes(queue: tq.Queue) -> None:
+    torch = pytest.importorskip("torch", exc_type=ImportError)
     table = queue.create_table("t", tasks=[tq.Task("a", needs=["dense", "ragged", "bf16", "image", "text", "plain"])])
     images = [np.arange(h * w * 3, dtype=np.uint8).reshape(h, w, 3) for h, w in ((2, 3), (4, 1))]
     with Worker(

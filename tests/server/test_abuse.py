@@ -92,6 +92,7 @@ requests = st.one_of(
     st.builds(m.AcquireUpdateSlot, names, st.integers(1, 2), st.floats(0.1, 5), waits),
     st.builds(m.ReleaseUpdateSlot, names),
     st.builds(m.Observe, st.sampled_from(["stats", "audit", "row", "doctor", "sessions", "x"]), names, small),
+    st.builds(m.ListEvents, names, small, counts),
     st.builds(lease, st.integers(1, 3), waits),
     st.just(m.Heartbeat()),
 )  # fmt: skip

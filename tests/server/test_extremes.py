@@ -128,6 +128,7 @@ class World:
             m.ReleaseUpdateSlot: [m.ReleaseUpdateSlot("c")],
             m.ReturnGrant: [m.ReturnGrant(self.granted.extent)],
             m.Observe: [m.Observe(what, "t", 0) for what in ("stats", "audit", "row", "doctor", "sessions")],
+            m.ListEvents: [m.ListEvents("t"), m.ListEvents("t", 0, 1)],
             m.SnapshotRequest: [m.SnapshotRequest("s")],
         }.get(kind, [])  # fmt: skip
 

@@ -27,7 +27,17 @@ def test_every_request_is_in_the_table():
 
 def test_an_observer_only_looks():
     may = {m.tag_of(kind) for kind in REQUESTS if "observer" in MAY[kind]}
-    assert may == {"Hello", "Heartbeat", "Goodbye", "Unpin", "OpenTable", "ListTables", "Observe", "Cursor"}
+    assert may == {
+        "Hello",
+        "Heartbeat",
+        "Goodbye",
+        "Unpin",
+        "OpenTable",
+        "ListTables",
+        "Observe",
+        "ListEvents",
+        "Cursor",
+    }
 
 
 def test_the_refusal_names_the_role_and_who_may():

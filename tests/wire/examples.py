@@ -99,6 +99,7 @@ REQUESTS: Final[list[m.Request]] = [
         "t", TWO, COLUMNS, True, m.RowsRead([m.Inline("r", bytes(16))], [m.BlocksRead(["x"], bytes(8))], [{"a": 1}, {}])
     ),
     m.TakeCopies(7, [9, 10], 1.5),
+    m.ListEvents("t", 3, 64),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),

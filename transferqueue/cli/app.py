@@ -15,7 +15,7 @@ import typer
 import typer.core
 
 from transferqueue.cli.commands import chaos, check, docs, new_adapter, shim, train, version
-from transferqueue.cli.commands.looking import doctor, inspect, top
+from transferqueue.cli.commands.looking import doctor, inspect, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
 from transferqueue.cli.exit_codes import reported
@@ -86,6 +86,7 @@ def _group() -> typer.Typer:
     group.add_typer(shard.commands, name="shard", epilog=examples(shard.EXAMPLES), context_settings=_HELP_NAMES)
     _add(group, "relay", relay.relay, relay.EXAMPLES)
     _add(group, "top", top.top, top.EXAMPLES)
+    _add(group, "trace", trace.trace, trace.EXAMPLES)
     _add(group, "inspect", inspect.inspect, inspect.EXAMPLES)
     _add(group, "doctor", doctor.doctor, doctor.EXAMPLES)
     _add(group, "check", check.check, check.EXAMPLES)

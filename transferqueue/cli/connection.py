@@ -19,12 +19,12 @@ def connected(address: str, *, label: str) -> Iterator[Queue]:
     """Connect to the queue at `address`. `Unreachable` if nothing answers within `CONNECT_S`."""
     import transferqueue
 
-    _check_sockets(address)
+    check_sockets(address)
     with transferqueue.connect(address, timeout_s=CONNECT_S, label=label) as queue:
         yield queue
 
 
-def _check_sockets(address: str) -> None:
+def check_sockets(address: str) -> None:
     """`Unreachable` at once where a socket file is missing: waiting for it would only keep a person waiting."""
     from transferqueue.errors import Unreachable
     from transferqueue.transport import IpcAddress, parse_address, split_addresses

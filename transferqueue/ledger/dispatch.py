@@ -19,6 +19,7 @@ from transferqueue.ledger.rows.arrays import decode_ids
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.limits import TABLES_MAX, check_name
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 
 __all__ = ["OPERATIONS"]
@@ -78,7 +79,9 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
     rows = table.rows_live
     resident = len(table.rows.pages.resident_rows()) if request.empty else 0
     if resident:
-        raise UsageError(f'table "{table.name}" has {resident} rows and is dropped only when empty; delete them first')
+        raise UsageError(
+            f'table "{table.name}" has {counted(resident, "row")} and is dropped only when empty; delete them first'
+        )
     tables.drop_table(table, state.now)
     del state.tables[request.name]
     kept = state.dropped_tables

@@ -25,6 +25,7 @@ from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import check_empty, restored
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
 from transferqueue.ledger.reports.answers import explained, observed
+from transferqueue.ledger.reports.events import listed_events
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
@@ -392,6 +393,11 @@ class Ledger:
         """Plain values about the queue: the content of `m.Observed`."""
         self.tick(now)
         return observed(self.state, request)
+
+    def events(self, request: m.ListEvents, now: float) -> dict[str, Any]:
+        """What happened to rows of a table since an earlier answer: the content of `m.Observed`."""
+        self.tick(now)
+        return listed_events(self.state.table(request.table), request, self.state.now)
 
 
 def _read_from(at: m.BlockLocation, shard: int) -> m.BlockLocation:

@@ -46,6 +46,7 @@ class Operations:
             m.Restore: self._begin_job,
             m.WatchJob: self._watch_job,
             m.Observe: self._observe,
+            m.ListEvents: self._list_events,
             m.CreateTable: self._create_table,
             m.DropTable: self._drop_table,
         }
@@ -115,6 +116,9 @@ class Operations:
 
     def _observe(self, session: OpenSession, call: int, request: m.Observe, now: float) -> Answer:
         return m.Observed(codec.encode_plain(reports.observe(self._sources, request, now)))
+
+    def _list_events(self, session: OpenSession, call: int, request: m.ListEvents, now: float) -> Answer:
+        return m.Observed(codec.encode_plain(reports.events(self._sources, request, now)))
 
     def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Answer:
         if not self._ledger.has_table(request.name):

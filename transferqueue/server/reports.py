@@ -73,6 +73,11 @@ def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
     return _sessions(sources, report, now) if request.what == "sessions" else report
 
 
+def events(sources: ReportSources, request: m.ListEvents, now: float) -> Plain:
+    """What happened to rows of a table, by the clock of this life of the coordinator."""
+    return {**sources.ledger.events(request, now), "epoch": sources.identity.epoch}
+
+
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
     """Since when nobody has worked on a task, and who did last. None if a session holds or waits for rows of it, or asked for
     rows less than `IDLE_S` ago."""

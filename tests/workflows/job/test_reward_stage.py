@@ -139,7 +139,7 @@ def test_a_class_is_made_with_its_args_and_gets_optional_columns(module):
         ("picky", r"picky raised ValueError: bad\\ntext; row 11, prompt 'p1', completion 'bad'"),
         ("nan", r"nan gave nan; give a finite number, or None; row 11, prompt 'p1', completion 'bad'"),
         ("words", r"words gave 'high' \(str\); give a number, or None; row 10, prompt 'p0', completion 'good'"),
-        ("few", r"few gave 1 values for 3 rows; give one for each"),
+        ("few", r"few gave 1 value for 3 rows; give one for each"),
         ("number", r"number returned float; return a list with one number for each row"),
     ],
 )
@@ -159,7 +159,7 @@ def test_a_row_whose_reward_fails_is_dropped_alone_if_the_job_says_so(module, fu
 
 
 def test_the_wrong_number_of_scores_ends_the_run_even_if_rows_may_be_dropped(module):
-    with pytest.raises(RewardFailed, match="few gave 1 values for 3 rows"):
+    with pytest.raises(RewardFailed, match="few gave 1 value for 3 rows"):
         scores(job(module, "few", on_error="drop"), ["a", "b", "c"])
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from transferqueue.cli.completion import complete_page
 from transferqueue.cli.screens.terminal import console, say, say_fields
 
 EXAMPLES = (
@@ -19,7 +20,12 @@ EXAMPLES = (
 def docs(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[PAGE|NAME]", show_default=False, help="A page, or a public name such as Table.put."),
+        typer.Argument(
+            metavar="[PAGE|NAME]",
+            show_default=False,
+            autocompletion=complete_page,
+            help="A page, or a public name such as Table.put.",
+        ),
     ] = None,
 ) -> None:
     """Show a page of the documentation, or the contract of a public name.

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from transferqueue.observe.units import plural
+
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from types import TracebackType
@@ -138,4 +140,4 @@ class Bar:
 
 def _processes(labels: Iterable[str]) -> str:
     names = list(labels)
-    return f"{len(names)} processes: {', '.join(names)}"
+    return f"{plural(len(names), 'process')}: {', '.join(names)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Final
 
 from transferqueue.cli.screens.demo import Latest
+from transferqueue.observe.units import plural
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow.events import Event
@@ -70,4 +71,4 @@ def _evaluation(values: dict[str, Any]) -> str:
         f"{name} {values[name]:.3f}" for name in _MEASURES if isinstance(values.get(name), int | float)
     )
     at = f"after step {values['step']}" if values.get("when") == "during" else values.get("when", "")
-    return f"held-out, {at}: {measured or 'nothing measured'}, {values.get('rows', 0)} rows"
+    return f"held-out, {at}: {measured or 'nothing measured'}, {plural(values.get('rows', 0), 'row')}"

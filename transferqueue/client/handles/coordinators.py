@@ -19,6 +19,7 @@ from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import ProcessBound
+from transferqueue.text import counted
 from transferqueue.wire.home_coordinator import home_coordinator
 
 Plain = dict[str, Any]
@@ -70,7 +71,7 @@ class QueueBase(ProcessBound):
         """What this client knows already. No server is asked (`tables` and `stats` ask)."""
         used = sum(len(client.tables) for client in self._clients)
         state = ", closed" if all(client.closed for client in self._clients) else ""
-        return f"<{type(self).__name__} at {self.address}: {used} tables used here{state}>"
+        return f"<{type(self).__name__} at {self.address}: {counted(used, 'table')} used here{state}>"
 
     def _of(self, name: str) -> ClientSession:
         """The session with the home coordinator of a table or channel."""

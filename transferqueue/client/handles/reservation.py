@@ -10,6 +10,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.memory.private_pages import when_gone
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 
 
@@ -37,7 +38,7 @@ class ReservationBase(ProcessBound):
 
     def __repr__(self) -> str:
         table = self._terms.name
-        return f"<{type(self).__name__} of {self.rows} rows of table {table!r} at version {self.version}, {self.left} left>"
+        return f"<{type(self).__name__} of {counted(self.rows, 'row')} of table {table!r} at version {self.version}, {self.left} left>"
 
     @property
     def id(self) -> int:

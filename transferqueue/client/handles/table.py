@@ -10,6 +10,7 @@ from transferqueue.limits import Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.schema import Field
 from transferqueue.storage.elements.process_bound import ProcessBound
+from transferqueue.text import counted
 
 
 class TableBase(ProcessBound):
@@ -58,6 +59,6 @@ class TableBase(ProcessBound):
         tasks = f"tasks {', '.join(self.tasks)}" if terms.tasks else "no tasks"
         state = f"{', sealed' if terms.sealed else ''}{', closed' if self._client.closed else ''}"
         return (
-            f"<{type(self).__name__} {self.name!r} at {self._client.address}: {len(self._terms.fields)} fields, {tasks}, "
-            f"at most {terms.limits.rows} rows{state}>"
+            f"<{type(self).__name__} {self.name!r} at {self._client.address}: {counted(len(self._terms.fields), 'field')}, {tasks}, "
+            f"at most {counted(terms.limits.rows, 'row')}{state}>"
         )

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 
 Ints = int | Sequence[int] | npt.NDArray[Any] | None
@@ -148,7 +149,7 @@ def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any
         return np.full(rows, given)
     if given.shape != (rows,):
         raise SchemaError(
-            f"{name} has shape {given.shape} for {rows} rows; give one value for all rows, or one per row ({rows},)"
+            f"{name} has shape {given.shape} for {counted(rows, 'row')}; give one value for all rows, or one per row ({rows},)"
         )
     return given
 
@@ -158,7 +159,7 @@ def _keys(value: object, rows: int) -> list[str]:
         raise UsageError(f"key {value!r} is {type(value).__name__}; keys are strings, one per row")
     keys = [value] * rows if isinstance(value, str) else list(value)
     if len(keys) != rows:
-        raise SchemaError(f"key has {len(keys)} values for {rows} rows; give one key per row")
+        raise SchemaError(f"key has {counted(len(keys), 'value')} for {counted(rows, 'row')}; give one key per row")
     if set(map(type, keys)) != {str} or max(map(len, keys)) > KEY_CHARS_MAX:
         for key in keys:
             check_key(key)
@@ -180,7 +181,9 @@ def _tags(value: object, rows: int) -> list[Tags]:
     if not isinstance(value, Sequence) or isinstance(value, str | bytes):
         raise UsageError(f"tags are {type(value).__name__}; give one dict for all rows, or a list of one per row")
     if len(value) != rows:
-        raise SchemaError(f"tags has {len(value)} values for {rows} rows; give one dict for all rows, or one per row")
+        raise SchemaError(
+            f"tags has {counted(len(value), 'value')} for {counted(rows, 'row')}; give one dict for all rows, or one per row"
+        )
     return [_checked(tags) for tags in value]
 
 

@@ -16,6 +16,7 @@ from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 from transferqueue.wire import run_length
 
@@ -91,7 +92,7 @@ class RowsBase(ProcessBound):
         return iter(self.fields)
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} of {len(self)} rows: {', '.join(self.fields) or 'no columns'}>"
+        return f"<{type(self).__name__} of {counted(len(self), 'row')}: {', '.join(self.fields) or 'no columns'}>"
 
     @property
     def fields(self) -> tuple[str, ...]:

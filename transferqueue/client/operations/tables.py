@@ -84,7 +84,21 @@ def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, An
     if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
-    value = decode_plain((yield from request_reply(request, m.Observed)).value)
+    return _as_dict(what, (yield from request_reply(request, m.Observed)))
+
+
+def events(table: str, after: int, every: int) -> Operation[dict[str, Any]]:
+    """Ask what happened to rows of a table since an earlier answer."""
+    request = m.ListEvents(
+        table=check_name("table", table),
+        after=checks.whole("after", after, least=-1),
+        every=checks.whole("every", every, least=1),
+    )
+    return _as_dict("events", (yield from request_reply(request, m.Observed)))
+
+
+def _as_dict(what: str, reply: m.Observed) -> dict[str, Any]:
+    value = decode_plain(reply.value)
     if not isinstance(value, dict):
         raise InternalError(f"{what} was observed as {type(value).__name__}, not as a dict")
     return value

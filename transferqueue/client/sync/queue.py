@@ -105,6 +105,15 @@ class Queue(QueueBase):
         """One row: its facts, fields and what happened to it in each task."""
         return run_sync(self._of(table).connection, tables.observe("row", table, row))
 
+    def events(self, table: str, *, after: int = -1, every: int = 1) -> dict[str, Any]:
+        """What happened to rows of a table since an earlier answer, oldest first; the keys are in `transferqueue docs observing`.
+
+        after: ``next`` of that answer; -1: nothing is listed yet, and ``next`` is where the history ends now. every: of one row in
+        so many, which are the same ones in every answer. The server remembers about 4,096 requests of a table: ``missed`` says how many
+        it had forgotten. Ask again at once where ``more`` is true.
+        """
+        return run_sync(self._of(table).connection, tables.events(table, after, every))
+
     def sessions(self) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
         return self._together(self._each(lambda: self._look("sessions")))

@@ -129,7 +129,7 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
     least = request.at_least or request.rows
     if request.rows and least > table.limits.rows and not table.sealed:
         raise Impossible(
-            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most {table.limits.rows} rows; '
+            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most {counted(table.limits.rows, "row")}; '
             "ask for fewer, or set at_least"
         )
     if task.ranker.equal_counts and task.task.groups is None and request.rows % request.world:

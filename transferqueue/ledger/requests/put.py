@@ -103,7 +103,7 @@ def _check_reservation(table: TableState, request: PutRequest, session: int) -> 
         )
     if request.rows > reservation.left:
         raise UsageError(
-            f"reservation {reservation.id} has {reservation.left} rows left; the put has {request.rows}: reserve more first"
+            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; the put has {request.rows}: reserve more first"
         )
     return reservation
 

@@ -8,6 +8,7 @@ removed first.
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import NamedTuple
 
 from transferqueue.ledger.rows.arrays import IntArray
@@ -46,6 +47,16 @@ class TableHistory:
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
+
+    @property
+    def end(self) -> int:
+        """Number of events so far, those that were removed included: the position of the next one."""
+        return self.forgotten + len(self._events)
+
+    def since(self, position: int, most: int) -> list[TableEvent]:
+        """At most `most` events from this position on, oldest first. Events that were removed are missing at the beginning."""
+        start = max(position - self.forgotten, 0)
+        return list(islice(self._events, start, start + most))
 
     def of(self, row: int) -> list[TableEvent]:
         """Events of a row, oldest first."""

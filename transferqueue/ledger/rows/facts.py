@@ -12,6 +12,7 @@ from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, decode
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
+from transferqueue.text import counted
 from transferqueue.wire.messages import RowFacts
 
 DTYPES: Final = {
@@ -79,7 +80,7 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     keys, tags = facts.keys, facts.tags
     for name, values in (("keys", keys), ("tags", tags)):
         if values is not None and len(values) != rows:
-            raise UsageError(f"{name} has {len(values)} values for {rows} rows; give one a row")
+            raise UsageError(f"{name} has {counted(len(values), 'value')} for {counted(rows, 'row')}; give one a row")
     if keys is not None:
         _check_keys(keys)
     if tags is not None:

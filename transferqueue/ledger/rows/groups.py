@@ -15,6 +15,7 @@ import numpy as np
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, Index, IntArray, tally_in_order
 from transferqueue.ledger.rows.row_state import RowStore
+from transferqueue.text import counted
 
 
 class GroupState:
@@ -108,8 +109,8 @@ class GroupIndex:
                 )
             if size > rows_max:
                 raise Impossible(
-                    f'group {number} of {size} rows can never be complete in table "{table}", which holds '
-                    f"at most {rows_max} rows"
+                    f'group {number} of {counted(size, "row")} can never be complete in table "{table}", which holds '
+                    f"at most {counted(rows_max, 'row')}"
                 )
 
     def add(self, rows: IntArray, ids: AnyArray, sizes: AnyArray) -> None:

@@ -25,6 +25,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
 BATCH_FIRST = 64
@@ -138,7 +139,7 @@ def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossibl
     each = f" for each of {request.world} ranks" if request.world > 1 else ""
     need = size * request.world
     return Impossible(
-        f'table "{table.name}" has a group of {size} rows; a lease of complete groups with rows={request.rows} can '
+        f'table "{table.name}" has a group of {counted(size, "row")}; a lease of complete groups with rows={request.rows} can '
         f"never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for groups={request.world}"
     )
 

@@ -12,6 +12,7 @@ from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
+from transferqueue.text import counted
 
 
 class BlockWriter:
@@ -73,7 +74,7 @@ def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:
 def _check_rows(first: Prepared, column: Prepared) -> None:
     if column.rows != first.rows:
         raise SchemaError(
-            f'field "{column.field.name}" has {column.rows} rows, but field "{first.field.name}" has {first.rows}; all columns of '
+            f'field "{column.field.name}" has {counted(column.rows, "row")}, but field "{first.field.name}" has {first.rows}; all columns of '
             "one call have the same rows"
         )
 

@@ -37,6 +37,7 @@ from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput,
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
+from transferqueue.text import counted
 
 
 class Repeat:
@@ -77,7 +78,7 @@ class Repeat:
         """The index of the value of each row, int32 ``[rows]``."""
         if self.counts.ndim and len(self.counts) != stored_rows:
             raise SchemaError(
-                f"{subject}: Repeat of {stored_rows} values with {len(self.counts)} counts; give one for each"
+                f"{subject}: Repeat of {counted(stored_rows, 'value')} with {counted(len(self.counts), 'count')}; give one for each"
             )
         # Python integers: a sum of int64 wraps around
         total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
@@ -195,7 +196,9 @@ def prepare(name: str, value: Any, field: Field | None = None, rows: int | None 
         prepared.slots = repeat.slots(prepared.stored_rows, subject)
         prepared.rows = len(prepared.slots)
     if rows is not None and prepared.rows != rows:
-        raise SchemaError(f"{subject} has {prepared.rows} rows, but this call has {rows}; give one value for each row")
+        raise SchemaError(
+            f"{subject} has {counted(prepared.rows, 'row')}, but this call has {rows}; give one value for each row"
+        )
     return prepared
 
 

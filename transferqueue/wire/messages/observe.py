@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from transferqueue.wire.messages.base import Message, Name, Text
+from transferqueue.wire.messages.base import Count, Message, Name, Text
 from transferqueue.wire.messages.declarations import request
 from transferqueue.wire.roles import CLIENTS
 
@@ -24,5 +24,17 @@ class Observe(Message):
     row: int = -1
 
 
-ObserveRequests = Observe
+@request(reply=Observed, roles=CLIENTS, repeat="again", reads=True, verb="Queue.events")
+class ListEvents(Message):
+    """What happened to rows of a table since an earlier answer.
+
+    after: the position that ended that answer; -1: only the present end of the history, without events. every: one row in so many.
+    """
+
+    table: Name
+    after: int = -1
+    every: Count = 1
+
+
+ObserveRequests = Observe | ListEvents
 ObserveReplies = Observed

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from transferqueue.cli.completion import complete_table
 from transferqueue.cli.connection import address_of
 from transferqueue.cli.exit_codes import MEND
 from transferqueue.cli.options import (
@@ -38,7 +39,9 @@ EXAMPLES = (
 def doctor(
     where: AddressArgument = None,
     address: AddressOption = None,
-    table: Annotated[str, typer.Option("--table", "-t", help="Explain this table only.")] = "",
+    table: Annotated[
+        str, typer.Option("--table", "-t", autocompletion=complete_table, help="Explain this table only.")
+    ] = "",
     arena_bytes: Annotated[
         str | None,
         arena_bytes_option(

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from transferqueue.cli.completion import complete_row, complete_table
 from transferqueue.cli.connection import address_of
 from transferqueue.cli.options import AddressOption, json_option
 
@@ -25,9 +26,13 @@ EXAMPLES = (
 
 def inspect(
     table: Annotated[
-        str | None, typer.Argument(show_default=False, help="A table; all tables if none is named.")
+        str | None,
+        typer.Argument(show_default=False, autocompletion=complete_table, help="A table; all tables if none is named."),
     ] = None,
-    row: Annotated[int | None, typer.Argument(min=0, show_default=False, help="A row id of the table.")] = None,
+    row: Annotated[
+        int | None,
+        typer.Argument(min=0, show_default=False, autocompletion=complete_row, help="A row id of the table."),
+    ] = None,
     key: Annotated[
         str, typer.Option("--key", "-k", show_default=False, help="The key of a row, in place of its id.")
     ] = "",
