@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -25,13 +26,19 @@ from bench.limits import child
 from bench.requests import ROW_BYTES, cpu_ns
 from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
+from transferqueue.client.session.calls import PendingCalls
+from transferqueue.transport import ClientChannel, Wakeup, dial, this_host
+from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_answer
 
 SCENARIO: Final = "busy"
 CONTENDER: Final = "transferqueue"
 CALLS: Final = 3
 """Of a turn: put, lease, ack."""
-IDLE_S: Final = 5.0
-"""For how long sessions only say that they live."""
+SESSIONS: Final = 64
+BEATS: Final = 200
+BEAT_S: Final = 0.01
+"""Between two rounds of heartbeats, each of one session."""
 
 
 def _table(queue: tq.Queue) -> tq.Table:
@@ -64,11 +71,34 @@ def one_round(server: Server, controls: Sequence[Connection], rows: int, seconds
     return requests / (time.perf_counter() - began), (cpu_ns(server.pid) - used) / 1e9 / requests
 
 
-def heartbeat_s(server: Server, clients: int) -> float:
-    """Seconds of the server's processor for the heartbeat of one session."""
+def _session(address: str, wakeup: Wakeup) -> tuple[ClientChannel, PendingCalls]:
+    """A session of this process that is served by nobody but its caller."""
+    channel, calls = dial(address), PendingCalls()
+    channel.send(calls.greet(m.Hello(client=secrets.token_bytes(16), host=this_host(), pid=os.getpid()), 0.0))
+    while (frame := channel.recv_nowait()) is None:
+        channel.wait(wakeup, 1.0)
+    answer = decode_answer(frame)
+    calls.answered(answer)
+    if not isinstance(answer.reply, m.Welcome):
+        raise RuntimeError(f"a session was answered {answer.reply}")
+    calls.session = answer.reply.session
+    return channel, calls
+
+
+def heartbeat_s(server: Server) -> float:
+    """Seconds of the server's processor for a heartbeat, where many sessions send theirs at about one time."""
+    wakeup = Wakeup()
+    sessions = [_session(server.address, wakeup) for _ in range(SESSIONS)]
     used = cpu_ns(server.pid)
-    time.sleep(IDLE_S)
-    return (cpu_ns(server.pid) - used) / 1e9 / (IDLE_S * clients)
+    for _ in range(BEATS):
+        for channel, calls in sessions:
+            channel.send(calls.notice(m.Heartbeat()))
+        time.sleep(BEAT_S)
+    cost = (cpu_ns(server.pid) - used) / 1e9 / (SESSIONS * BEATS)
+    for channel, _ in sessions:
+        channel.close()
+    wakeup.close()
+    return cost
 
 
 def pin(server: Server) -> None:
@@ -101,8 +131,8 @@ def run(clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: i
                     costs = [cost for number, _, cost in raw if number == count]
                     results.append(Result(SCENARIO, CONTENDER, name, "requests", "1/s", rates))
                     results.append(Result(SCENARIO, CONTENDER, name, "server_cpu", "s", costs))
-            beats = [heartbeat_s(server, len(controls) + 1)]
-            results.append(Result(SCENARIO, CONTENDER, "idle", "heartbeat_server_cpu", "s", beats))
+            beats = [heartbeat_s(server) for _ in range(rounds)]
+            results.append(Result(SCENARIO, CONTENDER, "sessions", "heartbeat_server_cpu", "s", beats))
             for control in controls:
                 control.send(None)
     finally:

@@ -1,24 +1,27 @@
 """What a whole cluster would ask of one coordinator and its shards, from the unit costs of a record.
 
-    python -m bench.estimate [RECORD] [--into bench/estimate.md]
+    python -m bench.estimate [RECORD] [--busy RECORD] [--into bench/estimate.md]
 
-The load is assumed, and said; the unit costs are measured. Nothing else is: an estimate says what saturates first, not how fast a
+The load is assumed, and said; the unit costs are measured: those of bytes in a run of `bench.run`, those of requests in a record of `bench.busy`. Nothing else is: an estimate says what saturates first, not how fast a
 cluster would be.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
 from bench.figures import OURS
-from bench.run_record import RunRecord, load_run
+from bench.run_record import RECORDS, RunRecord, load_run
 from bench.table import insert, newest
 from bench.workloads import DENSE, KIB, MIB
 
 GIB = 1 << 30
 NODES = (8, 64, 1024)
+BUSY_MAX = 0.6
+"""The most of its time that a coordinator is planned to be busy: the rest is for bursts."""
 
 
 @dataclass(frozen=True)
@@ -50,9 +53,18 @@ class Load:
         return self.tokens_per_row * self.bytes_per_token
 
     @property
-    def requests_per_s(self) -> float:
-        leases = self.rows_per_s * self.tasks / self.rows_per_lease * self.requests_per_lease
-        return self.rows_per_s * self.requests_per_row + leases + self.sessions / self.heartbeat_s
+    def row_requests_per_s(self) -> float:
+        """Puts and updates, if each carries one row."""
+        return self.rows_per_s * self.requests_per_row
+
+    @property
+    def lease_requests_per_s(self) -> float:
+        return self.rows_per_s * self.tasks / self.rows_per_lease * self.requests_per_lease
+
+    @property
+    def heartbeats_per_s(self) -> float:
+        """As if no session said anything else."""
+        return self.sessions / self.heartbeat_s
 
 
 @dataclass(frozen=True)
@@ -61,16 +73,22 @@ class Costs:
 
     put_bytes_per_s: float
     request_s: float
+    """Of the coordinator's processor, one row a request."""
+    batched_s: float
+    """The same with `BATCH` rows a request."""
+    heartbeat_s: float
     lease_s: float
     stream_bytes_per_s: float
     row_bytes: float
 
 
-def costs(record: RunRecord) -> Costs:
-    """Raises ValueError if the record lacks one."""
+def costs(record: RunRecord, busy: RunRecord) -> Costs:
+    """Raises ValueError if a record lacks one."""
     found = {
         "put": record.median("transfer", OURS, "dense_1", "put"),
-        "request": record.median("remote", OURS, "one_row", "small_put_local"),
+        "request": busy.median("busy", OURS, f"rows_1_clients_{CLIENTS}", "server_cpu"),
+        "batched": busy.median("busy", OURS, f"rows_{BATCH}_clients_{CLIENTS}", "server_cpu"),
+        "heartbeat": busy.median("busy", OURS, "sessions", "heartbeat_server_cpu"),
         "lease": record.median("lease_cost", OURS, "resident_1000000", "lease_64"),
         "get": record.median("remote", OURS, "dense_1", "get"),
         "few": record.median("lease_cost", OURS, "resident_1000", "server_own"),
@@ -78,11 +96,15 @@ def costs(record: RunRecord) -> Costs:
     }
     missing = [name for name, value in found.items() if not value]
     if missing:
-        raise ValueError(f"the record lacks {', '.join(missing)}; make one with `make bench-quick`")
+        raise ValueError(
+            f"the records lack {', '.join(missing)}; make them with `make bench-quick` and `python -m bench.busy`"
+        )
     known = {name: value or 0.0 for name, value in found.items()}
     return Costs(
         put_bytes_per_s=DENSE / known["put"],
         request_s=known["request"],
+        batched_s=known["batched"],
+        heartbeat_s=known["heartbeat"],
         lease_s=known["lease"],
         stream_bytes_per_s=DENSE / known["get"],
         row_bytes=(known["many"] - known["few"]) / (1_000_000 - 1_000),
@@ -96,7 +118,9 @@ def units(found: Costs) -> str:
         "|---|---|",
         f"| put of 32 MiB into the arena, same machine | {found.put_bytes_per_s / GIB:.2f} GiB/s |",
         f"| get of 32 MiB over TCP, checksums included | {found.stream_bytes_per_s / GIB:.2f} GiB/s |",
-        f"| a request and its answer: what one takes of the coordinator at most | {found.request_s * 1e6:.0f} µs |",
+        f"| put, lease or ack of one row: processor of a coordinator with {CLIENTS} busy clients | {found.request_s * 1e6:.0f} µs |",
+        f"| the same of {BATCH} rows | {found.batched_s * 1e6:.0f} µs |",
+        f"| heartbeat of a session, the same processor | {found.heartbeat_s * 1e6:.0f} µs |",
         f"| lease of 64 rows at 10⁶ resident rows, client included | {found.lease_s * 1e6:.0f} µs |",
         f"| ledger, per resident row | {found.row_bytes:.0f} bytes |",
     ]
@@ -107,7 +131,7 @@ def scaling(load: Load, found: Costs) -> str:
     """Bytes, messages and memory by number of nodes."""
     lines = [
         (
-            "| nodes | rows/s | requests/s | coordinator busy | bytes/s in all | a shard's share of its put speed | "
+            "| nodes | rows/s | coordinators busy, 1 row a request | 4 rows a request | bytes/s in all | a shard's share of its put speed | "
             "bytes/s into one trainer node of 8 | its share of one stream | live bytes a node | ledger |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|",
@@ -119,8 +143,8 @@ def scaling(load: Load, found: Costs) -> str:
         cells = (
             nodes,
             f"{rows:,.0f}",
-            f"{load.requests_per_s * nodes:,.0f}",
-            f"{load.requests_per_s * nodes * found.request_s:.1%}",
+            f"{busy(load, found, 1) * nodes:.1%}",
+            f"{busy(load, found, BATCH) * nodes:.1%}",
             f"{each * nodes / MIB:,.0f} MiB",
             f"{each / found.put_bytes_per_s:.3%}",
             f"{trainer / MIB:,.1f} MiB",
@@ -132,42 +156,56 @@ def scaling(load: Load, found: Costs) -> str:
     return "\n".join(lines)
 
 
-def nodes_of_one_coordinator(load: Load, found: Costs, share: float = 0.5) -> int:
-    """Nodes whose requests take `share` of a coordinator's time."""
-    return int(share / (load.requests_per_s * found.request_s))
+def busy(load: Load, found: Costs, rows: int) -> float:
+    """Share of one coordinator that a node takes, with one or with `BATCH` rows a put or update."""
+    request_s = found.request_s if rows == 1 else found.batched_s
+    requests = load.row_requests_per_s / rows * request_s + load.lease_requests_per_s * found.request_s
+    return requests + load.heartbeats_per_s * found.heartbeat_s
 
 
-def markdown(record: RunRecord) -> str:
+def verdict(load: Load, found: Costs, rows: int) -> str:
+    """How many nodes one coordinator carries, and how many coordinators the largest cluster needs."""
+    most, share = int(BUSY_MAX / busy(load, found, rows)), busy(load, found, rows) * NODES[-1]
+    count = math.ceil(share / BUSY_MAX)
+    return f"at {rows} row{'s' * (rows > 1)} a request one coordinator is {BUSY_MAX:.0%} busy at {most:,} nodes, and {NODES[-1]:,} nodes need {count} ({share / count:.0%} each)"
+
+
+def markdown(record: RunRecord, busy_record: RunRecord) -> str:
     """Both tables, and what saturates first."""
-    load, found = Load(), costs(record)
+    load, found = Load(), costs(record, busy_record)
     return "\n\n".join(
         [
             units(found),
             scaling(load, found),
             (
-                f"One coordinator is half busy at {nodes_of_one_coordinator(load, found):,} nodes with one request for each row, and at "
-                f"{nodes_of_one_coordinator(batched(load), found):,} where requests carry {BATCH} rows each. "
+                f"Over tables that share nothing: {verdict(load, found, 1)}; {verdict(load, found, BATCH)}. "
                 f"{found.row_bytes:.0f} bytes of ledger a row stand beside "
-                f"{load.bytes_per_row / KIB:.0f} KiB of values. Record: commit {record.first.commit}, {record.first.start[:10]}."
+                f"{load.bytes_per_row / KIB:.0f} KiB of values. Records: commit {record.first.commit}, {record.first.start[:10]}; "
+                f"requests: commit {busy_record.first.commit}, {busy_record.first.start[:10]}, load {busy_record.first.load['start']:.0f} to {busy_record.first.load['end']:.0f} on 2 cores."
             ),
         ]
     )
 
 
-BATCH = 16
+BATCH = 4
+CLIENTS = 16
 
 
-def batched(load: Load) -> Load:
-    """The same load where producers put, and stages update, some rows at a time."""
-    return Load(requests_per_row=load.requests_per_row / BATCH)
+def newest_busy() -> Path:
+    """The newest record of `bench.busy`. Raises FileNotFoundError if there is none."""
+    found = sorted(RECORDS.glob("busy-*.json"))
+    if not found:
+        raise FileNotFoundError(f"no record in {RECORDS}; make one with `python -m bench.busy`")
+    return found[-1]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Estimate a cluster from the unit costs of a record.")
     parser.add_argument("record", nargs="?", type=Path)
+    parser.add_argument("--busy", type=Path)
     parser.add_argument("--into", type=Path)
     chosen = parser.parse_args()
-    text = markdown(load_run(chosen.record or newest()))
+    text = markdown(load_run(chosen.record or newest()), load_run(chosen.busy or newest_busy()))
     if chosen.into:
         chosen.into.write_text(insert(chosen.into.read_text(), text))
     else:
