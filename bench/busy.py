@@ -1,9 +1,9 @@
 """Scenario: clients keep one coordinator busy. How many requests a second does it carry, and what does each cost its processor?
 
-    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--record --out FILE]
+    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--tcp] [--record --out FILE]
 
-Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table over a socket file.
-Rounds of all numbers of clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
+Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table. With `--tcp` requests go
+over tcp, as from other machines; bytes of rows stay in mapped memory. Rounds of all numbers of clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
 requests a second do not. pin: the server has a core of its own, and the clients have the others.
 """
 
@@ -85,10 +85,10 @@ def _session(address: str, wakeup: Wakeup) -> tuple[ClientChannel, PendingCalls]
     return channel, calls
 
 
-def heartbeat_s(server: Server) -> float:
+def heartbeat_s(server: Server, address: str) -> float:
     """Seconds of the server's processor for a heartbeat, where many sessions send theirs at about one time."""
     wakeup = Wakeup()
-    sessions = [_session(server.address, wakeup) for _ in range(SESSIONS)]
+    sessions = [_session(address, wakeup) for _ in range(SESSIONS)]
     used = cpu_ns(server.pid)
     for _ in range(BEATS):
         for channel, calls in sessions:
@@ -108,15 +108,18 @@ def pin(server: Server) -> None:
     os.sched_setaffinity(0, others or {first})
 
 
-def run(clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: int, *, pinned: bool) -> list[Result]:
+def run(
+    clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: int, *, pinned: bool, tcp: bool
+) -> list[Result]:
     results: list[Result] = []
-    server = Server(arena_bytes="1GiB")
+    server = Server(arena_bytes="1GiB", tcp=tcp)
+    address, transport = (server.tcp_address, "tcp") if tcp else (server.address, "ipc")
     try:
         if pinned:
             pin(server)
-        with tq.connect(server.address) as queue, ExitStack() as stack:
+        with tq.connect(address) as queue, ExitStack() as stack:
             _table(queue)
-            controls = [stack.enter_context(child(_client, server.address)) for _ in range(max(clients))]
+            controls = [stack.enter_context(child(_client, address)) for _ in range(max(clients))]
             for control in controls:
                 control.recv()
             for rows in levels:
@@ -126,13 +129,13 @@ def run(clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: i
                     for count in clients
                 ]
                 for count in clients:
-                    name = f"rows_{rows}_clients_{count}"
+                    name = f"{transport}_rows_{rows}_clients_{count}"
                     rates = [rate for number, rate, _ in raw if number == count]
                     costs = [cost for number, _, cost in raw if number == count]
                     results.append(Result(SCENARIO, CONTENDER, name, "requests", "1/s", rates))
                     results.append(Result(SCENARIO, CONTENDER, name, "server_cpu", "s", costs))
-            beats = [heartbeat_s(server) for _ in range(rounds)]
-            results.append(Result(SCENARIO, CONTENDER, "sessions", "heartbeat_server_cpu", "s", beats))
+            beats = [heartbeat_s(server, address) for _ in range(rounds)]
+            results.append(Result(SCENARIO, CONTENDER, f"{transport}_sessions", "heartbeat_server_cpu", "s", beats))
             for control in controls:
                 control.send(None)
     finally:
@@ -147,10 +150,15 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pin", action="store_true", help="give the server a core of its own")
+    parser.add_argument("--tcp", action="store_true", help="measure over tcp, too")
     by_hand_options(parser)
     chosen = parser.parse_args()
     hand = ByHand(SCENARIO)
-    results = run(chosen.clients, chosen.rows, chosen.seconds, chosen.rounds, pinned=chosen.pin)
+    results = [
+        result
+        for tcp in (False, True)[: 1 + chosen.tcp]
+        for result in run(chosen.clients, chosen.rows, chosen.seconds, chosen.rounds, pinned=chosen.pin, tcp=tcp)
+    ]
     hand.tell(results, chosen.out, whole=chosen.record)
 
 

@@ -86,9 +86,9 @@ def costs(record: RunRecord, busy: RunRecord) -> Costs:
     """Raises ValueError if a record lacks one."""
     found = {
         "put": record.median("transfer", OURS, "dense_1", "put"),
-        "request": busy.median("busy", OURS, f"rows_1_clients_{CLIENTS}", "server_cpu"),
-        "batched": busy.median("busy", OURS, f"rows_{BATCH}_clients_{CLIENTS}", "server_cpu"),
-        "heartbeat": busy.median("busy", OURS, "sessions", "heartbeat_server_cpu"),
+        "request": busy.median("busy", OURS, f"tcp_rows_1_clients_{CLIENTS}", "server_cpu"),
+        "batched": busy.median("busy", OURS, f"tcp_rows_{BATCH}_clients_{CLIENTS}", "server_cpu"),
+        "heartbeat": busy.median("busy", OURS, "tcp_sessions", "heartbeat_server_cpu"),
         "lease": record.median("lease_cost", OURS, "resident_1000000", "lease_64"),
         "get": record.median("remote", OURS, "dense_1", "get"),
         "few": record.median("lease_cost", OURS, "resident_1000", "server_own"),
@@ -118,7 +118,7 @@ def units(found: Costs) -> str:
         "|---|---|",
         f"| put of 32 MiB into the arena, same machine | {found.put_bytes_per_s / GIB:.2f} GiB/s |",
         f"| get of 32 MiB over TCP, checksums included | {found.stream_bytes_per_s / GIB:.2f} GiB/s |",
-        f"| put, lease or ack of one row: processor of a coordinator with {CLIENTS} busy clients | {found.request_s * 1e6:.0f} µs |",
+        f"| put, lease or ack of one row over tcp: processor of a coordinator with {CLIENTS} busy clients | {found.request_s * 1e6:.0f} µs |",
         f"| the same of {BATCH} rows | {found.batched_s * 1e6:.0f} µs |",
         f"| heartbeat of a session, the same processor | {found.heartbeat_s * 1e6:.0f} µs |",
         f"| lease of 64 rows at 10⁶ resident rows, client included | {found.lease_s * 1e6:.0f} µs |",
