@@ -109,6 +109,7 @@ def test_no_row_has_one_copy_left_after_a_death_and_none_is_lost_with_the_next(s
                 assert (row == 1000 * number + at).all()
 
 
+@pytest.mark.long
 def test_copies_wait_for_a_shard_that_comes_and_are_made_then(server: Served) -> None:
     with tq.connect(server.ipc) as queue:
         with ShardProcess(server.tcp) as one:
@@ -126,6 +127,7 @@ def test_copies_wait_for_a_shard_that_comes_and_are_made_then(server: Served) ->
                 check_all(batch)
 
 
+@pytest.mark.long
 def test_rows_of_a_store_are_copied_to_one_and_from_one(server: Served, tmp_path: Path) -> None:
     stores = [tmp_path / name for name in ("a", "b")]
     for store in stores:
