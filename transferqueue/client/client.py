@@ -86,6 +86,8 @@ class ClientSession:
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
+        self.find_repeats: Final = os.environ.get("TRANSFERQUEUE_FIND_REPEATS") != "0"
+        """Whether puts store values that rows repeat once, though the caller did not say so."""
         connection.on_welcome(self.shards.welcomed)
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 

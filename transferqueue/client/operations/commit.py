@@ -151,14 +151,19 @@ def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[
 
 
 def outgoing(
-    columns: Mapping[str, Any], facts: GivenFacts, fields: Mapping[str, Field], rows: int | None
+    columns: Mapping[str, Any],
+    facts: GivenFacts,
+    fields: Mapping[str, Field],
+    rows: int | None,
+    *,
+    share: bool = False,
 ) -> PreparedCommit:
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit, `UsageError`,
-    before any value is read, for more rows than one request may have."""
+    before any value is read, for more rows than one request may have. share: see `prepare`."""
     count = _rows_of(columns, facts) if rows is None else rows
     if count > ROWS_PER_REQUEST_MAX:
         raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
-    prepared = [prepare(name, value, fields.get(name), count) for name, value in columns.items()]
+    prepared = [prepare(name, value, fields.get(name), count, share=share) for name, value in columns.items()]
     tokens = _tokens(prepared) if rows is None else None  # what is added to existing rows does not recount them
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
@@ -176,7 +181,7 @@ def _attempt(
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
-    out = outgoing(columns, facts, terms.fields, rows)
+    out = outgoing(columns, facts, terms.fields, rows, share=client.find_repeats)
     fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
     for column in out.columns:
         fields.append(column.field)

@@ -34,6 +34,7 @@ from transferqueue.storage.inputs.arrays import parse_array
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.lists import parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
+from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
@@ -178,27 +179,59 @@ class Prepared:
         return lengths if self.slots is None else lengths[self.slots]
 
 
-def prepare(name: str, value: Any, field: Field | None = None, rows: int | None = None) -> Prepared:
+def prepare(
+    name: str, value: Any, field: Field | None = None, rows: int | None = None, *, share: bool = False
+) -> Prepared:
     """Check a column against its field (None: infer one) without copying bulk bytes.
 
-    rows: of the request; a single value is then given to all of them. Raises `SchemaError` if the value is not a column, does
-    not fit `field`, or has another number of rows.
+    rows: of the request; a single value is then given to all of them. share: store values that rows repeat once, also where the caller does
+    not say so with `Repeat` (see `repeats`). Raises `SchemaError` if the value is not a column, does not fit `field`, or has another number
+    of rows.
     """
     if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
-        return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
+        found = find_repeats(value) if share else None
+        array, slots = (value, None) if found is None else found
+        return _shared(Prepared(field, len(array), Arrays([array], field.dtype), None, None), slots)
     subject = f'field "{name}"'
     if isinstance(value, Repeat):
         repeat: Repeat | None = value
     else:
         repeat = None if type(value) is list else _broadcast(value, field, rows, subject)
-    prepared = _fit(name, _parse(repeat.values if repeat else value, field, subject), field, subject)
     if repeat:
-        prepared.slots = repeat.slots(prepared.stored_rows, subject)
-        prepared.rows = len(prepared.slots)
+        prepared = _fit(name, _parse(repeat.values, field, subject), field, subject)
+        prepared = _shared(prepared, repeat.slots(prepared.stored_rows, subject))
+    else:
+        try:
+            prepared = _prepare_rows(name, value, field, subject, share=share)
+        except SchemaError:
+            if not share:
+                raise
+            prepared = _prepare_rows(name, value, field, subject, share=False)  # its error names the caller's row
     if rows is not None and prepared.rows != rows:
         raise SchemaError(
             f"{subject} has {counted(prepared.rows, 'row')}, but this call has {rows}; give one value for each row"
         )
+    return prepared
+
+
+def _prepare_rows(name: str, value: Any, field: Field | None, subject: str, *, share: bool) -> Prepared:
+    """A column with a value for each row; with `share`, each repeated value once."""
+    slots: I32 | None = None
+    if share:
+        rows_of = isinstance(value, RowsOf)
+        found = find_repeats(value.values if rows_of else value)
+        if found is not None:
+            value, slots = RowsOf(found.values) if rows_of else found.values, found.slots
+    parsed = _parse(value, field, subject)
+    if share and slots is None and (shared := share_rows(parsed)) is not None:
+        parsed, slots = shared
+    return _shared(_fit(name, parsed, field, subject), slots)
+
+
+def _shared(prepared: Prepared, slots: I32 | None) -> Prepared:
+    """The column, whose rows share its values."""
+    if slots is not None:
+        prepared.slots, prepared.rows = slots, len(slots)
     return prepared
 
 
