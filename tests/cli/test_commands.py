@@ -276,3 +276,11 @@ def test_a_supervised_server_goes_on_and_stops(tmp_path: Path) -> None:
     with served("--durability", "process", "--state", str(tmp_path / "s"), "--supervise") as found:
         assert found.stop() == 0
     assert (tmp_path / "s" / "journal.sqlite").exists()
+
+
+def test_names_that_contradict_each_other_are_refused_before_any_server_is_asked() -> None:
+    done = run("inspect", "--key", "k", "--address", "ipc:///nowhere/socket")
+    assert (done.returncode, done.stderr) == (
+        2,
+        "error: key 'k' names a row of no table; name the table: inspect TABLE --key k\n",
+    )

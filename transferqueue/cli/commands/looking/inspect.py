@@ -47,6 +47,7 @@ def inspect(
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console, show, show_json
 
+    _check_names(table, row, key)
     terminal = console()
     with connected(address_of(address), label="inspect") as queue:
         value, lines = _look(queue, table, row, key, terminal.width)
@@ -56,15 +57,18 @@ def inspect(
         show(lines, terminal)
 
 
-def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int) -> tuple[object, list[Text]]:
-    """The answer as a value and as lines."""
+def _check_names(table: str | None, row: int | None, key: str) -> None:
     from transferqueue.errors import UsageError
 
     if row is not None and key:
         raise UsageError(f"row {row} and key {key!r} both name a row; give one of them")
+    if table is None and key:
+        raise UsageError(f"key {key!r} names a row of no table; name the table: inspect TABLE --key {key}")
+
+
+def _look(queue: Queue, table: str | None, row: int | None, key: str, width: int) -> tuple[object, list[Text]]:
+    """The answer as a value and as lines."""
     if table is None:
-        if key:
-            raise UsageError(f"key {key!r} names a row of no table; name the table: inspect TABLE --key {key}")
         return _tables(queue, width)
     if row is None and not key:
         return _terms(queue, table, width)

@@ -32,7 +32,10 @@ def profile(
     Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the job's weights do not change. Then short trial runs of the job
     show what its processes cost each other.
     """
-    from transferqueue.workflows.job.profiling.job import profile_job
+    from transferqueue.lazy import naming_extra
+
+    with naming_extra("profile", "train"):
+        from transferqueue.workflows.job.profiling.job import profile_job
     from transferqueue.workflows.job.settings.read import job_from_file
     from transferqueue.workflows.job.settings.write import as_toml
 
