@@ -210,6 +210,10 @@ def test_columns_that_look_like_committed_ones_are_checked_all_the_same(world: W
     merged = client.block([RAGGED, DENSE], 1)
     client.apply(m.PutRequest("t", 1, columns(fields=[RAGGED, DENSE], blocks=[merged])))
     divided = [structs.replace(merged, fields=["ids"]), structs.replace(merged, fields=["pixels"])]
+    empty = columns(fields=[], blocks=[], inline=[])
+    client.apply(m.PutRequest("t", 1, empty))  # rows without columns look as a block without fields does
+    nothing = structs.replace(fresh, fields=[], counts=[])
+    changed("a block without fields", fields=[], blocks=[nothing], inline=[])
     changed("counts for 1 fields is not a block", fields=[RAGGED, DENSE], blocks=divided, inline=[])
 
 

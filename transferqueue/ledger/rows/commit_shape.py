@@ -68,7 +68,7 @@ class CommitShapes:
             raise UsageError(
                 f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
             )
-        divided = tuple([len(placed.fields) for placed in columns.blocks]) if len(columns.blocks) > 1 else ()
+        divided = tuple([len(placed.fields) for placed in columns.blocks])  # a block without fields is no missing block
         key = tuple(names), tuple(inline), tuple(columns.fields), divided
         shape = self._checked.get(key)
         if shape is None:
