@@ -92,7 +92,9 @@ class _Cuda:
         if not value.is_nested:
             return self._sent(value)
         jagged: Any = value  # the same rows: values are sent as they lie, with where each row begins
-        return torch.nested.nested_tensor_from_jagged(self._sent(jagged.values()), self._sent(jagged.offsets()))
+        lengths = jagged.offsets().diff()
+        ends = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+        return torch.nested.nested_tensor_from_jagged(self._sent(jagged.values()), self._sent(jagged.offsets()), **ends)
 
     def _sent(self, value: Tensor) -> Tensor:
         # The allocator of page-locked memory lends none anew before the copies out of it are done.

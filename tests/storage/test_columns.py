@@ -96,6 +96,12 @@ def test_all_readings_show_one_memory(shard: Shard) -> None:
     assert ragged.list() == [[9, 2], [3]]
 
 
+def test_torch_pads_jagged_rows_to_the_longest(shard: Shard) -> None:
+    """A jagged tensor that does not know its longest row is padded by torch to the length of all rows together."""
+    jagged = shard.round_trip([[1, 2], [3], [4, 5, 6]]).nested()
+    assert torch.nested.to_padded_tensor(jagged, 0).tolist() == [[1, 2, 0], [3, 0, 0], [4, 5, 6]]
+
+
 def test_inline_columns_are_columns() -> None:
     field = Field("reward", "float32")
     column = Column.of_inline(field, np.array([1, 2, 3], "<f4").tobytes())

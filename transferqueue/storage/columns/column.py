@@ -26,7 +26,7 @@ from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, stored_dtype
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.storage.elements.torch_interop import as_torch, require_torch
+from transferqueue.storage.elements.torch_interop import as_jagged, as_torch
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -211,11 +211,8 @@ class Column(ProcessBound):
         """Ragged rows: a jagged nested tensor ``[rows, None, *shape[1:]]`` on the CPU, over the same memory."""
         if not self.field.ragged:
             raise self._unfit("nested")
-        torch = require_torch("torch")
         loaded = self._load()
-        steps = as_torch(self._steps(loaded), self.field.dtype)
-        jagged = torch.nested.nested_tensor_from_jagged(steps, torch.from_numpy(offsets_of(loaded)))
-        return cast("Tensor", jagged)
+        return cast("Tensor", as_jagged(as_torch(self._steps(loaded), self.field.dtype), offsets_of(loaded)))
 
     def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
         """The rows in one new array ``[rows, *longest]`` of the field's dtype, with `value` beyond the end of shorter rows.

@@ -11,7 +11,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.schema import ITEM_BYTES
-from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, torch_dtype
+from transferqueue.storage.elements.dtypes import I64, NUMPY_DTYPES, torch_dtype
 
 
 def require_torch(module: str) -> Any:
@@ -30,6 +30,16 @@ def require_torch(module: str) -> Any:
 def as_torch(array: np.ndarray[Any, Any], dtype: str) -> Any:
     """A tensor of a field's dtype over the memory of an array of its stored dtype. Copies no bytes."""
     return _maker(dtype)(array)
+
+
+def as_jagged(values: Any, offsets: I64) -> Any:
+    """A jagged nested tensor over `values`, a tensor ``[steps, ...]``. offsets: int64 ``[rows + 1]``. Copies no bytes.
+
+    It knows its shortest and longest row: torch computes neither when it pads, and would pad to the length of all rows together.
+    """
+    torch, lengths = require_torch("torch"), np.diff(offsets)
+    ends = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets), **ends)
 
 
 @cache
