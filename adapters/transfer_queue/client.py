@@ -184,14 +184,15 @@ class TransferQueueClient:
 
     def kv_put(
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
-    ) -> list[str]:
-        """Write columns and merge tags of samples by key; creates new ones. Return all fields that they have now."""
+    ) -> tuple[list[str], list[dict[str, Any]]]:
+        """Write columns and merge tags of samples by key; creates new ones. Return all fields and each sample's tags that they have now."""
         put = self._partitions.put_keyed(partition_id, keys, fields, tags)
         if put is None:  # all were new
-            return [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
+            names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
+            return names, [dict(each) for each in tags or [{}] * len(keys)]
         table, rows = put
         with table.read(rows) as read:
-            return list(read.fields)
+            return list(read.fields), [given_tags(each) for each in read.tags]
 
     def kv_update(self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction) -> list[str]:
         """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return all fields that they have."""

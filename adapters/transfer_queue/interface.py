@@ -68,7 +68,7 @@ def kv_batch_put(
     tags: list[Tags] | None = None,
     data_parser: Parser | None = None,
 ) -> KVBatchMeta:
-    """Write fields and merge tags of samples by key. The result names all fields that they have now."""
+    """Write fields and merge tags of samples by key. The result has all fields and tags that they have now."""
     keys = _keys(keys)
     if fields is None and not tags:
         raise ValueError("kv_batch_put needs fields or tags; both are missing")
@@ -77,8 +77,8 @@ def kv_batch_put(
     if tags is not None and len(tags) != len(keys):
         raise ValueError(f"{len(tags)} tags for {len(keys)} keys: give one for each")
     data = None if fields is None else _parsed(fields, data_parser)
-    fields_now = get_client().kv_put(keys, partition_id, data, tags)
-    return KVBatchMeta(keys=keys, tags=tags or [{}] * len(keys), partition_id=partition_id, fields=fields_now)
+    fields_now, tags_now = get_client().kv_put(keys, partition_id, data, tags)
+    return KVBatchMeta(keys=keys, tags=tags_now, partition_id=partition_id, fields=fields_now)
 
 
 def kv_batch_get(

@@ -117,3 +117,18 @@ def test_a_value_that_samples_share_is_stored_once(both: list[Partitions]) -> No
         assert table.stats()["bytes"] < values * images[0].nbytes + 4096
         found = both[1].get(name, keys, ["image"])["image"]
         assert all(torch.equal(one, other) for one, other in zip(found.unbind(), column.unbind(), strict=True))
+
+
+def test_a_put_of_fields_returns_the_tags_that_samples_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer goes on with the metadata that the put of its results returned, and asks it for tags of the rollout."""
+    from transferqueue.adapters import transfer_queue as drop_in
+
+    monkeypatch.setenv("TRANSFERQUEUE_SHIM_LOCAL", "1")
+    drop_in.init()
+    try:
+        drop_in.kv_batch_put(KEYS, "p", of(x=torch.arange(2)), [{"version": 3, "spans": [1, 2]}, {"version": 4}])
+        written = drop_in.kv_batch_put(KEYS[::-1], "p", of(y=torch.ones(2)))
+    finally:
+        drop_in.close()
+    assert written.tags == [{"version": 4}, {"version": 3, "spans": [1, 2]}]
+    assert written.fields == ["x", "y"]
