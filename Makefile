@@ -28,6 +28,8 @@ MOONCAKE  := .venv-mooncake
 MOONCAKED := $(MOONCAKE)/.installed
 NIXL      := .venv-nixl
 NIXLED    := $(NIXL)/.installed
+STACKS    := .venv-stacks
+STACKED   := $(STACKS)/.installed
 NEMO      := .venv-nemo
 NEMO_FROM ?= https://github.com/NVIDIA-NeMo/RL
 NEMO_AT   ?= 7ea279abfbeb698b092856d0dab61e7cf39bc909
@@ -39,7 +41,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-nemo test-ray test-mooncake test-nixl test-others test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-others test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,7 +79,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-nemo test-mooncake test-nixl test-others test-web
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-others test-web
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -155,6 +157,18 @@ $(VERLED): tests/engines/verl.txt pyproject.toml
 test-verl: $(VERLED) ## verl 0.9.1's agent loop, replay buffer, bridge, padding and checkpoint on the drop-in; its losses beside ours (a minute)
 	$(VERL)/bin/python -m pytest tests/engines/test_verl.py tests/engines/test_loss_agreement.py $(ARGS)
 
+# verl's trainer whole, beside the original: its Ray workers import one or the other by their PYTHONPATH.
+$(STACKED): tests/engines/stacks.txt pyproject.toml
+	@test -x $(STACKS)/bin/python || { echo 'stacks: creating $(STACKS) with verl 0.9.1, its trainer and TransferQueue 0.1.11'; $(PYTHON) -m venv $(STACKS); }
+	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off 'torch==2.13.0'
+	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/engines/stacks.txt
+	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --no-deps 'verl==0.9.1'
+	@$(STACKS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-stacks: $(STACKED) ## verl 0.9.1 trains on a CPU over Ray, on the original and on the drop-in: the same results (minutes; ARGS goes to pytest)
+	$(STACKS)/bin/python -m pytest -m '' tests/engines/test_stacks.py $(ARGS)
+
 # The folders of its source that the data plane and its tests are in, of one commit. It asks for a newer Python than its data plane needs.
 $(NEMOED): tests/engines/nemo.txt pyproject.toml
 	@test -x $(NEMO)/bin/python || { echo 'nemo: creating $(NEMO) with the data plane of NeMo-RL and what it needs'; $(PYTHON) -m venv $(NEMO); }
@@ -230,5 +244,5 @@ lock: $(DOCSED) ## rewrite constraints.txt from what is installed now
 	@touch $(DEMOED) $(STAMP) $(DOCSED)
 
 clean: ## remove .venv, .venv-peers, caches, builds (runs/ stays)
-	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
+	rm -rf $(VENV) $(PEERS) $(ENGINES) $(SHIM) $(VERL) $(STACKS) $(WEB) $(NEMO) $(MOONCAKE) $(NIXL) $(OTHERS) build dist .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis .benchmarks
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
