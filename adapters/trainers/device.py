@@ -93,7 +93,9 @@ class _Cuda:
             return self._sent(value)
         jagged: Any = value  # the same rows: values are sent as they lie, with where each row begins
         lengths = jagged.offsets().diff()
-        ends: dict[str, Any] = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+        ends: dict[str, Any] = (
+            {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
+        )
         return torch.nested.nested_tensor_from_jagged(self._sent(jagged.values()), self._sent(jagged.offsets()), **ends)
 
     def _sent(self, value: Tensor) -> Tensor:
