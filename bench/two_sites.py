@@ -2,12 +2,14 @@
 
 The sites are two network namespaces, the far one with process numbers of its own, so that nothing is mapped: all bytes go over sockets. They cross a link of `--ms` milliseconds there and back and
 `--mbit` Mbit/s each way, made by a proxy that counts bytes, passes each chunk at the rate of the link, and half the milliseconds later. (Kernels without netem cannot delay.) The job is GRPO of a Qwen3 of random weights with transformers
-engines, asynchronous with depth 1: `transferqueue train` at the near site, and for two sites ``transferqueue train --site far`` at the far one, which brings the weights there through a relay.
+engines, asynchronous with depth 1 (`--depth`): `transferqueue train` at the near site, and for two sites ``transferqueue train --site far`` at the far one, which brings the weights there through a relay.
 
 - *idle*: share of the training time in which the trainer waited for rows, after the first `WARM` steps: before them the engines of the far site start, later than those here.
 - *down*, *up*: bytes from and to the near site, over the bytes of a version, for each version: one before the first step, and one a step. Down are weights, prompts and replies; up are samples and requests.
 
-Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each version crosses once for two engines); up a few hundredths.
+Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each version crosses once for two engines); up a few hundredths. At depth 1 the rows of a step are generated
+while one step is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and generation together fit into the training of a step (`--epochs 2`: training takes twice as long), or
+at depth 2.
 
     python -m bench.two_sites --seeds 3
 """
@@ -53,9 +55,9 @@ data = {{ path = "data", template = "{{question}}", prompt_tokens_max = 32 }}
 engine = [{{ kind = "transformers", count = {engines}, slots = {slots}, site = "{site}" }}]
 sampling = {{ group_size = 4, tokens_max = 16 }}
 reward = [{{ function = "any_rewards:spread" }}]
-algorithm = {{ kind = "grpo" }}
+algorithm = {{ kind = "grpo", epochs = {epochs} }}
 trainer = {{ prompts_per_step = 16, lr = 1e-4 }}
-pacing = {{ mode = "async", depth = 1 }}
+pacing = {{ mode = "async", depth = {depth}, max_staleness = {depth} }}
 weights = {{ dtype = "float32" }}
 checkpoint = {{ every = 0 }}
 queue = {{ memory_gib = 0.5 }}
@@ -140,7 +142,8 @@ class _Direction:
 
 def job_file(folder: Path, site: str, options: argparse.Namespace) -> Path:
     path = folder / f"job-{site or 'here'}.toml"
-    text = JOB.format(steps=options.steps, engines=options.engines, slots=options.slots, site=site)
+    named = {name: getattr(options, name) for name in ("steps", "engines", "slots", "epochs", "depth")}
+    text = JOB.format(site=site, **named)
     path.write_text(text, encoding="utf-8")
     return path
 
@@ -265,6 +268,8 @@ def measure(options: argparse.Namespace) -> None:
         "ms": options.ms,
         "steps": options.steps,
         "engines": options.engines,
+        "epochs": options.epochs,
+        "depth": options.depth,
         "runs": figures,
     }
     for result in results:
@@ -281,6 +286,10 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=24)
     options.add_argument("--engines", type=int, default=2)
     options.add_argument("--slots", type=int, default=32)
+    options.add_argument(
+        "--epochs", type=int, default=1, help="updates on the rows of a step: training takes that much longer"
+    )
+    options.add_argument("--depth", type=int, default=1, help="batches ahead, and versions behind")
     options.add_argument("--ms", type=float, default=20.0, help="there and back")
     options.add_argument("--mbit", type=float, default=200.0)
     options.add_argument("--out", type=Path, default=RECORDS)

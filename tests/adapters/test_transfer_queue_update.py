@@ -57,6 +57,20 @@ def fail(_old: Any, _new: Any) -> Any:
     raise RuntimeError("merge failed")
 
 
+def test_a_function_in_place_is_applied_once_after_a_conflict() -> None:
+    seen: list[Any] = []  # keeps what the function got, and so the pages of a view
+
+    def add(old: Any, new: Any) -> Any:
+        seen.append(old)
+        if len(seen) == 2:  # somebody else writes the second sample meanwhile
+            transfer_queue.kv_update("b", "p", one(logits=torch.full((1, 4), 5.0)), merge_fn=lambda _, other: other)
+        return old.add_(new)
+
+    ones = torch.nested.as_nested_tensor([torch.ones(2, 4), torch.ones(1, 4)], layout=torch.jagged)
+    transfer_queue.kv_batch_update(KEYS, "p", TensorDict({"logits": ones}, batch_size=[2]), merge_fn=add)
+    assert values()["logits"] == [[[2.0] * 4] * 2, [[6.0] * 4]]
+
+
 BAD: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no dict", lambda: transfer_queue.kv_update("a", "p", ["ids"], concat), TypeError, "fields is list"),  # type: ignore[arg-type]
     ("no field", lambda: transfer_queue.kv_update("a", "p", {}, concat), TypeError, r"names \[\]; give at least one"),

@@ -9,6 +9,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.errors import UsageError
+from transferqueue.ledger.reports import events
 from transferqueue.observe.tracing import follower as module
 from transferqueue.observe.tracing.follower import RowFollower
 from transferqueue.observe.tracing.row_trace import RowTrace
@@ -88,6 +89,33 @@ def test_missed_events_end_what_is_in_flight_as_unknown(queue: tq.Queue, monkeyp
             pipeline.update(rows, overwrite=True, note=[number])
     follower.look()
     assert [(trace.row, trace.state) for trace, _ in ended] == [(0, "unknown")]
+
+
+def test_rows_of_a_table_made_again_are_not_taken_for_those_before(queue: tq.Queue) -> None:
+    follower, ended = following(queue, every=1)
+    table = scored(queue)
+    table.put(text=["one"])
+    for number in range(3):
+        table.update([0], overwrite=True, note=[number])
+    follower.look()
+    queue.drop_table("t")
+    scored(queue)
+    follower.look()
+    assert [(trace.row, trace.state) for trace, _ in ended] == [(0, "unknown")]
+
+
+def test_rows_that_an_answer_does_not_name_end_what_is_in_flight(
+    queue: tq.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    follower, ended = following(queue, every=1)
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    table.put(x=list(range(20)))
+    follower.look()
+    monkeypatch.setattr(events, "EVENT_ROWS_TOLD_MAX", 8)
+    table.lease("train", rows=20).ack()
+    follower.look()
+    assert len(ended) == 20
+    assert {trace.state for trace, _ in ended[8:]} == {"unknown"}
 
 
 def test_what_is_no_position_or_share_is_refused(queue: tq.Queue) -> None:

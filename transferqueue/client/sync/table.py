@@ -123,7 +123,8 @@ class Table(TableBase):
 
         if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns that it brought
         was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and nothing was changed. So several
-        processes may each read a value, compute a new one and update it, and none overwrites what another wrote:
+        processes may each read a value, compute a new one and update it, and none overwrites what another wrote. Name the columns that you
+        update in the `fields` of the read: a column that some of the rows lack is otherwise left out of it, and out of the condition:
 
         Example:
             >>> import transferqueue as tq

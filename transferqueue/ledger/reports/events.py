@@ -25,7 +25,7 @@ _SHIFT: Final = np.uint64(33)
 def listed_events(table: TableState, request: ListEvents, now: float) -> dict[str, Any]:
     """Events from ``request.after`` on, with those of their rows that are chosen, and where the next answer begins.
 
-    missed: events between, which the bounded history had removed.
+    missed: events between, which the bounded history had removed. omitted: chosen rows of an event beyond those that it tells.
     """
     if request.after < -1 or request.every < 1:
         raise UsageError(
@@ -75,6 +75,7 @@ def _told(events: list[TableEvent], every: int, now: float) -> list[dict[str, An
             "session": event.session,
             "detail": event.detail,
             "rows": rows[places[first : min(last, first + EVENT_ROWS_TOLD_MAX)]].tolist(),
+            "omitted": max(0, last - first - EVENT_ROWS_TOLD_MAX),
         }
         for event, first, last in zip(events, edges[:-1].tolist(), edges[1:].tolist(), strict=True)
         if last > first

@@ -68,6 +68,8 @@ class CommitShapes:
             raise UsageError(
                 f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
             )
+        if len(columns.fields) > FIELDS_MAX:
+            self.rows.check_fields(columns.fields)  # raises
         divided = tuple([len(placed.fields) for placed in columns.blocks])  # a block without fields is no missing block
         key = tuple(names), tuple(inline), tuple(columns.fields), divided
         shape = self._checked.get(key)

@@ -28,6 +28,8 @@ from transferqueue.policies import AckedColumns
 
 FREED: Final = "columns freed"
 """The name of the event in the history of a row. Its detail lists the fields."""
+_FIELDS_TOLD: Final = 16
+"""Fields that one event names: the history is bounded in events, so each of them must be."""
 _AT_WORK: Final = (*OPEN, ACKED_WITH_STEP)
 """States of a row in which a task may read its values, or may get it (again)."""
 
@@ -69,13 +71,22 @@ def free_values(
         table.rows.mark_freed(at, table.rows.mask(fields))
         for number, refs in table.parts.prune(at, fields):
             table.core.blocks.retire(number, refs)
-        table.history.add(now, FREED, those, task, session, ", ".join(fields))
+        table.history.add(now, FREED, those, task, session, _named(fields))
         freed += those.size * len(fields)
     if freed:
         table.columns_freed += freed
         table.column_bytes_freed += before - table.usage.bytes
         table.wake_room()
     return freed
+
+
+def _named(fields: Sequence[str]) -> str:
+    more = f" and {len(fields) - _FIELDS_TOLD} more" if len(fields) > _FIELDS_TOLD else ""
+    return ", ".join(fields[:_FIELDS_TOLD]) + more
+
+
+def _may_name(detail: str, field: str) -> bool:
+    return field in detail.split(", ") or detail.endswith(" more")
 
 
 def check_not_needed(table: TableState, fields: Sequence[str], rows: IntArray, at: IntArray) -> None:
@@ -96,7 +107,7 @@ def check_not_needed(table: TableState, fields: Sequence[str], rows: IntArray, a
 def why_freed(table: TableState, field: str, rows: IntArray, now: float) -> str:
     """When and by whom the column of these rows, which had it, was freed: a sentence for the reader."""
     row = int(rows[0])
-    events = [event for event in table.history.of(row) if event.what == FREED and field in event.detail.split(", ")]
+    events = [event for event in table.history.of(row) if event.what == FREED and _may_name(event.detail, field)]
     text = f'column "{field}" of row {some(rows)} in table "{table.name}" was freed'
     if not events:
         return f"{text} (when, is no longer recorded); its rows live on without it"

@@ -6,7 +6,7 @@ import msgspec
 
 
 class RowsEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to rows. task: "" if none is concerned. session: 0 if none caused it."""
+    """Something that happened to rows. task: "" if none is concerned. session: 0 if none caused it. omitted: rows that it does not name."""
 
     ago_s: float
     what: str
@@ -14,6 +14,7 @@ class RowsEvent(msgspec.Struct, frozen=True, kw_only=True):
     session: int
     detail: str
     rows: list[int]
+    omitted: int = 0
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, kw_only=True):

@@ -86,7 +86,8 @@ class RowFollower:
                 return
 
     def _take(self, table: _FollowedTable, answer: EventsAnswer) -> None:
-        if answer.missed or answer.epoch != table.epoch:
+        is_other = answer.epoch != table.epoch or answer.next < table.position  # a table made again begins at 0
+        if answer.missed or is_other or any(event.omitted for event in answer.events):
             self._give(table.traces.end(self._clock(), UNKNOWN_END))
         if answer.epoch != table.epoch:
             table.epoch, table.ahead_s = answer.epoch, self._clock() - answer.now_s

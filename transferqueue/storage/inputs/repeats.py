@@ -9,7 +9,7 @@
 `share_rows` looks at the parsed rows: views of the same memory, and neighbours with the same bytes: from `COMPARED_BYTES` in flat memory and
 among byte strings, from `COMPARED_APART_BYTES` where each row is an array of its own, which costs more to look at.
 
-Rows are shared only if that spares at least half of the column and `SAVED_BYTES`, since a column whose rows share values lies in a block of
+Rows are shared only if that spares at least half of the column and, where they are not one array, `SAVED_BYTES`, since a column whose rows share values lies in a block of
 its own, and readers gather its rows. So a few rows spread over the column are looked at first; then three short samples of all neighbours; and
 the search ends when too few rows can repeat, or more than `MISTAKES_MAX` of them turned out to differ. A column that repeats nothing costs
 little more than the first look.
@@ -272,10 +272,10 @@ def _alike_in(memory: U8, starts: I64, sizes: I64) -> I64 | None:
     if not _is_promising(len(sizes), row_bytes):
         return None
     alike = (sizes[1:] == sizes[:-1]) & (sizes[1:] >= _SAMPLE)
-    ends = starts + np.maximum(sizes, _SAMPLE)
-    last = len(memory) - _SAMPLE
-    for at in (starts, (starts + ends) // 2 - _SAMPLE // 2, ends - _SAMPLE):
-        sample = memory[np.minimum(at, last)[:, np.newaxis] + np.arange(_SAMPLE)].view(np.int64)
+    sampled = np.where(sizes >= _SAMPLE, np.arange(len(sizes)), int(np.argmax(sizes)))  # no byte beside a row is read
+    begins, ends = starts[sampled], starts[sampled] + sizes[sampled]
+    for at in (begins, (begins + ends) // 2 - _SAMPLE // 2, ends - _SAMPLE):
+        sample = memory[at[:, np.newaxis] + np.arange(_SAMPLE)].view(np.int64)
         alike &= (sample[1:] == sample[:-1]).all(axis=1)
     return _firsts(alike, row_bytes)
 
