@@ -209,6 +209,15 @@ def test_a_remote_reader_fetches_only_the_slices_with_its_rows(tmp_path: Path) -
                     assert sum(tensor.block.nbytes for tensor in weights._tensors.values()) == 1000 * WIDTH * 4
 
 
+def test_a_remote_reader_gets_more_tensors_than_one_bulk_read_takes(tmp_path: Path) -> None:
+    tensors = {f"w{number}": np.full(number + 1, number, np.float32) for number in range(600)}
+    with served(tmp_path) as server, tq.connect(server.tcp) as writer:
+        writer.weights("policy").publish(1, tensors)
+        with tq.connect(server.tcp, data="remote") as reader, reader.weights("policy").pull(timeout_s=0) as weights:
+            assert set(weights) == set(tensors)
+            assert all((weights.numpy()[name] == value).all() for name, value in tensors.items())
+
+
 def test_slices_are_mirrored(queue: tq.Queue, other: tq.Queue) -> None:
     whole = matrix()
     publish_in_two(queue.weights("policy"), other.weights("policy"), 5, whole)

@@ -6,7 +6,7 @@ The rules (docs/decisions/0042):
   reported comes again, and copying it again writes the same bytes. A report is sent until it is answered, and after it was sent for the
   first time nothing more is written into the extent that it names: the coordinator may have granted it to others.
 - Bytes cross by the bulk protocol, which compares the checksum of every message. A block that has a checksum of its own is compared with
-  it too, and is not written if it differs.
+  it too, and does not count as copied if it differs.
 - It yields to clients. The thread has a low priority for the CPU. After each piece it pauses as long as the piece took, if a client's
   transfer is under way at this shard's endpoint. So copies take at most half of the time there.
 - It holds `COPY_ORDER_BYTES` of blocks in memory, twice where they cross a network.

@@ -48,10 +48,16 @@ class RegisteredPool(BufferPool):
         self._registrations: dict[int, object] = {}
         self._dropped: deque[U8] = deque()
 
-    def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
+    def take(self, nbytes: int) -> U8:
+        """See `BufferPool`. Deregisters what was dropped before."""
         with suppress(IndexError):
             while True:  # other threads take from it too
-                self._agent.deregister(self._registrations.pop(_address(self._dropped.popleft())))
+                dropped = self._dropped.popleft()
+                self._agent.deregister(self._registrations.pop(_address(dropped)))
+                del dropped  # not earlier: its address would be free for others
+        return super().take(nbytes)
+
+    def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
         raw = np.empty(nbytes, np.uint8)
         if pooled:
             self._registrations[_address(raw)] = self._agent.register(_address(raw), nbytes)
@@ -147,11 +153,13 @@ class ShardReader:
     def _load(self, frame: RangesFrame) -> None:
         version = (frame.agent, frame.generation, frame.regions)
         if not frame.metadata or version == self._loaded:
-            if self._loaded[0] != frame.agent:
+            if self._loaded[:2] != version[:2]:
                 raise Unreachable("the metadata of the shard's memory was forgotten after a failed read; ask again")
             return
         if self._loaded[:2] == version[:2] and self._loaded > version:
             return  # another transfer has loaded more
+        if self._loaded[0] == frame.agent and self._loaded[1] > frame.generation:
+            raise Unreachable("the shard registered its memory anew after it named these ranges; ask again")
         if self._loaded[:2] != version[:2]:
             self._forget()
         if self.memory.agent.load(frame.metadata) != frame.agent:

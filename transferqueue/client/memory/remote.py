@@ -29,6 +29,8 @@ from transferqueue.errors import (
     Disconnected,
     Forked,
     Impossible,
+    InternalError,
+    ProtocolError,
     TransferQueueError,
     Unreachable,
     UsageError,
@@ -183,7 +185,7 @@ class RemoteMemory:
                     caller,
                     tries=1,
                 )
-            except (Corruption, Unreachable, Impossible) as error:
+            except (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError) as error:
                 reader.refused(error)
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 

@@ -25,6 +25,7 @@ from transferqueue.client.operations.publish import ReusedTensor, is_unchanged
 from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import ShardLost, VersionGivenUp
+from transferqueue.limits import PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
@@ -67,21 +68,37 @@ class SharedTensor:
 def fetch_tensors(
     client: ClientSession, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], subject: str
 ) -> Operation[dict[str, SharedTensor]]:
-    """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the bytes were received."""
+    """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the bytes were received.
+
+    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several.
+    """
+    tensors: dict[str, SharedTensor] = {}
+    begun = 0
+    try:
+        while begun < len(blocks):
+            some = blocks[begun : begun + PARTS_MAX]
+            begun += len(some)
+            tensors |= yield from _fetch_some(client, some, fields)
+        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(tensors, subject))
+    except BaseException:
+        return_pins(client, blocks[begun:], ())
+        release_all(tensors, f"{subject} did not arrive whole; pull it again")
+        raise
+    return tensors
+
+
+def _fetch_some(
+    client: ClientSession, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field]
+) -> Operation[dict[str, SharedTensor]]:
     zero = bytes(4)
     parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
-    columns, held = yield from client.shards.columns(parts, fields, 1)
-    tensors = {
+    of_blocks = {name: fields[name] for block in blocks for name in block.fields}
+    columns, held = yield from client.shards.columns(parts, of_blocks, 1)
+    return {
         name: SharedTensor(columns[name], memory, block)
         for memory, block in zip(held, blocks, strict=True)
         for name in block.fields
     }
-    try:
-        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(tensors, subject))
-    except BaseException:
-        release_all(tensors, f"{subject} did not arrive whole; pull it again")
-        raise
-    return tensors
 
 
 def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:

@@ -272,6 +272,7 @@ class BlockRegistry:
         for number in order.offsets:
             if (block := self.blocks.get(number)) is not None:
                 self._await_copies(block)
+                self.missing.postpone(block.shards)
 
     # ------------------------------------------------------------ commits
 

@@ -83,6 +83,11 @@ class MissingCopies:
         if members is not None and members.pop(block, None) is not None and not members:
             del self.waiting[shards]
 
+    def postpone(self, shards: Shards) -> None:
+        """Blocks that lie in `shards` are copied after those of other shards: a copy from there has failed."""
+        if (members := self.waiting.pop(shards, None)) is not None:
+            self.waiting[shards] = members
+
     def begin(self, extent: int, nbytes: int, offsets: dict[int, int]) -> CopyOrderState:
         """An order begins. The caller has removed its blocks."""
         order = self.orders[extent] = CopyOrderState(extent, nbytes, offsets)

@@ -28,11 +28,14 @@ def rdma_devices(directory: Path) -> list[str]:
     """Devices that have an active port."""
     if not directory.is_dir():
         return []
-    return sorted(
-        device.name
-        for device in directory.iterdir()
-        if any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
-    )
+    return sorted(device.name for device in directory.iterdir() if _is_active(device))
+
+
+def _is_active(device: Path) -> bool:
+    try:
+        return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+    except OSError:  # the device has just gone, or this user may not look
+        return False
 
 
 def carrier(name: str, active: list[str]) -> Check:

@@ -332,7 +332,7 @@ class BulkEndpoint:
         self._exchange = ShardTransfers(backing, tickets, registered)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
-        self._stopping = False
+        self._stopping = self._stands_still = False
         self._thread = threading.Thread(target=self._run, name="transferqueue bulk", daemon=True)
 
     def listen(self, addresses: Iterable[str], port: int = 0) -> int:
@@ -389,7 +389,12 @@ class BulkEndpoint:
         self._exchange.now = now
         self._exchange.tick(now)
         if self._registered is not None and self._exchange.one_sided:
-            self._registered.agent.progress()
+            try:
+                self._registered.agent.progress()
+            except Unreachable as error:  # its readers miss their deadlines, and use the stream
+                if not self._stands_still:
+                    _log.warning("one-sided reads stand still: %s", error)
+                self._stands_still = True
         self._port.tick(self._exchange, now)
         for peer in self._port.arrivals(self._exchange, now):
             self._exchange.receive(peer)

@@ -12,14 +12,20 @@ Rules (docs/decisions/0044):
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_right
+from contextlib import suppress
 from typing import Final
 
 import msgspec
 
+from transferqueue.errors import Unreachable
 from transferqueue.limits import ARENA_STEP_BYTES
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport.bulk.one_sided import MemoryAgent
+from transferqueue.transport.bulk.protocol import METADATA_BYTES_MAX
+
+_log: Final = logging.getLogger("transferqueue.server")
 
 
 class MetadataVersion(msgspec.Struct, frozen=True, order=True):
@@ -75,8 +81,15 @@ class RegisteredArena:
         """What a client must load to read all regions."""
         with self._arena.guard:
             if self._metadata is None or self._metadata[0] != self.version:
-                self._metadata = self.version, self.agent.metadata()
+                self._metadata = self.version, self._readable(self.agent.metadata())
             return self._metadata[1]
+
+    def _readable(self, metadata: bytes) -> bytes:
+        if len(metadata) > METADATA_BYTES_MAX:
+            raise Unreachable(
+                f"{len(self._regions)} registered regions take {len(metadata):,} bytes of metadata; a frame has at most {METADATA_BYTES_MAX:,}"
+            )
+        return metadata
 
     def ranges(self, address: int, nbytes: int, use: RegionUse) -> list[tuple[int, int]]:
         """Registered ranges ``(address, nbytes)`` that are exactly these bytes; nothing if some are no memory of the arena with pages. The
@@ -109,7 +122,8 @@ class RegisteredArena:
         with self._arena.guard:
             self._arena.before_punch = lambda _offset, _nbytes: True
             for region in self._regions:
-                self.agent.deregister(region.registration)
+                with suppress(Unreachable):
+                    self.agent.deregister(region.registration)
             self._regions = []
 
     def _at(self, start: int) -> _Region | None:
@@ -137,8 +151,13 @@ class RegisteredArena:
         touched = [region for region in self._regions if region.start < offset + nbytes and offset < region.end]
         if any(region.uses for region in touched):
             return False
-        for region in touched:
-            self.agent.deregister(region.registration)
-            self._regions.remove(region)
-        self._generation += bool(touched)
+        try:
+            for region in touched:
+                self.agent.deregister(region.registration)
+                self._regions.remove(region)
+        except Unreachable as error:
+            _log.warning("pages stay with the arena: %s", error)
+            return False
+        finally:
+            self._generation += bool(touched)
         return True

@@ -80,7 +80,10 @@ def rdma_devices(directory: Path = DEVICES) -> list[str]:
 
 
 def _is_active(device: Path) -> bool:
-    return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+    try:
+        return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
+    except OSError:  # the device has just gone, or this user may not look
+        return False
 
 
 def check_carrier(carrier: Carrier, directory: Path = DEVICES) -> None:
@@ -172,11 +175,17 @@ class NixlAgent:
 
     def deregister(self, registration: object) -> None:
         """See `MemoryAgent`."""
-        self._agent.deregister_memory(registration)
+        try:
+            self._agent.deregister_memory(registration)
+        except Exception as error:
+            raise Unreachable(f"registered memory could not be given up with NIXL: {error}") from error
 
     def metadata(self) -> bytes:
         """See `MemoryAgent`."""
-        return bytes(self._agent.get_agent_metadata())
+        try:
+            return bytes(self._agent.get_agent_metadata())
+        except Exception as error:
+            raise Unreachable(f"NIXL gives no metadata of the registered memory: {error}") from error
 
     def load(self, metadata: bytes) -> str:
         """See `MemoryAgent`."""
@@ -207,7 +216,10 @@ class NixlAgent:
 
     def progress(self) -> None:
         """See `MemoryAgent`."""
-        self._agent.get_new_notifs()
+        try:
+            self._agent.get_new_notifs()
+        except Exception as error:
+            raise Unreachable(f"NIXL made no progress: {error}") from error
 
 
 class _NixlRead:
