@@ -8,7 +8,7 @@ engines, asynchronous with depth 1 (`--depth`): `transferqueue train` at the nea
 - *down*, *up*: bytes from and to the near site, over the bytes of a version, for each version: one before the first step, and one a step. Down are weights, prompts and replies; up are samples and requests.
 
 Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each version crosses once for two engines); up a few hundredths. At depth 1 the rows of a step are generated
-while one step is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and generation together fit into the training of a step (`--epochs 2`: training takes twice as long), or
+while one step is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and generation together fit into the training of a step (`--epochs 3`: training takes three times as long), or
 at depth 2.
 
     python -m bench.two_sites --seeds 3
