@@ -9,6 +9,7 @@ import pytest
 
 from tests.ledger.driver import World
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.ledger.reports import events
 from transferqueue.ledger.reports.events import chosen
 from transferqueue.limits import EVENT_ROWS_TOLD_MAX, EVENTS_TOLD_MAX, HISTORY_EVENTS_MAX
 from transferqueue.policies import Task
@@ -39,10 +40,27 @@ def test_the_first_answer_is_the_position_alone_and_the_next_what_came_since(wor
     world.now = 2.5
     answer = ask(world, first["next"])
     assert answer["events"] == [
-        {"ago_s": 2.5, "what": "leased", "task": "train", "session": 9, "detail": "lease 1", "rows": [4, 5]}
+        {
+            "ago_s": 2.5,
+            "what": "leased",
+            "task": "train",
+            "session": 9,
+            "detail": "lease 1",
+            "rows": [4, 5],
+            "omitted": 0,
+        }
     ]
     assert answer["next"] == 4
     assert ask(world, answer["next"])["events"] == []
+
+
+def test_an_event_of_too_many_rows_says_how_many_it_does_not_name(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(events, "EVENT_ROWS_TOLD_MAX", 4)
+    record(world, 1, np.arange(10))
+    (event,) = ask(world, 0)["events"]
+    assert (event["rows"], event["omitted"]) == ([0, 1, 2, 3], 6)
 
 
 def test_real_calls_are_events(world: World) -> None:
