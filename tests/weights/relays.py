@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -31,9 +32,10 @@ def channel_bytes(queue: tq.Queue) -> int:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Return once the condition, which asks a server, is true."""
+    """Return once the condition, which asks a server, is true. Fails if it is not within `GENEROUS_S`."""
+    deadline = time.monotonic() + GENEROUS_S
     while not condition():
-        pass
+        assert time.monotonic() < deadline, f"not true after {GENEROUS_S:g} s"
 
 
 class Crossed:
