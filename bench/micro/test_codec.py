@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from transferqueue.schema import Field
+from transferqueue.wire import codec as short
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length as short
 from transferqueue.wire.codec import decode_answer, decode_call, encode_answer, encode_call, encode_fields
 
 ROWS = 512

@@ -18,7 +18,7 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Served
 from transferqueue.client.memory import remote
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
 from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.transport.bulk.tcp import TcpBulkClient

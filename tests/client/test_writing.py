@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteGrants, WriteRegion
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.limits import ALIGNMENT, MIB, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.wire import messages as m
 

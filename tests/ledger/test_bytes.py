@@ -13,8 +13,8 @@ from transferqueue.ledger import MustWait
 from transferqueue.limits import PAGE_ROWS, PARTS_MAX, Limits
 from transferqueue.policies import HoldClock, Manual, Pacing, Task
 from transferqueue.schema import Field, layout
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 from transferqueue.wire.codec import decode_fields
 
 
@@ -36,8 +36,8 @@ def places(content: m.ReplyRows) -> dict[str, list[tuple[int, int]]]:
     for part in content.parts:
         rows = len(content.rows) // 8
         at, slots = (
-            run_length.decode_constant(part.block_of_row, "<i4", rows),
-            run_length.decode_ascending(part.slot_of_row, "<i4", rows),
+            codec.decode_constant(part.block_of_row, "<i4", rows),
+            codec.decode_ascending(part.slot_of_row, "<i4", rows),
         )
         for name in part.fields:
             found[name] = [(part.blocks[one].extent, int(slot)) for one, slot in zip(at, slots, strict=True)]
@@ -197,7 +197,7 @@ def test_facts_keys_and_tags_travel_with_the_rows(client: Driver) -> None:
     client.put(2, ["a"], **facts)
     content = client.lease("x", 2).reply.content
     numbers = {
-        name: run_length.decode_constant(getattr(content, name), dtype, 2).tolist()
+        name: codec.decode_constant(getattr(content, name), dtype, 2).tolist()
         for name, dtype in {
             "group_id": "<i8", "group_size": "<i4", "ordinal": "<i8", "policy_version": "<i8",
             "policy_version_max": "<i8", "tokens": "<i8", "priority": "<f8",

@@ -12,8 +12,8 @@ from tests.ledger.driver import Driver, World, i64
 from transferqueue.errors import NotFound, ProtocolError, RowsChanged, UsageError
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Manual, Task
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 
 @pytest.fixture
@@ -37,8 +37,8 @@ def read(
     placed = []
     for part in content.parts:
         numbers = np.array([at.block for at in part.blocks], "<i8")
-        index = run_length.decode_constant(part.block_of_row, "<i4", len(rows))
-        placed.append(m.BlocksRead(part.fields, run_length.encode_constant(numbers[index])))
+        index = codec.decode_constant(part.block_of_row, "<i4", len(rows))
+        placed.append(m.BlocksRead(part.fields, codec.encode_constant(numbers[index])))
     seen = content.tags if content.tags is not None else [{} for _ in rows]
     return m.RowsRead(content.inline, placed, seen if tags else None)
 

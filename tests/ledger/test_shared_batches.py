@@ -17,7 +17,7 @@ from transferqueue.ledger import MustWait
 from transferqueue.ledger.tasks.shared_batches import shares
 from transferqueue.limits import Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
-from transferqueue.wire import run_length
+from transferqueue.wire import codec
 
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=60)
 
@@ -265,7 +265,7 @@ def test_columns_come_from_the_first_replica_that_has_them() -> None:
     clients[2].ack(given[2], columns=clients[2].columns(4, ["out"], {"n": 9.0}))
     found = clients[0].lease("y", 4)
     (part,) = found.reply.content.parts
-    slots = run_length.decode_ascending(part.slot_of_row, "<i4", 4).tolist()
+    slots = codec.decode_ascending(part.slot_of_row, "<i4", 4).tolist()
     assert sorted(zip(found.rows, found.column("n"), slots, strict=True)) == [
         (0, 1.0, 3),
         (1, 2.0, 2),

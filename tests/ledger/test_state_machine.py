@@ -44,8 +44,8 @@ from transferqueue.policies import (
     Task,
     VersionBetween,
 )
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 from transferqueue.wire.codec import decode_fields
 
 ROWS_MAX = 24
@@ -309,7 +309,7 @@ class LedgerMachine(RuleBasedStateMachine):
         """The places of the task's fields are those of the last commit that wrote them."""
         blocks = self.world.ledger.state.core.blocks.blocks
         for part in reply.reply.content.parts:
-            at = run_length.decode_constant(part.block_of_row, "<i4", len(reply.rows))
+            at = codec.decode_constant(part.block_of_row, "<i4", len(reply.rows))
             for name in part.fields:
                 found = [self.commit_of_extent[blocks[part.blocks[one].block].at.extent] for one in at]
                 assert found == [self.model.rows[row].fields[name] for row in reply.rows]

@@ -14,7 +14,7 @@ from tests.server.nodes import Bench, local
 from transferqueue.observe.diagnosis import diagnose
 from transferqueue.policies import Task
 from transferqueue.server.sessions.exit_status import CUT, GOODBYE, SessionEnding
-from transferqueue.server.sessions.workers import GONE_MAX, Workers
+from transferqueue.server.sessions.sessions import GONE_MAX, Workers
 from transferqueue.wire import messages as m
 
 

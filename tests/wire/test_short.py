@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.errors import ProtocolError
-from transferqueue.wire import run_length as short
+from transferqueue.wire import codec as short
 
 NUMBERS = st.lists(st.integers(-3, 3) | st.integers(-(2**63), 2**63 - 1), max_size=6)
 

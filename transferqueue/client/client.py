@@ -23,8 +23,8 @@ from transferqueue.client.memory.one_sided import OneSidedMemory
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shards import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError

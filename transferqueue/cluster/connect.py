@@ -14,7 +14,7 @@ from transferqueue.client.aio.queue import AsyncQueue
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
-from transferqueue.client.session.deadline import seconds
+from transferqueue.client.session.calls import seconds
 from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError

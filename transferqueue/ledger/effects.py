@@ -1,10 +1,18 @@
-"""What the ledger asks its caller to do: wake waiting requests, reuse memory, notify holders of leases.
+"""What the ledger asks its caller to do (wake waiting requests, reuse memory, notify holders of leases), and when to call it again.
 
 The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
 The ledger stays correct if an effect is never applied.
+
+`Deadlines` says when the ledger has to be called again: all deadlines of leases, groups and update slots lie in one heap. To end or
+move one, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the top. So renewing a lease costs one
+push, and ending one costs nothing.
 """
 
 from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator
+from typing import Protocol
 
 import msgspec
 
@@ -68,3 +76,37 @@ class Effects:
         taken = self._events + [WakeWaiters(key) for key in self._woken]
         self._events, self._woken = [], {}
         return taken
+
+
+class Expiring(Protocol):
+    """An object with a deadline (None: no deadline)."""
+
+    deadline: float | None
+
+
+class Deadlines:
+    """A heap of (time, subject) that skips void entries."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Expiring]] = []
+        self._pushed = 0
+
+    def add(self, subject: Expiring, at: float) -> None:
+        """Set the deadline of `subject`. An earlier one becomes void."""
+        subject.deadline = at
+        self._pushed += 1
+        heapq.heappush(self._heap, (at, self._pushed, subject))
+
+    def next(self) -> float | None:
+        """The earliest valid deadline."""
+        heap = self._heap
+        while heap and heap[0][2].deadline != heap[0][0]:
+            heapq.heappop(heap)
+        return heap[0][0] if heap else None
+
+    def due(self, now: float) -> Iterator[Expiring]:
+        """Yield subjects whose deadline has passed, earliest first, and clear their deadlines."""
+        while (at := self.next()) is not None and at <= now:
+            subject = heapq.heappop(self._heap)[2]
+            subject.deadline = None
+            yield subject

@@ -10,12 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from transferqueue.ledger.deadlines import Deadlines
-from transferqueue.ledger.effects import Effects
+from transferqueue.ledger.effects import Deadlines, Effects
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups
-from transferqueue.ledger.rows.commit_shape import CommitShapes
+from transferqueue.ledger.rows.commit import CommitShapes
 from transferqueue.ledger.rows.events import TableHistory
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex

@@ -54,9 +54,8 @@ from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
-from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, encode_hello
+from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, Workers, encode_hello
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
-from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer

@@ -10,9 +10,8 @@ from typing import Any, Final
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.table import Absence
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.sessions.sessions import OpenSession, SessionTable
+from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
-from transferqueue.server.sessions.workers import Workers
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.server.turn_times import Turns

@@ -9,15 +9,22 @@ The rules:
 - A frame begins with the number of the protocol (see `versions`), and one that has another number is no message here.
 - A frame whose envelope is whole and whose request is not still tells the call it belongs to
   (`call_of`), so that its sender can be answered.
+
+Rows of a reply carry one number each in the fewest items (`encode_constant`, `encode_ascending`): the numbers of n rows travel as n items,
+or as one, which stands for all rows where the numbers are equal, and is the first of them where each number is one more than the one
+before. The two forms of one row are the same bytes. The reader knows n; data of neither length is refused. Most facts of most batches
+are equal, and most batches are one run of one block: a reply of 1,024 rows is 9 KB, not 70.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from transferqueue.errors import ProtocolError, UsageError
 from transferqueue.limits import MESSAGE_BYTES_MAX, VALUE_DEPTH_MAX
@@ -147,3 +154,45 @@ def _too_long(frame: bytes) -> ProtocolError:
 def _no_message(frame: bytes, error: Exception) -> ProtocolError:
     why = f"nested far deeper than {VALUE_DEPTH_MAX}" if isinstance(error, RecursionError) else str(error)
     return ProtocolError(f"{len(frame)} bytes are not a message: {why}")
+
+
+# ---------------------------------------------------------------- one number for each row
+
+Numbers = npt.NDArray[Any]
+
+
+def encode_constant(values: Numbers) -> bytes:
+    """Read by `decode_constant`. Values are compared as bytes, at a tenth of numpy's time: NaN and minus zero survive."""
+    data = values.tobytes()
+    first = data[: values.itemsize]
+    return first if data == first * values.size else data
+
+
+def encode_ascending(values: Numbers) -> bytes:
+    """Read by `decode_ascending`."""
+    data = values.tobytes()
+    if values.size > 1 and int(values[-1]) - int(values[0]) == values.size - 1:
+        run = np.arange(values[0], int(values[0]) + values.size, dtype=values.dtype)
+        return data[: values.itemsize] if data == run.tobytes() else data
+    return data
+
+
+def decode_constant(data: bytes, dtype: str, rows: int) -> Numbers:
+    """The numbers of `rows` rows, `[rows]` of `dtype`, as a copy. `ProtocolError` if `data` has neither `rows` items nor one."""
+    values = _items(data, dtype, rows)
+    return values.copy() if values.size == rows else np.full(rows, values[0])
+
+
+def decode_ascending(data: bytes, dtype: str, rows: int) -> Numbers:
+    """The same for data that `encode_ascending` made."""
+    values = _items(data, dtype, rows)
+    return values.copy() if values.size == rows else np.arange(values[0], values[0] + rows, dtype=values.dtype)
+
+
+def _items(data: bytes, dtype: str, rows: int) -> Numbers:
+    size = np.dtype(dtype).itemsize
+    if len(data) != rows * size and not (rows and len(data) == size):
+        raise ProtocolError(
+            f"{len(data)} bytes are not the {dtype} of {rows} rows; send {size} for each, or {size} for all"
+        )
+    return np.frombuffer(data, dtype)

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.limits import SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align

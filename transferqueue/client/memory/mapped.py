@@ -25,8 +25,8 @@ from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.memory.mapping import Pins, Release
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 _ONE: Final = 4
 """Bytes of one item of `Part`."""
@@ -183,6 +183,6 @@ def placement_of(part: m.ReplyColumns, blocks: MappedBlocks, rows: int) -> RowPl
         return RowPlacement.of_run(blocks, block, first, rows)
     return RowPlacement(
         blocks,
-        run_length.decode_constant(part.block_of_row, "<i4", rows),
-        run_length.decode_ascending(part.slot_of_row, "<i4", rows),
+        codec.decode_constant(part.block_of_row, "<i4", rows),
+        codec.decode_ascending(part.slot_of_row, "<i4", rows),
     )

@@ -21,7 +21,7 @@ from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.one_sided import OneSidedMemory, ShardReader
 from transferqueue.client.memory.ranged_fetch import RangedFetch
 from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation
 from transferqueue.errors import (
     Corruption,

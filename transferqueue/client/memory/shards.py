@@ -24,8 +24,8 @@ from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.memory.transfers import ReceivedBlock
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
 from transferqueue.limits import FRAME_BYTES
@@ -33,8 +33,8 @@ from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.byte_stream import cut_column_stream
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 OWN: Final = 0
 """The coordinator's shard."""
@@ -281,8 +281,8 @@ def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list
     places = np.unique(place_of_block)
     if places.size == 1:
         return [(int(places[0]), None, part)]
-    block_of_row = run_length.decode_constant(part.block_of_row, "<i4", rows)
-    slot_of_row = run_length.decode_ascending(part.slot_of_row, "<i4", rows)
+    block_of_row = codec.decode_constant(part.block_of_row, "<i4", rows)
+    slot_of_row = codec.decode_ascending(part.slot_of_row, "<i4", rows)
     found: list[tuple[int, Rows, m.ReplyColumns]] = []
     for one in places.tolist():
         there = place_of_block == one

@@ -21,8 +21,8 @@ from transferqueue.schema import NO_SLICES, Field, Slice, cut_field, layout
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk import protocol as b
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 
 class ClientTransfer(Protocol):
@@ -59,8 +59,8 @@ class RequestedRows(msgspec.Struct, frozen=True):
 def rows_of(part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES) -> RequestedRows:
     """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted whole."""
     blocks, slots = (
-        run_length.decode_constant(part.block_of_row, "<i4", rows),
-        run_length.decode_ascending(part.slot_of_row, "<i4", rows),
+        codec.decode_constant(part.block_of_row, "<i4", rows),
+        codec.decode_ascending(part.slot_of_row, "<i4", rows),
     )
     keys = blocks.astype(np.int64) << 32 | slots
     index = np.arange(len(keys), dtype=np.int32)

@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import Operation, Within
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import (

@@ -22,7 +22,7 @@ import msgspec
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.operations.publish import ReusedTensor, is_unchanged
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import ShardLost, VersionGivenUp
 from transferqueue.limits import PARTS_MAX

@@ -40,7 +40,7 @@ class ColumnSource:
         slices: Mapping[str, Slice] = NO_SLICES,
     ) -> None:
         self.subject, self.rows = subject, len(content.rows) // 8
-        self.fields: Mapping[str, Field] = cut_fields(fields.own, slices)
+        self.fields: Mapping[str, Field] = cut_fields(fields.own, slices) if slices else fields.own
         """The fields of the columns, by name."""
         self._content, self._known = content, fields.known
         self._memory, self._slices = memory, slices
@@ -121,11 +121,12 @@ def content_source(
             client.connection.unpin(list(named))
             raise
         fields = terms.reply_fields(content.definitions)
-    try:
-        cut_fields(fields.own, slices)
-    except SchemaError:
-        client.connection.unpin(list(named))
-        raise
+    if slices:
+        try:
+            cut_fields(fields.own, slices)
+        except SchemaError:
+            client.connection.unpin(list(named))
+            raise
     own = client.memory
     if client.verifier is None and isinstance(own, MappedMemory) and {at.shard for at in named.values()} <= {OWN}:
         return ColumnSource(subject, content, fields, own.pin(OWN, named.values()), slices=slices)

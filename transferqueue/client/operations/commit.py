@@ -25,7 +25,7 @@ from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, write_columns
-from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing

@@ -17,7 +17,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.column_source import ColumnSource, content_source
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
@@ -161,7 +161,8 @@ def lease(
 ) -> Operation[B]:
     """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
     request, time_limit_s, slices = spec
-    cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
+    if slices:
+        cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
     deadline: Deadline = yield Within(request.wait_s)
     if terms.forgotten:
         _log_forgotten(terms)

@@ -32,7 +32,7 @@ from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.commit import CERTAIN, finish_commit, retry_on_other_shard
 from transferqueue.client.operations.written_blocks import WrittenBlocks, write
-from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
 from transferqueue.limits import VERSION_PARTS_MAX, check_name

@@ -17,8 +17,8 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.text import counted
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +47,7 @@ def rows_read(rows: object, ids: bytes, *, tags: bool) -> m.RowsRead:
 def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
     """The number of the block in which each row has the fields of `part`."""
     numbers = np.array([block.block for block in part.blocks], "<i8")
-    return run_length.encode_constant(numbers[run_length.decode_constant(part.block_of_row, "<i4", rows)])
+    return codec.encode_constant(numbers[codec.decode_constant(part.block_of_row, "<i4", rows)])
 
 
 class RowKeys(list[str]):
@@ -102,42 +102,42 @@ class RowsBase(ProcessBound):
     @cached_property
     def rows(self) -> NDArray[np.int64]:
         """Row ids ``[rows]``."""
-        return run_length.decode_constant(self._content.rows, "<i8", len(self))
+        return codec.decode_constant(self._content.rows, "<i8", len(self))
 
     @cached_property
     def policy_version(self) -> NDArray[np.int64]:
         """Oldest policy version that produced a trainable token of each row ``[rows]``; -1: never stamped."""
-        return run_length.decode_constant(self._content.policy_version, "<i8", len(self))
+        return codec.decode_constant(self._content.policy_version, "<i8", len(self))
 
     @cached_property
     def policy_version_max(self) -> NDArray[np.int64]:
         """Newest policy version that produced a token of each row ``[rows]``; -1: never stamped."""
-        return run_length.decode_constant(self._content.policy_version_max, "<i8", len(self))
+        return codec.decode_constant(self._content.policy_version_max, "<i8", len(self))
 
     @cached_property
     def group_id(self) -> NDArray[np.int64]:
         """Group of each row ``[rows]``; -1: none."""
-        return run_length.decode_constant(self._content.group_id, "<i8", len(self))
+        return codec.decode_constant(self._content.group_id, "<i8", len(self))
 
     @cached_property
     def group_size(self) -> NDArray[np.int32]:
         """Rows that the group of each row has when it is whole ``[rows]``."""
-        return run_length.decode_constant(self._content.group_size, "<i4", len(self))
+        return codec.decode_constant(self._content.group_size, "<i4", len(self))
 
     @cached_property
     def ordinal(self) -> NDArray[np.int64]:
         """Place of each row in its group, or in a data set, as its producer numbered it ``[rows]``; -1: not said."""
-        return run_length.decode_constant(self._content.ordinal, "<i8", len(self))
+        return codec.decode_constant(self._content.ordinal, "<i8", len(self))
 
     @cached_property
     def tokens(self) -> NDArray[np.int64]:
         """Tokens of each row ``[rows]``, as told or taken at the put."""
-        return run_length.decode_constant(self._content.tokens, "<i8", len(self))
+        return codec.decode_constant(self._content.tokens, "<i8", len(self))
 
     @cached_property
     def priority(self) -> NDArray[np.float64]:
         """Priority of each row ``[rows]``."""
-        return run_length.decode_constant(self._content.priority, "<f8", len(self))
+        return codec.decode_constant(self._content.priority, "<f8", len(self))
 
     @property
     def keys(self) -> RowKeys:

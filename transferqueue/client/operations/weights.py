@@ -27,7 +27,7 @@ from transferqueue.client.operations.arriving import (
     release_all,
     return_pins,
 )
-from transferqueue.client.session.deadline import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import ITEMS_MAX, check_name

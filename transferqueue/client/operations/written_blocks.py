@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import COLUMNS, ROWS, CommitOutcome, WriteRegion
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation
 from transferqueue.errors import DeadlineExceeded, Full
 from transferqueue.limits import COLUMN_APART_BYTES

@@ -19,8 +19,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NoReturn
 
-from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.deadline import Deadline
+from transferqueue.client.session.calls import Deadline, PendingCall
 from transferqueue.client.session.driving import drive_if_free, once, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease

@@ -14,8 +14,8 @@ from typing import Any, Final, Generic, TypeVar, overload
 
 import msgspec
 
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.deadline import Deadline
 from transferqueue.client.session.undo import in_doubt
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError, Unreachable
 from transferqueue.limits import MIB

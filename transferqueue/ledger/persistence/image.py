@@ -24,7 +24,7 @@ import xxhash
 from transferqueue import limits, policies, schema
 from transferqueue.errors import Corruption, UsageError
 from transferqueue.ledger import effects
-from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.effects import Deadlines
 from transferqueue.ledger.persistence import object_graph
 from transferqueue.ledger.persistence.object_graph import ClassLayout, ClassRegistry
 from transferqueue.ledger.requests.pending_versions import PendingVersion, VersionPart
@@ -36,8 +36,7 @@ from transferqueue.ledger.requests.weight_channels import (
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
-from transferqueue.ledger.rows.commit import StagedCommit
-from transferqueue.ledger.rows.commit_shape import CommitShapes
+from transferqueue.ledger.rows.commit import CommitShapes, StagedCommit
 from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState

@@ -15,12 +15,12 @@ from transferqueue.ledger.rows.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.column_places import BlockSlots
 from transferqueue.ledger.table import TableState
-from transferqueue.wire import run_length
+from transferqueue.wire import codec
 from transferqueue.wire.messages import Inline, ReplyColumns, ReplyRows
 
 Value = TypeVar("Value")
 
-_FIRST: Final = run_length.encode_constant(np.zeros(1, np.int32))
+_FIRST: Final = codec.encode_constant(np.zeros(1, np.int32))
 """Index for a reply in which every row is in the first block."""
 
 
@@ -66,12 +66,12 @@ def _part(blocks: BlockRegistry, places: BlockSlots, named: dict[int, None]) -> 
         fields=places.fields,
         blocks=[blocks.blocks[number].at for number in numbers],
         block_of_row=index,
-        slot_of_row=run_length.encode_ascending(places.slots),
+        slot_of_row=codec.encode_ascending(places.slots),
     )
 
 
 def _distinct(blocks: IntArray) -> tuple[list[int], bytes]:
-    """The distinct blocks, and for each row the index of its block, encoded as `run_length.encode_constant` does."""
+    """The distinct blocks, and for each row the index of its block, encoded as `codec.encode_constant` does."""
     if blocks.size and are_equal(blocks):
         return [int(blocks[0])], _FIRST
     numbers, index = np.unique(blocks, return_inverse=True)

@@ -31,8 +31,7 @@ from transferqueue.errors import (
     UsageError,
     listing,
 )
-from transferqueue.ledger.deadlines import Deadlines
-from transferqueue.ledger.effects import Effects, MustWait
+from transferqueue.ledger.effects import Deadlines, Effects, MustWait
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import (
     PendingVersion,
@@ -43,7 +42,7 @@ from transferqueue.ledger.requests.pending_versions import (
     parts_for,
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
-from transferqueue.ledger.rows.commit_shape import check_layout
+from transferqueue.ledger.rows.commit import check_layout
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,

@@ -18,8 +18,7 @@ from transferqueue.ledger.rows.pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
-from transferqueue.wire.codec import encode_fields
-from transferqueue.wire.run_length import encode_constant
+from transferqueue.wire.codec import encode_constant, encode_fields
 
 WORD = 64
 MASKS_KEPT = 4096

@@ -15,7 +15,7 @@ from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, some
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.text import counted
-from transferqueue.wire import run_length
+from transferqueue.wire import codec
 from transferqueue.wire.messages import BlocksRead, Inline, RowsRead
 
 
@@ -74,7 +74,7 @@ def _check_blocks(table: TableState, placed: BlocksRead, rows: IntArray, at: Int
     inline = [name for name in placed.fields if name in table.rows.inline]
     if inline:
         raise UsageError(f'if_unchanged has blocks of field "{inline[0]}", whose values travel inline; send its values')
-    read = run_length.decode_constant(placed.blocks, "<i8", rows.size)
+    read = codec.decode_constant(placed.blocks, "<i8", rows.size)
     lacks = ~_has(table, placed.fields, at)
     if lacks.any():
         lost = [name for name in placed.fields if not _has(table, [name], at).all()]

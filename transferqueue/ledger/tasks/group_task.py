@@ -17,7 +17,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from transferqueue.ledger.deadlines import Deadlines
+from transferqueue.ledger.effects import Deadlines
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.row_state import RowStore

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from transferqueue.errors import SchemaError
 from transferqueue.storage.elements.dtypes import I64
 from transferqueue.storage.inputs.sources import ValueSource
 
@@ -47,6 +48,13 @@ class BytesInput:
 
 
 Parsed = DenseInput | RaggedInput | BytesInput
+
+
+def only_rank(ranks: set[int], subject: str) -> int:
+    """The number of dimensions of all rows; `SchemaError` if they differ."""
+    if len(ranks) > 1:
+        raise SchemaError(f"{subject}: rows of {', '.join(map(str, sorted(ranks)))} dimensions; all must have the same")
+    return ranks.pop()
 
 
 def rectangles(levels: Sequence[I64]) -> I64 | None:

@@ -30,9 +30,8 @@ from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
-from transferqueue.storage.inputs.arrays import parse_array
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
-from transferqueue.storage.inputs.lists import parse_list
+from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 from transferqueue.storage.inputs.sources import Arrays, ValueSource

@@ -11,8 +11,7 @@ import numpy as np
 from transferqueue.errors import SchemaError
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import as_array, dtype_of_torch, imported_torch
-from transferqueue.storage.inputs.arrays import only_rank
-from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput
+from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput, only_rank
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
 
 

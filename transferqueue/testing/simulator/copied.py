@@ -35,8 +35,8 @@ from transferqueue.testing.simulator.job import (
     view,
 )
 from transferqueue.testing.simulator.machine import PromiseBroken
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 if TYPE_CHECKING:
     from transferqueue.ledger.state import LedgerState
@@ -270,8 +270,8 @@ class ReplicatedShardsJob(SimJob):
         """The stamps of the rows, in order. Each must have been put, and be the same in each copy."""
         rows, found = len(content.rows) // 8, []
         (part,) = content.parts
-        blocks = run_length.decode_constant(part.block_of_row, "<i4", rows).tolist()
-        slots = run_length.decode_ascending(part.slot_of_row, "<i4", rows).tolist()
+        blocks = codec.decode_constant(part.block_of_row, "<i4", rows).tolist()
+        slots = codec.decode_ascending(part.slot_of_row, "<i4", rows).tolist()
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)

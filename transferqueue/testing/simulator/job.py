@@ -18,8 +18,8 @@ from transferqueue.limits import Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.testing.simulator.machine import PromiseBroken
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire import run_length
 
 if TYPE_CHECKING:
     from transferqueue.testing.simulator.process import Process
@@ -61,7 +61,7 @@ def unpack(data: bytes) -> list[int]:
 
 def fact(content: m.ReplyRows, name: str) -> list[int]:
     """A fact of each row, such as its group."""
-    return [int(value) for value in run_length.decode_constant(getattr(content, name), "<i8", len(content.rows) // 8)]
+    return [int(value) for value in codec.decode_constant(getattr(content, name), "<i8", len(content.rows) // 8)]
 
 
 def persistently(process: Process, act: Callable[[], Steps]) -> Steps:
@@ -117,8 +117,8 @@ def stamps_of(process: Process, content: m.ReplyRows) -> dict[int, int]:
     """The stamp in the bytes of each row."""
     rows, found = unpack(content.rows), {}
     for part in content.parts:
-        blocks = run_length.decode_constant(part.block_of_row, "<i4", len(rows)).tolist()
-        slots = run_length.decode_ascending(part.slot_of_row, "<i4", len(rows)).tolist()
+        blocks = codec.decode_constant(part.block_of_row, "<i4", len(rows)).tolist()
+        slots = codec.decode_ascending(part.slot_of_row, "<i4", len(rows)).tolist()
         for row, block, slot in zip(rows, blocks, slots, strict=True):
             found[row] = look(process, part.blocks[block], slot, f"row {row}")
     return found

@@ -65,7 +65,7 @@ class Columns(Message):
 
 
 class BlocksRead(Message):
-    """In which block each row had these fields when it was read (`run_length.encode_constant`). A block number is used once."""
+    """In which block each row had these fields when it was read (`codec.encode_constant`). A block number is used once."""
 
     fields: TableNames
     blocks: I64
