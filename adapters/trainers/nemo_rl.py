@@ -24,8 +24,8 @@ from nemo_rl.data_plane.interfaces import DataPlaneClient, DataPlaneConfig, KVBa
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.partitions import Partitions
-from transferqueue.adapters.transfer_queue.tags import given_tags, name_of
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
+from transferqueue.adapters.transfer_queue.samples.tags import given_tags, name_of
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Impossible, NotFound, UsageError
 from transferqueue.storage.elements.dtypes import imported_module
 

@@ -14,12 +14,12 @@ from tensordict import NonTensorStack, TensorDict
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue import checkpoint
 from transferqueue.adapters.transfer_queue.checkpoint import arrow_samples
-from transferqueue.adapters.transfer_queue.columns import stacked
 from transferqueue.adapters.transfer_queue.errors import StorageKeyNotFoundError
-from transferqueue.adapters.transfer_queue.merging import MergeFunction
 from transferqueue.adapters.transfer_queue.metadata import READY, BatchMeta, schema_of
-from transferqueue.adapters.transfer_queue.partitions import Partitions, indexes_of, rows_of
-from transferqueue.adapters.transfer_queue.tags import given_tags
+from transferqueue.adapters.transfer_queue.samples.columns import stacked
+from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, indexes_of, rows_of
+from transferqueue.adapters.transfer_queue.samples.tags import given_tags
 from transferqueue.errors import NotFound
 
 Parser = Callable[[Any], Any]

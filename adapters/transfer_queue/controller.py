@@ -22,11 +22,7 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint.tagged_json import plain, remembered
-from transferqueue.adapters.transfer_queue.columns import Shape, schema_of_field, shapes_of
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.metadata import NOT_READY, READY, BatchMeta
-from transferqueue.adapters.transfer_queue.partitions import Partitions, described, indexes_of
-from transferqueue.adapters.transfer_queue.ready_samples import AT_ONCE, ReadySamples
 from transferqueue.adapters.transfer_queue.sampler import (
     BaseSampler,
     GRPOGroupNSampler,
@@ -34,7 +30,11 @@ from transferqueue.adapters.transfer_queue.sampler import (
     SeqlenBalancedSampler,
     SequentialSampler,
 )
-from transferqueue.adapters.transfer_queue.tags import given_tags, partition_of, table_of
+from transferqueue.adapters.transfer_queue.samples.columns import Shape, schema_of_field, shapes_of
+from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, described, indexes_of
+from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE, ReadySamples
+from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
 

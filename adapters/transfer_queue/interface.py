@@ -12,9 +12,9 @@ from tensordict import TensorDict
 from transferqueue.adapters.transfer_queue import checkpoint, deployment
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.client import Parser, TransferQueueClient, _keys, _parsed
-from transferqueue.adapters.transfer_queue.columns import single
-from transferqueue.adapters.transfer_queue.merging import MergeFunction
 from transferqueue.adapters.transfer_queue.metadata import KVBatchMeta
+from transferqueue.adapters.transfer_queue.samples.columns import single
+from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction
 
 Tags = dict[str, Any]
 

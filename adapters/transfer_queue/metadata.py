@@ -395,7 +395,7 @@ def schema_of(value: Any) -> dict[str, Any]:
 
 def _shapes(value: Any) -> list[tuple[int, ...]]:
     """Return the shape of each sample of a nested tensor."""
-    from transferqueue.adapters.transfer_queue.columns import flat
+    from transferqueue.adapters.transfer_queue.samples.columns import flat
 
     if flat(value):
         trailing = tuple(value.shape[2:])

@@ -20,7 +20,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.tags import partition_of
+from transferqueue.adapters.transfer_queue.samples.tags import partition_of
 from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition

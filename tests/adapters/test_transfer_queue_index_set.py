@@ -10,7 +10,7 @@ from hypothesis import given, settings
 pytest.importorskip("tensordict", reason="the drop-in's package imports it: make test-shim")
 
 from tests.scale import examples
-from transferqueue.adapters.transfer_queue.index_set import PAGE, IndexSet, WaitingSamples
+from transferqueue.adapters.transfer_queue.samples.index_set import PAGE, IndexSet, WaitingSamples
 
 EDGES = [0, 1, PAGE - 2, PAGE - 1, PAGE, PAGE + 1, 2 * PAGE - 1, 2 * PAGE, 5 * PAGE, (1 << 40) - 1, 1 << 40]
 spans = st.tuples(st.sampled_from(EDGES), st.integers(0, 12)).map(lambda span: range(span[0], span[0] + span[1]))

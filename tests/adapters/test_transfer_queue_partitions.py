@@ -16,7 +16,7 @@ import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.partitions import Partitions
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
 from transferqueue.errors import NotFound
 
 KEYS = ["a", "b"]

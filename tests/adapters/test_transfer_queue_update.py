@@ -14,7 +14,7 @@ tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf", reason="make test-shim has it")
 
 from transferqueue.adapters import transfer_queue
-from transferqueue.adapters.transfer_queue import merging
+from transferqueue.adapters.transfer_queue.samples import merging
 
 TensorDict, NonTensorStack = tensordict.TensorDict, tensordict.NonTensorStack
 KEYS = ["a", "b"]

@@ -22,8 +22,8 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
-from transferqueue.adapters.transfer_queue.partitions import Partitions
-from transferqueue.adapters.transfer_queue.tags import partition_of, table_of
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
+from transferqueue.adapters.transfer_queue.samples.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.export import arrow_type

@@ -11,8 +11,8 @@ from torch.utils.data import IterableDataset
 
 from transferqueue.adapters.transfer_queue import deployment
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
-from transferqueue.adapters.transfer_queue.columns import rows_of_tensordict
 from transferqueue.adapters.transfer_queue.metadata import BatchMeta
+from transferqueue.adapters.transfer_queue.samples.columns import rows_of_tensordict
 
 Item = tuple[TensorDict, BatchMeta]
 Fetch = Callable[..., tuple[TensorDict | None, BatchMeta]]

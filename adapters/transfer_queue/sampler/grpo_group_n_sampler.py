@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
 from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
+from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
 
 
 class GRPOGroupNSampler(BaseSampler):

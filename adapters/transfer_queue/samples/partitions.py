@@ -19,9 +19,9 @@ import numpy.typing as npt
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.columns import columns_of, tensordict_of
-from transferqueue.adapters.transfer_queue.merging import MergeFunction, merge, retried
-from transferqueue.adapters.transfer_queue.tags import partition_of, stored_tags, table_of
+from transferqueue.adapters.transfer_queue.samples.columns import columns_of, tensordict_of
+from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction, merge, retried
+from transferqueue.adapters.transfer_queue.samples.tags import partition_of, stored_tags, table_of
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError
 from transferqueue.schema import Field
 

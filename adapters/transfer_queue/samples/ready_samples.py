@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Final
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.index_set import IndexSet, WaitingSamples
+from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
 from transferqueue.errors import DeadlineExceeded, LeaseExpired, NotFound
 
 AT_ONCE: Final = 1 << 16

@@ -13,7 +13,7 @@ import torch
 from tensordict import TensorDict
 
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.columns import plain_value, values_of
+from transferqueue.adapters.transfer_queue.samples.columns import plain_value, values_of
 from transferqueue.errors import DeadlineExceeded, RowsChanged
 from transferqueue.schema import Field
 from transferqueue.storage import PlainValues
