@@ -1,10 +1,11 @@
 """Scenario: clients keep one coordinator busy. How many requests a second does it carry, and what does each cost its processor?
 
-    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--tcp] [--record --out FILE]
+    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--tcp] [--redis] [--record --out FILE]
 
 Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table. With `--tcp` requests go
 over tcp, as from other machines; bytes of rows stay in mapped memory. Rounds of all numbers of clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
-requests a second do not. pin: the server has a core of its own, and the clients have the others.
+requests a second do not. pin: the server has a core of its own, and the clients have the others. redis: rounds alternate with as many
+clients of a redis-server, over a socket file, whose turn is XADD of one entry with the bytes of all rows, XREADGROUP, XACK.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 
 import transferqueue as tq
-from bench.harness import Result
+from bench.harness import Result, add_peers
 from bench.limits import child
 from bench.requests import ROW_BYTES, cpu_ns
 from bench.run_record import ByHand, by_hand_options
@@ -62,13 +63,44 @@ def _client(control: Connection, address: str) -> None:
             control.send(turns)
 
 
-def one_round(server: Server, controls: Sequence[Connection], rows: int, seconds: float) -> tuple[float, float]:
-    """Requests a second of these clients together, and seconds of the server's processor for a request."""
-    used, began = cpu_ns(server.pid), time.perf_counter()
+def _redis_client(control: Connection, address: str) -> None:
+    """The same of Redis."""
+    add_peers()
+    from bench.contenders.redis_streams import GROUP, STREAM, RedisStreams
+
+    redis, reader = RedisStreams().join(address).redis, f"reader-{os.getpid()}"
+    control.send(0)
+    while (wanted := control.recv()) is not None:
+        rows, seconds = wanted
+        entry, turns, until = {"x": bytes(rows * ROW_BYTES)}, 0, time.monotonic() + seconds
+        while time.monotonic() < until:
+            redis.xadd(STREAM, entry)
+            [(_, [(number, _)])] = redis.xreadgroup(GROUP, reader, {STREAM: ">"}, count=1, block=30_000)
+            redis.xack(STREAM, GROUP, number)
+            turns += 1
+        control.send(turns)
+    redis.close()
+
+
+Taken = dict[tuple[str, int], list[tuple[float, float]]]
+"""Contender and number of clients -> what `one_round` measured."""
+
+
+class Crowd(NamedTuple):
+    """A contender with its server and its clients."""
+
+    name: str
+    pid: int
+    controls: Sequence[Connection]
+
+
+def one_round(crowd: Crowd, count: int, rows: int, seconds: float) -> tuple[float, float]:
+    """Requests a second of so many clients together, and seconds of the server's processor for a request."""
+    used, began, controls = cpu_ns(crowd.pid), time.perf_counter(), crowd.controls[:count]
     for control in controls:
         control.send((rows, seconds))
     requests = CALLS * sum(control.recv() for control in controls)
-    return requests / (time.perf_counter() - began), (cpu_ns(server.pid) - used) / 1e9 / requests
+    return requests / (time.perf_counter() - began), (cpu_ns(crowd.pid) - used) / 1e9 / requests
 
 
 def _session(address: str, wakeup: Wakeup) -> tuple[ClientChannel, PendingCalls]:
@@ -101,43 +133,76 @@ def heartbeat_s(server: Server, address: str) -> float:
     return cost
 
 
-def pin(server: Server) -> None:
-    """Give the server a core of its own, and this process and its children the others."""
+def pin(pids: Sequence[int]) -> None:
+    """Give the servers a core of their own, and this process and its children the others."""
     first, *others = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(server.pid, {first})
+    for pid in pids:
+        os.sched_setaffinity(pid, {first})
     os.sched_setaffinity(0, others or {first})
 
 
+def _crowd(stack: ExitStack, name: str, pid: int, address: str, clients: int) -> Crowd:
+    client = {CONTENDER: _client, "redis": _redis_client}[name]
+    controls = [stack.enter_context(child(client, address)) for _ in range(clients)]
+    for control in controls:
+        control.recv()
+    return Crowd(name, pid, controls)
+
+
+def _redis(stack: ExitStack) -> tuple[int, str]:
+    """A redis-server that ends with the stack: its process and its socket."""
+    add_peers()
+    from bench.contenders.redis_streams import RedisStreams
+
+    peer = RedisStreams()
+    address = peer.start()
+    stack.callback(peer.stop)
+    return peer.server.pid, address
+
+
+def _results(crowds: Sequence[Crowd], prefix: str, clients: Sequence[int], rows: int, taken: Taken) -> list[Result]:
+    results: list[Result] = []
+    for crowd in crowds:
+        for count in clients:
+            name, rounds = f"{prefix}_rows_{rows}_clients_{count}", taken[crowd.name, count]
+            results.append(Result(SCENARIO, crowd.name, name, "requests", "1/s", [rate for rate, _ in rounds]))
+            results.append(Result(SCENARIO, crowd.name, name, "server_cpu", "s", [cost for _, cost in rounds]))
+    return results
+
+
 def run(
-    clients: Sequence[int], levels: Sequence[int], seconds: float, rounds: int, *, pinned: bool, tcp: bool
+    clients: Sequence[int],
+    levels: Sequence[int],
+    seconds: float,
+    rounds: int,
+    *,
+    pinned: bool,
+    tcp: bool,
+    redis: bool = False,
 ) -> list[Result]:
     results: list[Result] = []
     server = Server(arena_bytes="1GiB", tcp=tcp)
     address, transport = (server.tcp_address, "tcp") if tcp else (server.address, "ipc")
     try:
-        if pinned:
-            pin(server)
         with tq.connect(address) as queue, ExitStack() as stack:
+            peer = _redis(stack) if redis else None
+            if pinned:
+                pin([server.pid, *([peer[0]] if peer else [])])
             _table(queue)
-            controls = [stack.enter_context(child(_client, address)) for _ in range(max(clients))]
-            for control in controls:
-                control.recv()
+            crowds = [_crowd(stack, CONTENDER, server.pid, address, max(clients))]
+            crowds += [_crowd(stack, "redis", *peer, max(clients))] if peer else []
             for rows in levels:
-                raw = [
-                    (count, *one_round(server, controls[:count], rows, seconds))
-                    for _ in range(rounds)
-                    for count in clients
-                ]
-                for count in clients:
-                    name = f"{transport}_rows_{rows}_clients_{count}"
-                    rates = [rate for number, rate, _ in raw if number == count]
-                    costs = [cost for number, _, cost in raw if number == count]
-                    results.append(Result(SCENARIO, CONTENDER, name, "requests", "1/s", rates))
-                    results.append(Result(SCENARIO, CONTENDER, name, "server_cpu", "s", costs))
+                taken: Taken = {(crowd.name, count): [] for crowd in crowds for count in clients}
+                for _ in range(rounds):
+                    for count in clients:
+                        for crowd in crowds:
+                            taken[crowd.name, count].append(one_round(crowd, count, rows, seconds))
+                results += _results(crowds, transport, clients, rows, taken)
             beats = [heartbeat_s(server, address) for _ in range(rounds)]
             results.append(Result(SCENARIO, CONTENDER, f"{transport}_sessions", "heartbeat_server_cpu", "s", beats))
-            for control in controls:
-                control.send(None)
+            for crowd in crowds:
+                for control in crowd.controls:
+                    control.send(None)
     finally:
         server.stop()
     return results
@@ -151,13 +216,22 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--pin", action="store_true", help="give the server a core of its own")
     parser.add_argument("--tcp", action="store_true", help="measure over tcp, too")
+    parser.add_argument("--redis", action="store_true", help="and as many clients of a redis-server, by turns")
     by_hand_options(parser)
     chosen = parser.parse_args()
     hand = ByHand(SCENARIO)
     results = [
         result
         for tcp in (False, True)[: 1 + chosen.tcp]
-        for result in run(chosen.clients, chosen.rows, chosen.seconds, chosen.rounds, pinned=chosen.pin, tcp=tcp)
+        for result in run(
+            chosen.clients,
+            chosen.rows,
+            chosen.seconds,
+            chosen.rounds,
+            pinned=chosen.pin,
+            tcp=tcp,
+            redis=chosen.redis and not tcp,
+        )
     ]
     hand.tell(results, chosen.out, whole=chosen.record)
 

@@ -62,6 +62,14 @@ def _ms(*seconds: float | None) -> str:
     return " / ".join("—" if value is None else f"{value * 1e3:.3g} ms" for value in seconds)
 
 
+def _us(*seconds: float | None) -> str:
+    return " / ".join("—" if value is None else f"{value * 1e6:.0f} µs" for value in seconds)
+
+
+def _rates(*rates: float | None) -> str:
+    return " / ".join("—" if value is None else f"{value:,.0f} a second" for value in rates)
+
+
 def put_dense(record: RunRecord) -> Figure:
     put, copy = record.median("transfer", OURS, "dense_1", "put"), _memcpy(record)
     cold = record.median("limits", "memcpy", f"{DENSE // KIB}KiB", "copy_cold")
@@ -118,6 +126,66 @@ def wake(record: RunRecord) -> Figure:
     ours = record.median("ping_pong", OURS, "one_row", "put_to_delivered")
     work = "put → waiting lease returns, p50, back to back"
     return at_most(work, "ZeroMQ round trip, back to back", 10, _ratio(ours, trip), _ms(ours, trip))
+
+
+def wake_queue(record: RunRecord) -> Figure:
+    """By turns, in one scenario."""
+    ours, theirs = (record.median("ping_pong", name, "one_row", "put_to_delivered") for name in (OURS, "mp-queue"))
+    work = "put → waiting lease returns, p50, by turns"
+    return at_most(work, "multiprocessing.Queue", 1, _ratio(ours, theirs), _ms(ours, theirs))
+
+
+def wake_redis(record: RunRecord) -> Figure:
+    ours, theirs = (record.median("latency", name, "pairs_1", "put_to_delivered") for name in (OURS, "redis"))
+    return at_most("the same, 250 rows a second", "Redis streams", 1, _ratio(ours, theirs), _ms(ours, theirs))
+
+
+VERBS = ("put", "lease", "ack")
+
+
+def request(metric: str, work: str, against: str, bound: float) -> Callable[[RunRecord], Figure]:
+    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario."""
+
+    def figure(record: RunRecord) -> Figure:
+        pairs = [
+            (
+                verb,
+                rows,
+                *(record.median("requests", name, f"rows_{rows}", f"{verb}_{metric}") for name in (OURS, "redis")),
+            )
+            for rows in (1, 64)
+            for verb in VERBS
+        ]
+        ratios = [_ratio(ours, theirs) for _, _, ours, theirs in pairs]
+        known = [ratio for ratio in ratios if ratio is not None]
+        shown = ", ".join(f"{verb} of {rows}: {_us(ours, theirs)}" for verb, rows, ours, theirs in pairs)
+        return at_most(work, against, bound, max(known) if len(known) == len(ratios) else None, shown if known else "")
+
+    return figure
+
+
+def busy_clients(record: RunRecord) -> Figure:
+    """The server has a core of its own."""
+    few, many = (record.median("busy", OURS, f"ipc_rows_1_clients_{count}", "requests") for count in (4, 16))
+    detail = f"{_rates(many, few)}; CPU of the server a request {_us(*_server_cpu(record))}"
+    return at_least("requests a second, 16 clients", "4 clients", 1, _ratio(many, few), detail if many else "")
+
+
+def busy_redis(record: RunRecord) -> Figure:
+    ours, theirs = (record.median("busy", name, "ipc_rows_1_clients_16", "requests") for name in (OURS, "redis"))
+    return at_least(
+        "the same", "redis-server, 16 clients", 0.25, _ratio(ours, theirs), _rates(ours, theirs) if ours else ""
+    )
+
+
+def _server_cpu(record: RunRecord) -> tuple[float | None, ...]:
+    return tuple(record.median("busy", OURS, f"ipc_rows_1_clients_{count}", "server_cpu") for count in (16, 4))
+
+
+def many_clients(record: RunRecord) -> Figure:
+    slow = record.median("sessions", OURS, "clients_1000_rate_500_memory", "put_to_delivered_p99")
+    work = "put → delivered, p99, 1,000 clients, 500 rows a second"
+    return Figure(work, "", "< 20 ms", 20e-3, False, slow, _ms(slow) if slow is not None else "")
 
 
 def wake_paced(record: RunRecord) -> Figure:
@@ -180,6 +248,13 @@ FIGURES: tuple[Callable[[RunRecord], Figure], ...] = (
     wake,
     wake_paced,
     wake_p99,
+    wake_queue,
+    wake_redis,
+    request("server_cpu", "CPU of the server: put, lease, ack (worst)", "redis-server: XADD, XREADGROUP, XACK", 4),
+    request("call", "time of the call, one client (worst)", "the same of redis-py", 2),
+    busy_clients,
+    busy_redis,
+    many_clients,
     resident,
     wire,
     flat_fields,

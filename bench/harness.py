@@ -8,6 +8,7 @@ xxhash: it imports nothing that needs them.
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -17,6 +18,7 @@ from typing import Literal
 from transferqueue.observe.measurement_record import package_versions
 
 ROOT = Path(__file__).resolve().parent.parent
+PEERS = ROOT / ".venv-peers"
 
 Unit = Literal["s", "bytes", "ratio", "1/s", "count"]
 
@@ -72,3 +74,8 @@ def save_results(path: Path, results: list[Result]) -> None:
 def load_results(path: Path) -> tuple[dict[str, str], list[Result]]:
     found = json.loads(path.read_text())
     return found["versions"], [Result(**result) for result in found["results"]]
+
+
+def add_peers(peers: Path = PEERS) -> None:
+    """Have redis-py found in the environment of the peers. What both environments have is still taken from ours."""
+    sys.path += map(str, peers.glob("lib/python3*/site-packages"))

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from bench.harness import ROOT, Result, save_results
+from bench.harness import PEERS, Result, add_peers, save_results
 from bench.in_process import show as show_core
 
 SCENARIO = "requests"
@@ -165,14 +164,14 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 64])
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--peers", type=Path, default=ROOT / ".venv-peers")
+    parser.add_argument("--peers", type=Path, default=PEERS)
     parser.add_argument("--out", type=Path)
     parser.add_argument("--in-process", action="store_true", help="the server's core alone, without sockets")
     chosen = parser.parse_args()
     if chosen.in_process:
         show_core(chosen.rows, chosen.calls, chosen.rounds)
         return
-    sys.path += map(str, chosen.peers.glob("lib/python3*/site-packages"))  # redis-py alone is taken from there
+    add_peers(chosen.peers)
     results = run(chosen.contenders, chosen.rows, chosen.calls, chosen.rounds)
     show(results)
     if chosen.out:

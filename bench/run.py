@@ -25,6 +25,8 @@ from transferqueue.observe.measurement_record import Measurement, commit_in_use
 OURS = "transferqueue"
 LAST_LINES = 12
 
+BESIDE_REDIS = ("requests", "busy")
+
 _FIELDS = ["dense_1", "dense_8", "dense_32", "ragged_32"]
 _MORE_FIELDS = ["dense_128", "ragged_1", "ragged_8", "ragged_128"]
 _OTHERS = ["ragged_bf16", "tokens", "two_of_32", "random_dense", "random_ragged", "text", "images", "shared_prompt"]
@@ -63,6 +65,16 @@ def _lease_cost(contender: str, resident: list[int], peer: bool, repetitions: in
     return Job("lease_cost", contender, "bench.lease_cost", arguments, peer, limit_s=420)
 
 
+def _control_plane(seconds: float) -> list[Job]:
+    """What requests cost, beside Redis, and how soon a thousand clients are served. seconds: of the thousand."""
+    busy = ("--clients", "4", "16", "--rows", "1", "--seconds", "2", "--pin", "--redis")
+    return [
+        Job("requests", OURS, "bench.requests", ()),
+        Job("busy", OURS, "bench.busy", busy),
+        Job("sessions", OURS, "bench.sessions", ("--seconds", str(seconds)), limit_s=420),
+    ]
+
+
 def quick() -> list[Job]:
     """What the table of required figures needs, and little more: minutes."""
     peers = [_transfer(name, _FIELDS, 3, 1.0, through=name == "mp-queue") for name in ("mp-queue", "redis", "ray")]
@@ -71,6 +83,7 @@ def quick() -> list[Job]:
         _transfer(OURS, [*_FIELDS, *_MORE_FIELDS, *_OTHERS], 9, 0.8, peer=False),
         _latency(OURS, [1, 8], 500, 250, peer=False),
         Job("ping_pong", OURS, "bench.ping_pong", ()),
+        *_control_plane(seconds=20),
         _lease_cost(OURS, [1000, 10_000, 200_000, 1_000_000], peer=False),
         Job("memory", OURS, "bench.memory", ("--rows", "200000")),
         Job("wire", OURS, "bench.wire", ()),
@@ -93,6 +106,7 @@ def full() -> list[Job]:
         _transfer(OURS, [*every, *_SIZES, *_LARGE], 15, 4.0, peer=False),
         _latency(OURS, [1, 4, 16, 64], 1000, 250, peer=False),
         Job("ping_pong", OURS, "bench.ping_pong", ()),
+        *_control_plane(seconds=200),
         _lease_cost(OURS, [1000, 10_000, 50_000, 200_000, 1_000_000, 10_000_000], peer=False),
         Job("memory", OURS, "bench.memory", ("--rows", "1000000")),
         Job("wire", OURS, "bench.wire", ()),
@@ -120,7 +134,7 @@ def unavailable(job: Job, peers: Path) -> str:
     """Why a job cannot run on this machine, or "" if it can."""
     if job.peer and not peers.exists():
         return f"no environment for peers at {peers}; `make bench` creates it"
-    if job.contender == "redis" and not shutil.which("redis-server"):
+    if (job.contender == "redis" or job.scenario in BESIDE_REDIS) and not shutil.which("redis-server"):
         return "no redis-server on this machine"
     if job.scenario == "hosts" and (reason := why_not()):
         return f"no network namespaces here: {reason}"
