@@ -131,6 +131,12 @@ COPY_ORDER_S: Final = 15.0
 """After this time another shard may copy what an order names. It takes a fraction of a second, or the time of one large block."""
 COPY_RETRY_S: Final = 1.0
 """A shard that could copy nothing of an order, such as from a shard that does not answer, asks for the next one after this pause."""
+SNAPSHOT_FETCH_BYTES: Final = 64 * MIB
+"""Bytes that shards have in the coordinator's memory at a time for a snapshot: four orders, so that shards copy while a thread writes."""
+SNAPSHOT_FETCH_S: Final = 30.0
+"""A snapshot gives up a shard that copied nothing for this time. One order takes a fraction of a second, or the time of one large block."""
+FETCH_TRIES: Final = 3
+"""Orders in which a shard may fail to copy a block of a snapshot: the first may meet a connection that just broke."""
 TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB

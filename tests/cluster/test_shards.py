@@ -225,14 +225,6 @@ def test_a_shard_that_died_while_no_coordinator_ran_is_lost(tmp_path: Path) -> N
             assert balanced(queue)["rows_lost"] > 0
 
 
-def test_a_snapshot_says_which_shards_to_drain_first(server: Served) -> None:
-    with ShardProcess(server.tcp), tq.connect(server.ipc) as queue:
-        await_shards(queue, 1)
-        put_into_all(queue, make(queue), 1)
-        with pytest.raises(tq.errors.UsageError, match=r"lie in remote shards \(1\).*transferqueue shard drain"):
-            queue.snapshot("s")
-
-
 @pytest.mark.parametrize("data", ["auto", *only_long("remote")])
 def test_columns_of_one_row_may_lie_in_several_shards_and_rows_of_one_column_too(server: Served, data: str) -> None:
     with (

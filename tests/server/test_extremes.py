@@ -40,7 +40,7 @@ class World:
         bench.coordinator.operations.snapshots = SnapshotJobs(
             root,
             bench.coordinator.ledger,
-            bench.coordinator.memory,
+            bench.coordinator.operations.fetches,
             wake=bench.coordinator.waiting.wake,
             stir=self.stirred.release,
         )

@@ -393,7 +393,7 @@ class Coordinator:
                 self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
-        self._guard("end of a shard", partial(self.shards.close, session))
+        self._guard("end of a shard", partial(self.shards.close, session, now))
         lingers = self.sessions.close(session, now)
         self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
@@ -431,7 +431,7 @@ class Coordinator:
         return session if session is not None and session.peer == peer else None
 
     def _live_set(self, shard: int) -> m.LiveSet:
-        extents = [extent.id for extent in self.ledger.extents_of(shard)]
+        extents = [extent.id for extent in self.ledger.extents_of(shard)] + self.shards.freed_while_held(shard)
         sessions = [session.number for session in self.sessions]
         return live_set(extents, self.ledger.last_extent + 1, sessions, self.sessions.last + 1)
 

@@ -16,6 +16,7 @@ from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.copies import CopyOrders
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -35,7 +36,9 @@ class Operations:
         """None: the server was started without a directory for snapshots."""
         self._sources = sources
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
-        self._copies: Final = CopyOrders(sources.ledger, sources.shards)
+        self.fetches: Final = BlockFetches(sources.ledger, sources.shards, sources.waiting.wake)
+        """What a snapshot fetches from remote shards."""
+        self._copies: Final = CopyOrders(sources.ledger, sources.shards, self.fetches)
         self.by_type: Final[Mapping[type[m.Request], Operation]] = {
             m.Grant: self._grant,
             m.ListShards: self._list_shards,

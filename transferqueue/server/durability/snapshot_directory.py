@@ -106,20 +106,21 @@ class SnapshotWriter:
     def __init__(self, parent: Path, progress: Callable[[int], None]) -> None:
         self._parent, self._progress = parent, progress
         self._files: dict[str, FileEntry] = {}
-        with _disk(parent):
+        with writing_to(parent):
             make_directories(parent)
             for stale in parent.glob(".new-*"):  # left by a writer that died: only one runs at a time
                 shutil.rmtree(stale)
-            self._directory = parent / f".new-{secrets.token_hex(4)}"
-            self._directory.mkdir(mode=0o700)
+            self.directory: Final = parent / f".new-{secrets.token_hex(4)}"
+            """Where the files lie until `publish`."""
+            self.directory.mkdir(mode=0o700)
 
     def write(self, name: str, schema: Any, batches: Iterable[Any]) -> None:
         """Write an Arrow IPC file of record batches."""
         import pyarrow as pa
 
-        path = self._directory / name
+        path = self.directory / name
         rows = 0
-        with _disk(self._parent):
+        with writing_to(self._parent):
             make_directories(path.parent)
             with _private(path) as file:
                 hashed, reported = _Hashed(file), 0
@@ -141,17 +142,17 @@ class SnapshotWriter:
         manifest = msgspec.json.format(
             msgspec.json.encode(_Manifest(FORMAT, msgspec.Raw(msgspec.json.encode(about)), self._files)), indent=1
         )
-        with _disk(self._parent):
+        with writing_to(self._parent):
             for name, data in ((MANIFEST, manifest), (DIGEST, xxhash.xxh3_64_hexdigest(manifest).encode())):
-                with _private(self._directory / name) as file:
+                with _private(self.directory / name) as file:
                     file.write(data)
                     file.flush()
                     os.fsync(file.fileno())
-            for directory in [path for path in self._directory.rglob("*") if path.is_dir()] + [self._directory]:
+            for directory in [path for path in self.directory.rglob("*") if path.is_dir()] + [self.directory]:
                 sync_directory(directory)
             existing = numbered(self._parent)
             path = self._parent / f"{int(existing[-1].name) + 1 if existing else 1:06d}"
-            self._directory.rename(path)
+            self.directory.rename(path)
             sync_directory(self._parent)
             for old in existing[: max(0, len(existing) + 1 - keep)]:
                 shutil.rmtree(old)
@@ -159,7 +160,7 @@ class SnapshotWriter:
 
     def abandon(self) -> None:
         """Remove the unfinished snapshot. Does nothing after `publish`."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        shutil.rmtree(self.directory, ignore_errors=True)
 
 
 class SnapshotReader:
@@ -340,7 +341,8 @@ def _private(path: Path) -> BinaryIO:
 
 
 @contextmanager
-def _disk(path: Path) -> Iterator[None]:
+def writing_to(path: Path) -> Iterator[None]:
+    """Turn errors of a disk that is full, or cannot be written to, into `OutOfMemory` and `UsageError`."""
     try:
         yield
     except OSError as error:

@@ -6,6 +6,8 @@ The rules:
   files.
 - The extents of the snapshot are held until its files are written: memory that is freed meanwhile is not granted again. The ledger is
   not told of it, so a server that dies during a snapshot leaves nothing pinned.
+- Blocks that lie only in remote shards are fetched first (`shards.block_fetches`), into a file without a name beside the snapshot's
+  (`spool`). So the coordinator's memory holds a few orders of them at a time, and each crosses the network once.
 - The server writes, not the client: it has the memory, and paths stay under `root`, which only the operator can choose. One job runs
   at a time.
 - A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is checked before
@@ -25,12 +27,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Final, TypeVar
 
 import numpy as np
+from msgspec.structs import replace
 
 from transferqueue.errors import (
     Corruption,
@@ -46,7 +50,7 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
-from transferqueue.limits import MIB
+from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
     ValueChunk,
@@ -57,11 +61,13 @@ from transferqueue.server.durability.snapshot_files import (
     read_tables,
     write_contents,
 )
+from transferqueue.server.durability.spool import BlockSpool
+from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
-from transferqueue.storage.memory.checksum import checksum
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
@@ -74,6 +80,7 @@ LOOP_ANSWER_S: Final = 60.0
 """The loop answers a thread within milliseconds. If it takes this long, it has ended."""
 JOBS_KEPT: Final = 16
 T = TypeVar("T")
+Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 
 
 class SnapshotJob:
@@ -98,7 +105,7 @@ class SnapshotJob:
 class SnapshotJobs:
     """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: the directory of all snapshots; paths of clients are relative to it. wake: makes the requests due that wait on a key. stir: has
+    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. wake: makes the requests due that wait on a key. stir: has
     the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is not restored.
     """
 
@@ -106,14 +113,15 @@ class SnapshotJobs:
         self,
         root: Path,
         ledger: Ledger,
-        memory: OwnShardMemory,
+        fetches: BlockFetches,
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
     ) -> None:
         self.root: Final = root
-        self._ledger, self._memory = ledger, memory
+        self._ledger, self._fetches = ledger, fetches
+        self._shards, self._memory = fetches.shards, fetches.shards.own
         self._wake, self._wake_loop = wake, stir
         self._index = index
         self._jobs: dict[int, SnapshotJob] = {}
@@ -176,6 +184,7 @@ class SnapshotJobs:
         """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or writes."""
         for job in self._jobs.values():
             job.cancelled.set()
+        self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
         while any(not job.ended for job in self._jobs.values()):
             try:
                 self._posted.get(timeout=LOOP_ANSWER_S)(time.monotonic())
@@ -245,37 +254,74 @@ class SnapshotJobs:
 
     def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
         contents = self._ledger.take_snapshot(now)
-        if remote := {at.shard for at in contents.blocks.values()} - {SHARD}:
-            raise UsageError(
-                f"snapshot {path} refused: rows of it lie in remote shards ({listing(remote)}), and only the server's own "
-                "memory is written to snapshots; drain those first (transferqueue shard drain NUMBER)"
-            )
-        extents = {at.extent for at in contents.blocks.values()}
-        self._memory.hold({extent.offset for extent in self._ledger.extents_of(SHARD) if extent.id in extents})
+        remote = _take_own_copies(contents)
+        arrivals: Arrivals = queue.SimpleQueue()
+        self._fetches.begin(remote, arrivals.put, now)
+        extents = [
+            number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
+        ]
+        self._shards.hold(extents)
+
+        def end(now: float) -> None:
+            self._fetches.end(now)
+            self._shards.release(extents, now)
+            self._wake(("memory",))
+
         try:
-            return self._begin(path, contents.nbytes, lambda job: self._write(job, contents, keep), self._release_held)
+            nbytes = contents.nbytes + sum(at.nbytes for at in remote)
+            return self._begin(path, nbytes, lambda job: self._write(job, contents, keep, remote, arrivals), end)
         except BaseException:
-            self._memory.release_held(now)
+            end(now)
             raise
 
-    def _release_held(self, now: float) -> None:
-        self._memory.release_held(now)
-        self._wake(("memory",))
-
-    def _write(self, job: SnapshotJob, contents: LedgerSnapshot, keep: int) -> None:
+    def _write(
+        self,
+        job: SnapshotJob,
+        contents: LedgerSnapshot,
+        keep: int,
+        remote: list[m.BlockLocation],
+        arrivals: Arrivals,
+    ) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
         writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
         try:
-            manifest = write_contents(
-                writer,
-                contents,
-                lambda at: arena[at.offset : at.offset + at.nbytes],
-                time.time(),
-                metadata.version("asyncflow-transferqueue"),
-            )
+            with closing(BlockSpool(writer.directory)) as spool:
+                self._fetch(job, arena, spool, len(remote), arrivals)
+                manifest = write_contents(
+                    writer,
+                    contents,
+                    lambda at: spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes],
+                    time.time(),
+                    metadata.version("asyncflow-transferqueue"),
+                )
             job.path = writer.publish(manifest, keep)
         finally:
             writer.abandon()
+
+    def _fetch(self, job: SnapshotJob, arena: U8, spool: BlockSpool, count: int, arrivals: Arrivals) -> None:
+        """Have the spool take `count` blocks as they arrive from remote shards."""
+        while len(spool) < count:
+            try:
+                arrived = arrivals.get(timeout=SNAPSHOT_FETCH_S)
+            except queue.Empty:
+                self._call_loop(job, self._fetches.expire)
+                continue
+            if isinstance(arrived, TransferQueueError):
+                raise arrived
+            damaged = self._spool(job, arena, spool, arrived)
+            self._call_loop(job, partial(self._fetches.read, arrived, damaged))
+
+    def _spool(self, job: SnapshotJob, arena: U8, spool: BlockSpool, arrived: ArrivedBlocks) -> list[int]:
+        """Add blocks to the spool. Returns those that do not match their checksum."""
+        damaged = []
+        for at, offset in arrived.blocks:
+            content = arena[offset : offset + at.nbytes]
+            if at.checksum in (UNCHECKED, checksum(content)):
+                spool.add(at.block, content)
+                self._add_progress(job, at.nbytes)
+            else:
+                damaged.append(at.block)
+        return damaged
 
     # ------------------------------------------------------------ a restore
 
@@ -344,6 +390,20 @@ class SnapshotJobs:
             )
         extents.append(extent)
         return extent[0]
+
+
+def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
+    """Name each block at its copy in the server's own memory, if it has one. Returns those that have none."""
+    for number, at in contents.blocks.items():
+        if own := [copy for copy in at.copies if copy.shard == SHARD]:
+            others = [
+                m.CopyLocation(at.shard, at.extent, at.offset),
+                *(copy for copy in at.copies if copy is not own[0]),
+            ]
+            contents.blocks[number] = replace(
+                at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
+            )
+    return [at for at in contents.blocks.values() if at.shard != SHARD]
 
 
 @contextmanager

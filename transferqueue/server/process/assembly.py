@@ -101,7 +101,7 @@ class ServerProcess:
         coordinator.operations.snapshots = SnapshotJobs(
             root.absolute(),
             coordinator.ledger,
-            coordinator.memory,
+            coordinator.operations.fetches,
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,

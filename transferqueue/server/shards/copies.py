@@ -1,4 +1,4 @@
-"""Gives shards their copy orders, so that blocks which lost a copy get another one. No I/O.
+"""Gives shards their copy orders, so that blocks which lost a copy get another one, and a snapshot gets its blocks (`block_fetches`). No I/O.
 
 The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no state: a restart, a
 repeated request and a lost answer need nothing else. The rules (docs/decisions/0042):
@@ -22,6 +22,7 @@ from transferqueue.limits import COPIES_IN_FLIGHT_BYTES, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.wire import messages as m
 
@@ -32,15 +33,15 @@ _MEMORY: Final[WakeKey] = ("memory",)
 class CopyOrders:
     """The copy orders of one coordinator."""
 
-    def __init__(self, ledger: Ledger, shards: ShardRegistry) -> None:
-        self._ledger, self._shards = ledger, shards
+    def __init__(self, ledger: Ledger, shards: ShardRegistry, fetches: BlockFetches) -> None:
+        self._ledger, self._shards, self._fetches = ledger, shards, fetches
 
     def take(self, session: OpenSession, request: m.TakeCopies, now: float) -> m.CopyOrder | MustWait:
         """The next order of a shard, after it reported the one before. `UsageError` if the session is no shard."""
         shard = self._shards.shard_of(session).number
-        if request.extent:
+        if request.extent and not self._fetches.report(session.number, request.extent, request.written, now):
             self._ledger.finish_copies(session.number, request.extent, request.written, now)
-        order = self._ledger.copy_order(session.number, shard)
+        order = self._ledger.copy_order(session.number, shard) or self._fetches.order(session.number, shard, now)
         if order is None:
             if not self._ledger.lacks_copies:
                 return MustWait((_COPIES,))
@@ -49,7 +50,7 @@ class CopyOrders:
             order = self._ledger.copy_order(session.number, shard)
         if order is None:
             raise InternalError(f"shard {shard} has no copy order, and it was given one")
-        return self._with_tickets(session.number, order)
+        return order if isinstance(order, MustWait) else self._with_tickets(session.number, order)
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""

@@ -41,8 +41,6 @@ class OwnShardMemory:
         """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
-        self._held: set[int] = set()
-        self._freed_while_held: list[tuple[int, int]] = []
         self._refusal = ""
         """Why the file system reserved no pages for the last extent; "" if it did."""
 
@@ -91,27 +89,13 @@ class OwnShardMemory:
             self.due_at = GROWING
 
     def give_back(self, offset: int, nbytes: int, now: float) -> None:
-        """Free an extent of `take`. One that is held is freed at `release_held`."""
-        if offset in self._held:
-            self._held.remove(offset)
-            self._freed_while_held.append((offset, nbytes))
-            return
+        """Free an extent of `take`."""
         self.allocator.free(offset, nbytes)
         self.extents -= 1
         if self._trim_at is None:
             self._trim_at = now + TRIM_AFTER_S
         if self.due_at is None:
             self.due_at = self._trim_at
-
-    def hold(self, offsets: set[int]) -> None:
-        """Keep the bytes of the extents at these offsets until `release_held`, even if they are freed meanwhile."""
-        self._held = offsets
-
-    def release_held(self, now: float) -> None:
-        """Hold no extent any more, and free those that were freed meanwhile."""
-        self._held, freed, self._freed_while_held = set(), self._freed_while_held, []
-        for offset, nbytes in freed:
-            self.give_back(offset, nbytes, now)
 
     def explain(self, nbytes: int, holders: str) -> str:
         """Why `nbytes` cannot be granted now."""

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Final
 
 import msgspec
@@ -59,7 +59,12 @@ class ShardRegistry:
         self._live_set = live_set
         self.remote: Final[dict[int, RemoteShard]] = {}
         """The remote shards that joined, by number."""
+        self.on_gone: Callable[[int, int, float], object] = lambda shard, session, now: None
+        """Called with the number of a remote shard whose session ended, the session, and the time."""
         self._last = last
+        self._held: set[int] = set()
+        self._freed_while_held: dict[int, FreeExtent] = {}
+        """By extent: what is freed once it is not held any more."""
 
     def __iter__(self) -> Iterator[RemoteShard]:
         """The remote shards."""
@@ -119,11 +124,13 @@ class ShardRegistry:
         )
         self._wake(("memory",))
 
-    def close(self, session: OpenSession) -> None:
+    def close(self, session: OpenSession, now: float) -> None:
         """A session ended: so do its tickets, and the shard that it offered, if any."""
         self._tickets.close(session.number)
-        if session.hello.shard is not None and self.remote.pop(session.hello.shard.number, None) is not None:
+        offer = session.hello.shard
+        if offer is not None and self.remote.pop(offer.number, None) is not None:
             self._wake(("memory",))
+            self.on_gone(offer.number, session.number, now)
         for shard in self.remote.values():
             shard.close(session.number)
 
@@ -238,13 +245,30 @@ class ShardRegistry:
         return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
-        """Free an extent. Does nothing if its shard is gone."""
-        if freed.shard == SHARD:
+        """Free an extent, once it is not held. Does nothing if its shard is gone."""
+        if freed.extent in self._held:
+            self._freed_while_held[freed.extent] = freed
+        elif freed.shard == SHARD:
             self._tickets.revoke(freed.extent)
             self.own.give_back(freed.offset, freed.nbytes, now)
             self._wake(("memory",))
         elif (shard := self.remote.get(freed.shard)) is not None:
             shard.give_back(freed.extent, freed.offset, freed.nbytes, now)
+
+    def hold(self, extents: Iterable[int]) -> None:
+        """Keep the bytes of these extents until `release`, even if they are freed meanwhile."""
+        self._held.update(extents)
+
+    def release(self, extents: Iterable[int], now: float) -> None:
+        """Hold these extents no longer, and free those that were freed meanwhile."""
+        for extent in extents:
+            self._held.discard(extent)
+            if (freed := self._freed_while_held.pop(extent, None)) is not None:
+                self.give_back(freed, now)
+
+    def freed_while_held(self, shard: int) -> list[int]:
+        """The extents of a shard that the ledger has freed, and whose bytes are held."""
+        return [freed.extent for freed in self._freed_while_held.values() if freed.shard == shard]
 
     def next_deadline(self) -> float | None:
         """When `trim` of a remote shard has something to do next; None: nothing is due."""
