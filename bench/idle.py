@@ -19,8 +19,7 @@ import psutil
 import transferqueue as tq
 from bench.harness import Result, save_results
 from bench.latency import RATE, measure
-from bench.memory import own_bytes
-from bench.server import Server
+from bench.server import Server, own_bytes
 
 SCENARIO = "idle"
 CLIENTS_PER_PROCESS = 250

@@ -64,7 +64,7 @@ class Ours:
 
     def own(self) -> float:
         """Bytes of the server's own memory, without the arena."""
-        from bench.memory import own_bytes
+        from bench.server import own_bytes
 
         return float(own_bytes(self.server.pid))
 

@@ -24,7 +24,7 @@ import torch
 import transferqueue as tq
 from bench.contenders.tensors import tensor
 from bench.harness import Result, save_results
-from bench.server import Server
+from bench.server import Server, arena_bytes, own_bytes
 from bench.workloads import MIB, Workload, columns
 
 SCENARIO = "memory"
@@ -33,26 +33,6 @@ LIVE_BATCHES = 16
 CHURN_LIMIT = 4096
 CHURN_BATCH = 512
 CHURN_FIRST = 10_240
-
-
-def own_bytes(pid: int) -> int:
-    """Resident anonymous and file pages of a process; shared memory is not among them."""
-    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "RssFile"))}
-    return sum(int(size) for size in sizes.values()) * 1024
-
-
-def arena_bytes(pid: int) -> int:
-    """Pages that the files in shared memory have which a process holds open, each file once."""
-    files = {}
-    for fd in Path(f"/proc/{pid}/fd").iterdir():
-        try:
-            target, found = os.readlink(fd), os.stat(fd)
-        except OSError:
-            continue
-        if target.startswith(("/dev/shm", "/memfd")):
-            files[found.st_ino] = found.st_blocks * 512
-    return sum(files.values())
 
 
 def live(server: Server, queue: tq.Queue) -> list[Result]:

@@ -1,4 +1,4 @@
-"""A server of the queue in a process of its own, as a deployment has it, in a runtime directory of its own."""
+"""A server of the queue in a process of its own, as a deployment has it, in a runtime directory of its own; and what memory it has."""
 
 from __future__ import annotations
 
@@ -15,6 +15,26 @@ from bench.harness import ROOT
 from transferqueue.server.files import SHARED_MEMORY, arena_root, remove_stale_arenas
 
 START_S = 20
+
+
+def own_bytes(pid: int) -> int:
+    """Resident anonymous and file pages of a process; shared memory is not among them."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    sizes = {line.split(":")[0]: line.split()[1] for line in lines if line.startswith(("RssAnon", "RssFile"))}
+    return sum(int(size) for size in sizes.values()) * 1024
+
+
+def arena_bytes(pid: int) -> int:
+    """Pages that the files in shared memory have which a process holds open, each file once."""
+    files = {}
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        try:
+            target, found = os.readlink(fd), os.stat(fd)
+        except OSError:
+            continue
+        if target.startswith(("/dev/shm", "/memfd")):
+            files[found.st_ino] = found.st_blocks * 512
+    return sum(files.values())
 
 
 class Server:

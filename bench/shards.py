@@ -28,9 +28,8 @@ import numpy as np
 import transferqueue as tq
 from bench.harness import ROOT, Result
 from bench.limits import child
-from bench.memory import arena_bytes, own_bytes
 from bench.run_record import ByHand, by_hand_options
-from bench.server import Server
+from bench.server import Server, arena_bytes, own_bytes
 
 SCENARIO = "shards"
 CONTENDER = "transferqueue"

@@ -141,8 +141,11 @@ TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB
 """Free receive buffers that a client keeps for the next columns: a write into fresh pages costs several times a copy."""
-HEARTBEAT_S: Final = 1.0
-"""A client sends a heartbeat this often if it sends nothing else."""
+HEARTBEAT_S: Final = 3.0
+"""A client sends a heartbeat at least this often if it sends nothing else: three within the silence after which a session without a lock
+counts as dead. Sessions take from three quarters of it to all of it, so that those that connected together do not stay together."""
+SERVER_CHECK_S: Final = 1.0
+"""A client that has lost its connection looks this often whether the server is gone."""
 UNPIN_S: Final = 0.02
 """Pins that a client returns wait this long for the next call, which takes them along."""
 SESSION_SILENCE_S: Final = 10.0

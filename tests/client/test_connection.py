@@ -20,8 +20,9 @@ from tests.client.scripted import ScriptedServer
 from tests.client.test_interrupted_finalizers import until
 from tests.wire.test_versions import OLD_REFUSAL
 from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.io_thread import HEARTBEAT_PACES, heartbeat_s
 from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
-from transferqueue.limits import RESEND_S
+from transferqueue.limits import HEARTBEAT_S, RESEND_S, SESSION_SILENCE_S
 from transferqueue.transport import dial
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_fields
@@ -204,6 +205,13 @@ def test_a_lost_call_is_sent_again_with_its_id_and_its_answer_counts_once(
     server.answer(first.id, m.Tables(["a"]))
     server.answer(first.id, m.Tables(["a"]))
     assert caller.outcome() == m.Tables(["a"])
+
+
+def test_sessions_that_connected_together_do_not_say_together_that_they_live() -> None:
+    paces = [heartbeat_s(session) for session in range(1 << 20, (1 << 20) + 1000)]
+    assert len(set(paces)) == HEARTBEAT_PACES
+    assert 0.75 * HEARTBEAT_S < min(paces) < max(paces) == HEARTBEAT_S
+    assert 3 * HEARTBEAT_S < SESSION_SILENCE_S
 
 
 def test_closing_ends_all_waits_at_once(server: ScriptedServer, connection: Connection) -> None:

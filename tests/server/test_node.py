@@ -8,6 +8,7 @@ from tests.server.nodes import EPOCH, Bench, lease, local, numbers, rows_of
 from tests.wire.test_versions import OLD_HELLO
 from transferqueue.limits import (
     CALLS_PARKED_MAX,
+    HEARTBEAT_S,
     LOCK_CHECK_S,
     MIB,
     PAGE_BYTES,
@@ -122,6 +123,29 @@ def test_silence_ends_a_session_that_only_silence_can_judge(bench):
     assert rows_of(near.take(waiting)) == [0, 1]
     failed(far.ask(m.ListTables()), "Disconnected")
     assert near.ask(m.ListTables()).names == ["t"]
+
+
+def test_heartbeats_keep_a_session_and_change_nothing_else(bench):
+    far = bench.client()
+    far.create_table()
+    before = stats(far)["tables"]["t"]
+    bench.pass_time(0)
+    for _ in range(5):
+        bench.pass_time(HEARTBEAT_S)
+        far.seen = far.ids
+        assert far.take(far.post(m.Heartbeat())) is None
+    assert bench.coordinator.sessions.get(far.session).seen == far.seen
+    assert stats(far)["tables"]["t"] == before
+
+
+def test_two_heartbeats_may_be_lost(bench):
+    far, other = bench.client(), bench.client(**local())
+    bench.pass_time(3 * HEARTBEAT_S)
+    assert far.ask(m.ListTables()).names == []
+    far.post(m.Heartbeat())
+    bench.pass_time(SESSION_SILENCE_S)
+    failed(far.ask(m.ListTables()), "Disconnected")
+    assert other.ask(m.ListTables()).names == []
 
 
 def test_a_session_judged_by_its_lock_outlives_silence_and_not_the_lock(bench, tmp_path):

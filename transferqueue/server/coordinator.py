@@ -447,6 +447,8 @@ class Coordinator:
         session.message_received(peer, call.seen, now)
         self.ledger.message_received(session.number, now)
         request = call.request
+        if type(request) is m.Heartbeat:
+            return  # it has been noted, and has no answer
         if call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self.counters.repeated += 1
             self.waiting.shorten_wait(session.number, call.id, now + wait_of(request))

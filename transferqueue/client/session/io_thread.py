@@ -32,7 +32,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import ANSWER_S, HEARTBEAT_S, UNPIN_S
+from transferqueue.limits import ANSWER_S, HEARTBEAT_S, SERVER_CHECK_S, UNPIN_S
 from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup
 from transferqueue.wire import messages as m
@@ -42,6 +42,7 @@ from transferqueue.wire.versions import mismatch_of
 
 _log: Final = logging.getLogger("transferqueue.client")
 
+HEARTBEAT_PACES: Final = 64
 GOODBYE_S: Final = 1.0
 """How long a closing client waits for the server to have heard it."""
 
@@ -71,6 +72,7 @@ class IoThread:
         """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
         self.hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = _nothing
+        self.heartbeat_s = HEARTBEAT_S
         self.ways = 0
         """How many connections to the server the channel has made."""
         self.check_at = now
@@ -107,6 +109,8 @@ class IoThread:
     def _turn(self) -> None:
         try:
             self.channel.look()
+            if self.channel.is_lost:  # look for the server sooner than at the next heartbeat
+                self.check_at = min(self.check_at, self.outbox.spoke_at + SERVER_CHECK_S)
             if self.channel.ways != self.ways:
                 self._found_way(self.clock())
             while self.over is None and (frame := self.channel.recv_nowait()) is not None:
@@ -169,7 +173,7 @@ class IoThread:
             pending.settle(self._unanswered(pending))
         for kept, lease_s in self.keeper.renewals(now):
             self._renew(kept, lease_s, now)
-        if self.calls.session and now >= self.outbox.spoke_at + HEARTBEAT_S:
+        if self.calls.session and now >= self.outbox.spoke_at + self._silence_s():
             self.outbox.spoke_at = now
             if not self.outbox.backlog:
                 self.outbox.notice(m.Heartbeat(), now)
@@ -178,11 +182,15 @@ class IoThread:
 
     def _next_check(self) -> float:
         """When the next heartbeat, resend or renewal is due."""
-        due = self.outbox.spoke_at + HEARTBEAT_S
+        due = self.outbox.spoke_at + self._silence_s()
         for other in (self.calls.next_late(), self.keeper.next_due(), self.unpins_at):
             if other is not None:
                 due = min(due, other)
         return min(due, self._goodbye_by) if self._goodbye is not None else due
+
+    def _silence_s(self) -> float:
+        """For how long this session may send nothing before it says that it lives, and looks whether the server does."""
+        return SERVER_CHECK_S if self.channel.is_lost or self.outbox.backlog else self.heartbeat_s
 
     def _renew(self, kept: RenewedLease, lease_s: float, now: float) -> None:
         """Ask for one more term of a lease. The request is resent like any call, so a server that restarts in time answers it."""
@@ -259,6 +267,7 @@ class IoThread:
                 )
             )
         self.calls.session = welcome.session
+        self.heartbeat_s = heartbeat_s(welcome.session)
         self.server.durable = welcome.durable
         self.on_welcome(welcome)
         now = self.clock()
@@ -339,6 +348,12 @@ class IoThread:
             except IndexError:  # another thread was quicker
                 return
             pending.settle(copy.copy(error))
+
+
+def heartbeat_s(session: int) -> float:
+    """How long this session may send nothing: from three quarters of `HEARTBEAT_S` to all of it, each session at its own pace. Otherwise
+    the sessions that a restarted server greets together would say together, each time, that they live."""
+    return HEARTBEAT_S * (1 - session % HEARTBEAT_PACES / (4 * HEARTBEAT_PACES))
 
 
 def _nothing(_: m.Welcome) -> None:

@@ -35,8 +35,8 @@ class Outbox:
             self.say(frame, now)
 
     def say(self, frame: bytes, now: float) -> None:
-        """Send a frame in order. A frame that the channel does not take now is sent first at the next turn (a reply came, or a heartbeat
-        is due)."""
+        """Send a frame in order. A frame that the channel does not take now is sent first at the next turn (a reply came, or a second has
+        passed)."""
         if self._channel.is_lost:
             return  # the calls keep the frame, and send it after the reconnection
         self.backlog.append(frame)

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from transferqueue.ledger.table import SharedState
 
 NAMES_SHOWN: Final = 4
-_SILENT_S: Final = 3 * HEARTBEAT_S
+_SILENT_S: Final = 2 * HEARTBEAT_S
 """A live client sends something every `HEARTBEAT_S`; one late message is not reported."""
 
 

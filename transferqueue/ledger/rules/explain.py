@@ -41,7 +41,7 @@ leases each.
 """
 GROUPS_SHOWN = 3
 REASONS_SHOWN = 3
-SILENT_AFTER_S = 3 * HEARTBEAT_S
+SILENT_AFTER_S = 2 * HEARTBEAT_S
 """A live client sends something every `HEARTBEAT_S`; one late message is not reported."""
 
 

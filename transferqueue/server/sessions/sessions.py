@@ -205,15 +205,14 @@ class SessionTable:
         if self._check_silence_at is None or now < self._check_silence_at:
             return []
         unwatched = [session for session in self.by_number.values() if session.process.pidfd < 0]
-        dead = []
+        dead, alive = [], []
         for session in unwatched:
-            if now - session.last_message_at < SESSION_SILENCE_S:
-                continue
-            if session.process.may_see_memory():
+            if now - session.last_message_at >= SESSION_SILENCE_S:
+                if not session.process.may_see_memory():
+                    dead.append(session)
+                    continue
                 session.last_message_at = now  # its lock is held: check again later
-            else:
-                dead.append(session)
-        alive = [session.last_message_at for session in unwatched if session not in dead]
+            alive.append(session.last_message_at)
         self._check_silence_at = min(alive) + SESSION_SILENCE_S if alive else None
         return dead
 
