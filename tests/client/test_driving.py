@@ -6,9 +6,11 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
@@ -57,6 +59,43 @@ def test_a_caller_alone_wakes_no_other_thread(queue: tq.Queue) -> None:
     for _ in range(CALLS):
         assert queue.tables() == []
     assert sleeps_of(connection) - before < OTHER_WAKES
+
+
+def test_pins_of_small_rows_travel_with_calls(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    connection = connection_of(queue)
+
+    def turn() -> None:
+        table.put(x=["text"])
+        table.lease("train", rows=1, timeout_s=20).ack()
+
+    turn()
+    before = sleeps_of(connection)
+    for _ in range(CALLS):
+        turn()
+    assert sleeps_of(connection) - before < OTHER_WAKES
+    assert queue.stats()["bytes"]["blocks_pinned"] == 0
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_interrupts")
+def test_an_interrupt_at_any_step_returns_each_pin_once(queue: tq.Queue, caplog: pytest.LogCaptureFixture) -> None:
+    """A call takes along the pins of what was read before it."""
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    connection = connection_of(queue)
+
+    def once(at: int) -> int:
+        rows = table.put(x=np.zeros((1, 1 << 10)))
+        assert table.read(rows)["x"].numpy().size == 1 << 10
+        interrupts = Interrupts(at)
+        with suppress(KeyboardInterrupt), interrupts:
+            connection.call(m.ListTables())
+        table.drop(rows, "done")
+        return interrupts.steps
+
+    assert every_step(once) > 20
+    assert until(lambda: queue.stats()["bytes"]["blocks_pinned"] == 0)
+    assert not caplog.records, "a pin was returned twice"
 
 
 def test_two_threads_share_a_connection(queue: tq.Queue) -> None:

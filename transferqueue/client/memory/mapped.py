@@ -119,7 +119,7 @@ class MappedMemory:
             self._released(Pins([block.block for block in blocks]))
             raise
         if copied:
-            self._released(Pins([block.block for block in blocks]))
+            self._released(Pins([block.block for block in blocks], copied=True))
         return memory
 
     def pin_all(self, blocks: Iterable[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:

@@ -137,7 +137,8 @@ class PendingCalls:
     def __init__(self) -> None:
         self.session = 0
         self._epoch = 0
-        self._last = 0
+        self.last = 0
+        """The id given last."""
         self._pending: dict[int, PendingCall] = {}
         self._notices: dict[int, bytes] = {}
         self.greeting: int | None = None
@@ -150,13 +151,13 @@ class PendingCalls:
     @property
     def seen(self) -> int:
         """Every reply up to this id has arrived."""
-        unanswered = next(iter(self._pending), self._last + 1)
+        unanswered = next(iter(self._pending), self.last + 1)
         return (min(unanswered, next(iter(self._notices))) if self._notices else unanswered) - 1
 
     def send(self, pending: PendingCall, now: float) -> bytes:
         """Give a call its id, and a deadline unless it has a later one. Returns the frame to send."""
-        self._last += 1
-        pending.id = self._last
+        self.last += 1
+        pending.id = self.last
         until = now + wait_of(pending.request)
         pending.deadline = max(pending.deadline, until + ANSWER_S)
         pending.next_send = until + RESEND_S
@@ -174,7 +175,7 @@ class PendingCalls:
         for one in waiting:
             del self._pending[one.id]
         frame = self.send(waiting[-1] if waiting else PendingCall(hello), now)
-        self.greeting = self._last
+        self.greeting = self.last
         return frame
 
     def welcomed(self, now: float) -> list[bytes]:
@@ -186,11 +187,16 @@ class PendingCalls:
 
     def notice(self, request: m.Request) -> bytes:
         """The frame of a request that has no answer. A heartbeat is not kept: the next one says the same."""
-        self._last += 1
+        self.last += 1
         payload = encode(request)
         if not isinstance(request, m.Heartbeat):
-            self._notices[self._last] = payload
-        return self._frame(self._last, payload)
+            self._notices[self.last] = payload
+        return self._frame(self.last, payload)
+
+    def withdraw_notices(self, last: int) -> None:
+        """Forget the notices after call `last`: none of them was sent."""
+        for number in [number for number in self._notices if number > last]:
+            del self._notices[number]
 
     def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
         """The call that this answers, not settled yet; None if it was answered before. Not for an answer of an earlier server (`is_late`)."""

@@ -26,6 +26,7 @@ from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.undo import unanswered
 from transferqueue.errors import Forked, InternalError, TransferQueueError, Unreachable
 from transferqueue.limits import ANSWER_S
+from transferqueue.storage.memory.mapping import Pins
 from transferqueue.transport import ClientChannel
 from transferqueue.wire import messages as m
 
@@ -194,14 +195,17 @@ class Connection:
             self._io.wakeup.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """Return one pin of each block, with the next call or within `UNPIN_S`. Finalizers may call it, like `post`.
+        """Return one pin of each block, with the next call or within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with the next
+        call or heartbeat. Finalizers may call it, like `post`.
 
         blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """
-        if os.getpid() == self._pid and self._io.over is None:
-            self._io.unpinned.append(blocks)
-            if self._io.unpins_at is None:
-                self._io.wakeup.set()
+        io = self._io
+        if os.getpid() == self._pid and io.over is None:
+            io.unpinned.append(blocks)
+            if io.unpins_at is None and not (type(blocks) is Pins and blocks.copied):
+                io.unpins_wait = True
+                io.wakeup.set()
 
     def end_waits(self, why: TransferQueueError) -> None:
         """From now on no call waits at the server. Calls that wait, or would have to, end with `why`; others are answered as before."""

@@ -98,7 +98,10 @@ def _drive(
     now = io.clock()
     role.suspect = True
     try:
-        io.channel.send(io.calls.send(pending, now))
+        if io.unpinned:
+            _send_with_pins(io, pending, now)
+        else:
+            io.channel.send(io.calls.send(pending, now))
     except PeerError:
         return
     io.outbox.spoke_at = now
@@ -114,6 +117,13 @@ def _drive(
         if not has_frame or not _settle_own(io, channel, pending) or pending.is_settled:
             break
     role.suspect = False
+
+
+def _send_with_pins(io: IoThread, pending: PendingCall, now: float) -> None:
+    """Send a call, and before it the pins that wait for one, together if they are small."""
+    frames = [*io.notices_of_pins(), io.calls.send(pending, now)]
+    while frames:
+        del frames[: io.channel.send_some(frames)]
 
 
 def _has_other_work(io: IoThread) -> bool:

@@ -12,6 +12,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable
+from itertools import chain
 from typing import Final
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome, wait_of
@@ -70,6 +71,10 @@ class IoThread:
         self.unpinned: Final[deque[list[int]]] = deque()
         self.unpins_at: float | None = None
         """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
+        self.unpins_wait = False
+        """Whether a pin was returned that does not wait for the next call or heartbeat, and this thread was woken for it."""
+        self.returning: tuple[list[list[int]], int] | None = None
+        """The lists of pins that a driver makes notices of, and the id of the last call before these."""
         self.hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = _nothing
         self.heartbeat_s = HEARTBEAT_S
@@ -108,6 +113,8 @@ class IoThread:
 
     def _turn(self) -> None:
         try:
+            if self.returning is not None:
+                self._settle_pins(*self.returning)
             self.channel.look()
             if self.channel.is_lost:  # look for the server sooner than at the next heartbeat
                 self.check_at = min(self.check_at, self.outbox.spoke_at + SERVER_CHECK_S)
@@ -135,12 +142,7 @@ class IoThread:
     def has_work(self) -> bool:
         """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that the reply woke waits for the interpreter."""
         return bool(
-            self.inbox
-            or self.left
-            or self.outbox.backlog
-            or self.closing
-            or self.waits_end_now
-            or (self.unpinned and self.unpins_at is None)
+            self.inbox or self.left or self.outbox.backlog or self.closing or self.waits_end_now or self.unpins_wait
         )
 
     def _send_what_is_due(self, now: float) -> None:
@@ -217,6 +219,7 @@ class IoThread:
         """Send the pins that were returned. While there are some, look again after `UNPIN_S`: so those that follow need not wake this
         thread, and an idle client does not wake."""
         end_interrupted()
+        self.unpins_wait = False
         if self.unpins_at is not None and now >= self.unpins_at:
             self.unpins_at = (
                 None  # first: an `unpin` that has read the time before is in the queue by now, or wakes this thread
@@ -225,13 +228,26 @@ class IoThread:
             return
         if self.unpins_at is None:
             self.unpins_at = now + UNPIN_S
-        blocks: list[int] = []
-        for _ in range(len(self.unpinned)):
-            some = self.unpinned.popleft()
-            blocks += some
-            some.clear()
-        for notice in m.unpin(blocks):
-            self.outbox.notice(notice, now)
+        for frame in self.notices_of_pins():
+            self.outbox.send(frame, now)
+
+    def notices_of_pins(self) -> list[bytes]:
+        """Frames that return the pins that wait. A driver calls this too, and may be interrupted between any two steps: see `_settle_pins`."""
+        waiting = list(self.unpinned)
+        self.returning = waiting, self.calls.last
+        once = {id(some): some for some in waiting}.values()  # an interrupted finalizer gives its list again
+        frames = [self.calls.notice(notice) for notice in m.unpin(chain.from_iterable(once))]
+        deque(map(list.clear, waiting), 0)  # one step
+        self.returning = None
+        for _ in waiting:
+            self.unpinned.popleft()
+        return frames
+
+    def _settle_pins(self, waiting: list[list[int]], last: int) -> None:
+        """A driver was interrupted while it made notices of these pins, none of which it has sent. Either the pins or the notices stay."""
+        if any(waiting):
+            self.calls.withdraw_notices(last)
+        self.returning = None
 
     def _receive(self, answer: m.AnswerFrame) -> None:
         if self.calls.is_late(answer):

@@ -56,13 +56,15 @@ class BlockPlace(Protocol):
 class Pins(list[int]):
     """Block ids whose pins are to be released. The sender empties the list, so that passing it twice does no harm.
 
-    total: the number of ids at first. counted: whether the owner of the mapping has subtracted them from its count of pins.
+    copied: few bytes, which were copied: the release may wait until something else is sent. total: the number of ids at first.
+    counted: whether the owner of the mapping has subtracted them from its count of pins.
     """
 
-    __slots__ = ("counted", "total")
+    __slots__ = ("copied", "counted", "total")
 
-    def __init__(self, blocks: Iterable[int]) -> None:
+    def __init__(self, blocks: Iterable[int], *, copied: bool = False) -> None:
         super().__init__(blocks)
+        self.copied = copied
         self.total = len(self)
         self.counted = False
 
