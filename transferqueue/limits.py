@@ -56,6 +56,8 @@ HISTORY_EVENTS_MAX: Final = 4096
 """Events of a table that `inspect` can show: one for each request, with its row ids."""
 HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids in these events, 8 bytes each."""
+EVENT_TEXT_CHARS_MAX: Final = 1024
+"""Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer of 1,024 events 128 MiB."""
 EVENTS_TOLD_MAX: Final = 1024
 """Events in one answer to `ListEvents`: a millisecond of the server's time. Whoever wants more asks again."""
 EVENT_ROWS_TOLD_MAX: Final = 1 << 16
@@ -137,6 +139,8 @@ SNAPSHOT_FETCH_S: Final = 30.0
 """A snapshot gives up a shard that copied nothing for this time. One order takes a fraction of a second, or the time of one large block."""
 FETCH_TRIES: Final = 3
 """Orders in which a shard may fail to copy a block of a snapshot: the first may meet a connection that just broke."""
+COPY_POSTPONED_S: Final = 300.0
+"""The longest that a block waits after copies from all its places failed: damaged bytes cost one read in five minutes."""
 TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB

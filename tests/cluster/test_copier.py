@@ -11,7 +11,7 @@ import pytest
 
 from transferqueue.cluster import copier
 from transferqueue.cluster.copier import Copier, CopyMemory
-from transferqueue.errors import Disconnected, ShardLost
+from transferqueue.errors import Corruption, Disconnected, ShardLost
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
@@ -30,6 +30,7 @@ class Memory:
     def __init__(self, size: int = 1 << 16) -> None:
         self.bytes = np.random.default_rng(7).integers(0, 256, size).astype(np.uint8)
         self.freed: set[int] = set()
+        self.damaged: set[int] = set()
         self.reads: list[int] = []
         self.writes: list[tuple[int, int]] = []
         self.on_write: Callable[[], object] = lambda: None
@@ -38,6 +39,8 @@ class Memory:
         self.reads.append(len(blocks))
         if self.freed.intersection(at.block for at in blocks):
             raise Disconnected("what it named was freed since")
+        if self.damaged.intersection(at.block for at in blocks):
+            raise Corruption("the bytes did not cross in 3 attempts")
         return [self.read_part(at, 0, at.nbytes) for at in blocks]
 
     def read_part(self, block: m.BlockLocation, first: int, end: int) -> U8:
@@ -117,6 +120,20 @@ def test_blocks_that_were_freed_meanwhile_do_not_hold_up_the_others() -> None:
     source.freed = {3, 6}
     blocks = [block(number, 1, 64 * number, 64) for number in range(1, 9)]
     assert made(Memories(s1=source, s3=Memory())).carry_out(order(blocks)) == [1, 2, 4, 5, 7, 8]
+
+
+def test_a_block_that_its_shard_cannot_read_whole_does_not_hold_up_the_others(caplog: pytest.LogCaptureFixture) -> None:
+    source = Memory()
+    source.damaged = {2}
+    blocks = [block(number, 1, 64 * number, 64) for number in range(1, 5)]
+    assert made(Memories(s1=source, s3=Memory())).carry_out(order(blocks)) == [1, 3, 4]
+    assert "block 2 in shard 1 is not copied: the bytes did not cross" in caplog.text
+
+
+def test_a_large_block_that_is_damaged_does_not_hold_up_the_small_ones(caplog: pytest.LogCaptureFixture) -> None:
+    blocks = [block(1, 1, 4096, 2 * PIECE, checksum=5), block(2, 1, 64, 64)]
+    assert made(Memories(s1=Memory(), s3=Memory())).carry_out(order(blocks)) == [2]
+    assert "block 1 in shard 1 does not match its checksum" in caplog.text
 
 
 def test_a_source_that_is_gone_costs_its_blocks_only() -> None:

@@ -11,8 +11,15 @@ from tests.ledger.driver import World
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.ledger.reports import events
 from transferqueue.ledger.reports.events import chosen
-from transferqueue.limits import EVENT_ROWS_TOLD_MAX, EVENTS_TOLD_MAX, HISTORY_EVENTS_MAX
+from transferqueue.limits import (
+    EVENT_ROWS_TOLD_MAX,
+    EVENT_TEXT_CHARS_MAX,
+    EVENTS_TOLD_MAX,
+    HISTORY_EVENTS_MAX,
+    NAME_CHARS_MAX,
+)
 from transferqueue.policies import Task
+from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
 
@@ -61,6 +68,17 @@ def test_an_event_of_too_many_rows_says_how_many_it_does_not_name(
     record(world, 1, np.arange(10))
     (event,) = ask(world, 0)["events"]
     assert (event["rows"], event["omitted"]) == ([0, 1, 2, 3], 6)
+
+
+def test_the_text_of_an_event_is_bounded(world: World) -> None:
+    client = world.client()
+    client.put(1)
+    names = [f"f{number:03}".ljust(NAME_CHARS_MAX, "x") for number in range(200)]
+    client.update([0], [Field(name, "int64", (None,)) for name in names])
+    detail = ask(world, 1)["events"][0]["detail"]
+    assert detail.startswith(names[0])
+    assert detail.endswith("... and more")
+    assert len(detail) <= EVENT_TEXT_CHARS_MAX + len("... and more")
 
 
 def test_real_calls_are_events(world: World) -> None:

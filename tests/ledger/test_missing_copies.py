@@ -5,10 +5,20 @@ from __future__ import annotations
 import pytest
 
 from tests.ledger.driver import Driver, World
+from transferqueue.errors import UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.rows import missing_copies
 from transferqueue.ledger.rows.missing_copies import CopyChoice, MissingCopies
-from transferqueue.limits import COPY_ORDER_BLOCKS, COPY_ORDER_BYTES, COPY_ORDER_S, MIB, PAGE_BYTES, Limits
+from transferqueue.limits import (
+    COPY_ORDER_BLOCKS,
+    COPY_ORDER_BYTES,
+    COPY_ORDER_S,
+    COPY_POSTPONED_S,
+    COPY_RETRY_S,
+    MIB,
+    PAGE_BYTES,
+    Limits,
+)
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
@@ -241,6 +251,7 @@ def test_what_is_not_reported_as_written_waits_again_behind_the_others(
     assert numbers == sorted(numbers, reverse=True), "the newest first"
     assert third.report(order, [newest]) == 1
     assert one_copy(world) == 2
+    world.pass_time(COPY_RETRY_S)
     assert [at.block for at in given(third.order()).blocks] == numbers[1:]
 
 
@@ -283,6 +294,129 @@ def test_a_late_report_counts_while_the_copy_is_still_missing(world: World, clie
     assert third.report(order) == 1
     assert not world.ledger.lacks_copies
     assert missing(world).bytes_ordered == 0
+
+
+# ---------------------------------------------------------------- failures
+
+
+def test_a_copy_that_failed_is_read_from_the_other_places_in_turn(world: World) -> None:
+    client, fourth = world.client(), Shard(world, 4)
+    client.shard, client.copies = 1, [2, 3]
+    client.create(tasks=TASKS, replicas=3)
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    sources = []
+    for _ in range(2):
+        order = given(fourth.order({4: MIB}))
+        sources.append(order.blocks[0].shard)
+        assert fourth.report(order, []) == 0
+    assert sorted(sources) == [2, 3]
+    assert fourth.order({4: MIB}) is None, "both places failed"
+    world.pass_time(COPY_RETRY_S)
+    assert fourth.report(given(fourth.order({4: MIB}))) == 1
+    assert missing(world).failures == {}
+
+
+def test_a_source_that_never_answers_is_not_read_again_first(world: World) -> None:
+    client, fourth, fifth = world.client(), Shard(world, 4), Shard(world, 5)
+    client.shard, client.copies = 1, [2, 3]
+    client.create(tasks=TASKS, replicas=3)
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    stuck = given(fourth.order({4: MIB}))
+    world.pass_time(COPY_ORDER_S + 1)
+    order = given(fifth.order({5: MIB}))
+    assert {stuck.blocks[0].shard, order.blocks[0].shard} == {2, 3}
+    assert fifth.report(order) == 1
+
+
+def test_a_block_that_cannot_be_copied_is_tried_less_and_less_often(world: World, client: Driver, third: Shard) -> None:
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    waits: list[float] = []
+    for _ in range(11):
+        assert third.report(given(third.order()), []) == 0
+        assert third.order() is None
+        assert one_copy(world) == 1, "it still lacks one"
+        assert world.ledger.lacks_copies
+        began, due = world.now, world.ledger.next_deadline()
+        assert due is not None
+        world.pass_time(due - world.now)
+        waits.append(world.now - began)
+    assert waits == [COPY_RETRY_S * 2**tries for tries in range(9)] + [COPY_POSTPONED_S] * 2
+    assert missing(world).bytes_ordered == 0
+
+
+def test_doctor_tells_that_copies_fail(world: World, client: Driver, third: Shard) -> None:
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    third.report(given(third.order()), [])
+    (text,) = [line["text"] for line in client.observe("doctor")["tables"]["t"] if not line["task"]]
+    assert text.startswith("1 row has one copy left of 2: copies of 1 block failed from each place")
+    assert client.observe("stats")["bytes"]["to_copy"] == only(world).nbytes
+
+
+@pytest.mark.parametrize("end", ["drop", "lose"])
+def test_a_block_that_ends_while_it_is_postponed_leaves_nothing(
+    world: World, client: Driver, third: Shard, end: str
+) -> None:
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    third.report(given(third.order()), [])
+    if end == "drop":
+        client.drop([0])
+    else:
+        world.lose_shard(2)
+    assert not world.ledger.lacks_copies
+    assert (missing(world).failures, missing(world).postponed) == ({}, {})
+    world.pass_time(COPY_POSTPONED_S)
+    assert third.order() is None
+
+
+def test_a_change_of_places_ends_the_wait_of_a_postponed_block(world: World) -> None:
+    client, fourth = world.client(), Shard(world, 4)
+    client.shard, client.copies = 1, [2, 3]
+    client.create(tasks=TASKS, replicas=3)
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    for _ in range(2):
+        fourth.report(given(fourth.order({4: MIB})), [])
+    assert fourth.order({4: MIB}) is None
+    world.lose_shard(2)
+    order = given(fourth.order({4: MIB}))
+    assert [at.shard for at in order.blocks] == [3]
+    world.pass_time(COPY_RETRY_S)
+    assert fourth.report(order) == 1, "the end of the earlier wait changes nothing"
+
+
+def test_an_image_goes_on_with_what_is_postponed(world: World, client: Driver, third: Shard) -> None:
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    third.report(given(third.order()), [])
+    world.ledger = Ledger.from_image(world.ledger.image())
+    assert third.order() is None
+    world.pass_time(COPY_RETRY_S)
+    assert third.report(given(third.order())) == 1
+
+
+def test_a_shard_commits_nothing_into_the_extent_of_its_order_and_does_not_return_it(
+    world: World, client: Driver, third: Shard
+) -> None:
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    order = given(third.order())
+    target = order.target
+    block = m.WrittenBlock(target.extent, target.offset, 128, 1, ["text"], [1])
+    before = world.ledger.image()
+    text = Field("text", "int64", (None,))
+    for request in (m.PutRequest("t", 1, m.Columns([text], [block])), m.ReturnGrant(target.extent)):
+        with pytest.raises(
+            UsageError, match=f"extent {target.extent} belongs to a copy order, which ends with its report"
+        ):
+            third.driver.apply(request)
+    assert world.ledger.copy_order(third.driver.session, 3) == order
+    assert len(world.ledger.image()) == len(before)
+    assert third.report(order) == 1
 
 
 # ---------------------------------------------------------------- which, how much, where to

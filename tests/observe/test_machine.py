@@ -2,12 +2,13 @@
 
 import os
 import resource
+import sys
 from pathlib import Path
 
 import pytest
 
 from transferqueue.limits import GIB, MIB
-from transferqueue.observe.machine import kernel, libraries, memory, runtime
+from transferqueue.observe.machine import kernel, libraries, memory, network, runtime
 from transferqueue.observe.machine.check import check_machine
 from transferqueue.observe.machine.result import Check, fail, ok, tried, warn, worst
 from transferqueue.transport import runtime_directory
@@ -159,3 +160,17 @@ def test_the_declared_core_is_installed_here() -> None:
     found = {check.subject: check.verdict for check in libraries.library_checks()}
     assert {"python", "numpy", "pyarrow", "pyzmq", "msgspec", "xxhash"} <= set(found)
     assert set(found.values()) == {"ok"}
+
+
+def test_the_network_check_names_active_devices_and_what_a_missing_library_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
+    state.parent.mkdir(parents=True)
+    state.write_text("4: ACTIVE\n")
+    devices, _ = network.network_checks(tmp_path)
+    assert (devices.verdict, devices.found) == ("ok", "mlx5_0")
+    monkeypatch.setitem(sys.modules, "transferqueue.transport.bulk.one_sided", None)
+    (check,) = network.network_checks(tmp_path)
+    assert check.verdict == "warn"
+    assert "libraries" in check.remedy

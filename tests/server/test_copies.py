@@ -157,6 +157,27 @@ def test_copies_leave_the_room_for_results_and_go_on_when_memory_returns(bench):
     assert shard.client.take(call).target.shard == 2
 
 
+def test_an_order_is_halved_until_it_fits_the_pieces_of_a_fragmented_shard(bench):
+    made = Deployment(bench, 1)
+    for _ in range(40):
+        copied(made.client)
+    made.kill(1)
+    shard = made.join(capacity=16 * PAGE_BYTES)
+    calls = [made.client.post(m.Grant(PAGE_BYTES, wait_s=60.0, apart=[0])) for _ in range(16)]
+    shard.work()
+    grants = [made.client.take(call) for call in calls]
+    for granted in grants[::2]:
+        made.client.ask(m.ReturnGrant(granted.extent))
+    shard.work()
+    reported_blocks = 0
+    order = shard.client.ask(m.TakeCopies())
+    while order is not None:
+        assert order.target.nbytes == PAGE_BYTES
+        reported_blocks += len(order.blocks)
+        order = shard.client.take(shard.client.post(reported(order)))
+    assert (reported_blocks, made.rows_with_one_copy()) == (40, 0)
+
+
 def test_all_orders_together_are_bounded(bench, monkeypatch):
     monkeypatch.setattr(missing_copies, "COPY_ORDER_BLOCKS", 1)
     monkeypatch.setattr(copies, "COPIES_IN_FLIGHT_BYTES", PAGE_BYTES)

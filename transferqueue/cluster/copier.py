@@ -275,8 +275,7 @@ class Copier:
     ) -> Iterator[int]:
         """Copy blocks of one shard; yields the number of each that is written."""
         for at, offset in members:
-            if at.nbytes > COPY_ORDER_BYTES:
-                self._copy_in_pieces(reader, writer, target, at, offset)
+            if at.nbytes > COPY_ORDER_BYTES and self._copy_in_pieces(reader, writer, target, at, offset):
                 yield at.block
         began = self._clock()
         small = [(at, offset) for at, offset in members if at.nbytes <= COPY_ORDER_BYTES]
@@ -288,7 +287,8 @@ class Copier:
 
     def _copy_in_pieces(
         self, reader: CopyMemory, writer: CopyMemory, target: m.Granted, at: m.BlockLocation, offset: int
-    ) -> None:
+    ) -> bool:
+        """Copy a large block. Returns whether its bytes are intact."""
         digest = xxhash.xxh3_64()
         for first in range(0, at.nbytes, COPY_ORDER_BYTES):
             began = self._clock()
@@ -296,8 +296,7 @@ class Copier:
             digest.update(piece.data)
             writer.write(target, offset + first, piece)
             self._yield_to_clients(began)
-        if at.checksum not in (UNCHECKED, digest.intdigest() or 1):
-            raise Corruption(f"block {at.block} in shard {at.shard} does not match its checksum; it is not copied")
+        return _matches(at, digest.intdigest() or 1)
 
     def _yield_to_clients(self, began: float) -> None:
         """Pause as long as the latest piece took, if clients' transfers are under way here."""
@@ -312,11 +311,14 @@ ReadBlock = tuple[m.BlockLocation, int, U8]
 
 
 def _read(reader: CopyMemory, members: Sequence[tuple[m.BlockLocation, int]]) -> list[ReadBlock]:
-    """The bytes of these blocks. Blocks that nobody needs any more are left out: their shard refuses any read that names one."""
+    """The bytes of these blocks. Left out are blocks that nobody needs any more, because their shard refuses any read that names one, and
+    blocks whose bytes do not match the checksums that their shard keeps."""
     try:
         contents = reader.read([at for at, _ in members])
-    except Disconnected:
+    except (Disconnected, Corruption) as error:
         if len(members) == 1:
+            if isinstance(error, Corruption):
+                _log.error("block %d in shard %d is not copied: %s", members[0][0].block, members[0][0].shard, error)
             return []
         half = len(members) // 2
         return [*_read(reader, members[:half]), *_read(reader, members[half:])]
@@ -326,7 +328,11 @@ def _read(reader: CopyMemory, members: Sequence[tuple[m.BlockLocation, int]]) ->
 def _is_intact(block: ReadBlock) -> bool:
     """Whether the bytes match the checksum of the block, if it has one."""
     at, _, content = block
-    if at.checksum in (UNCHECKED, checksum(content)):
+    return _matches(at, at.checksum and checksum(content))
+
+
+def _matches(at: m.BlockLocation, computed: int) -> bool:
+    if at.checksum in (UNCHECKED, computed):
         return True
     _log.error("block %d in shard %d does not match its checksum; it is not copied", at.block, at.shard)
     return False

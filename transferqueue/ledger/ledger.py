@@ -30,7 +30,7 @@ from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState
-from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState
+from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
@@ -184,6 +184,8 @@ class Ledger:
                 weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
             elif isinstance(subject, CopyOrderState):
                 state.core.blocks.expire_order(subject)
+            elif isinstance(subject, PostponedCopy):
+                state.core.blocks.resume_copy(subject)
             elif isinstance(subject, PendingVersion):
                 self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
@@ -257,7 +259,7 @@ class Ledger:
 
     def copy_order(self, session: int, shard: int) -> m.CopyOrder | None:
         """The copy order of a session, which is that of `shard`; None if it has none. Each block is named where it is to be read: in
-        this shard if it lies there.
+        this shard if it lies there, and elsewhere after a copy from there failed.
         """
         blocks = self.state.core.blocks
         order = blocks.order_of(session)
@@ -268,14 +270,19 @@ class Ledger:
         return m.CopyOrder(
             shard,
             m.Granted(extent.id, extent.shard, extent.offset, extent.nbytes),
-            [_read_from(blocks.blocks[number].at, shard) for number in needed],
+            [_read_from(blocks.blocks[number].at, blocks.missing.failures.get(number, 0), shard) for number in needed],
             list(needed.values()),
         )
 
     def finish_copies(self, session: int, extent: int, written: Collection[int], now: float) -> int:
-        """See `BlockRegistry.finish_copies`."""
+        """The session reports which blocks of its copy order it wrote. Returns how many copies count from now on: see
+        `BlockRegistry.finish_copies`.
+        """
         self.tick(now)
-        return self.state.core.blocks.finish_copies(session, extent, frozenset(written))
+        added, postponed = self.state.core.blocks.finish_copies(session, extent, frozenset(written))
+        for copy in postponed:
+            self.state.core.deadlines.add(copy, self.state.now + copy.delay_s)
+        return added
 
     # ------------------------------------------------------------ what a server asks
 
@@ -400,7 +407,11 @@ class Ledger:
         return listed_events(self.state.table(request.table), request, self.state.now)
 
 
-def _read_from(at: m.BlockLocation, shard: int) -> m.BlockLocation:
-    """The block as it lies in this shard, or else at its main location. What a copy does not need is left out."""
-    here = next((copy for copy in at.copies if copy.shard == shard), at) if at.shard != shard else at
+def _read_from(at: m.BlockLocation, failures: int, shard: int) -> m.BlockLocation:
+    """The block where it is to be read after so many failures: first in `shard`, if it lies there, then at its other places in turn. What a
+    copy does not need is left out."""
+    places = sorted(
+        [m.CopyLocation(at.shard, at.extent, at.offset), *at.copies], key=lambda place: place.shard != shard
+    )
+    here = places[failures % len(places)]
     return replace(at, shard=here.shard, extent=here.extent, offset=here.offset, fields=[], counts=[], copies=[])

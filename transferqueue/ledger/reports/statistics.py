@@ -42,6 +42,7 @@ from transferqueue.ledger.tasks.task_state import (
     WAITING_FOR_GROUP,
     TaskState,
 )
+from transferqueue.limits import COPY_POSTPONED_S
 from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
@@ -195,7 +196,8 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
         "granted": sum(extent.nbytes for extent in extents),
         "blocks": len(blocks.blocks),
         "blocks_pinned": sum(block.pins > 0 for block in blocks.blocks.values()),
-        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values()),
+        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values())
+        + sum(blocks.blocks[number].at.nbytes for number in blocks.missing.postponed),
         "being_copied": blocks.missing.bytes_ordered,
     }
 
@@ -375,11 +377,13 @@ def _copies_lines(table: TableState) -> list[str]:
     if not (rows := rows_with_one_copy(table)):
         return []
     missing = table.core.blocks.missing
-    progress = (
-        f"shards copy {missing.bytes_ordered:,} bytes now"
-        if missing.orders
-        else "no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
-    )
+    if missing.orders:
+        progress = f"shards copy {missing.bytes_ordered:,} bytes now"
+    elif missing.waiting:
+        progress = "no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
+    else:
+        blocks = counted(len(missing.postponed), "block")
+        progress = f"copies of {blocks} failed from each place; they are tried again within {COPY_POSTPONED_S:g} s, and shard processes log why"
     return [f"{counted(rows, 'row', 'has', 'have')} one copy left of {table.replicas}: {progress}"]
 
 

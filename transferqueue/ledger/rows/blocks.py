@@ -26,7 +26,7 @@ from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
 from transferqueue.ledger.effects import Effects, FreeExtent
-from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, Shards
+from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
@@ -155,6 +155,7 @@ class BlockRegistry:
             return
         if extent.session != session:
             raise UsageError(f"extent {number} is granted to another session; return only what was granted to you")
+        self._check_not_ordered(number)
         self._disown(extent)
 
     def return_grants(self, session: int) -> None:
@@ -197,7 +198,7 @@ class BlockRegistry:
     def _lose_copies(self, block: CommittedBlock) -> None:
         """Remove lost extents from the block. Its first remaining copy becomes its main location."""
         at = block.at
-        self.missing.remove(at.block, block.shards)
+        self.missing.forget(at.block, block.shards)
         places = [CopyLocation(at.shard, at.extent, at.offset), *at.copies]
         first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
         block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
@@ -233,31 +234,49 @@ class BlockRegistry:
         return next((order for order in orders if self.extents[order.extent].session == session), None)
 
     def expire_order(self, order: CopyOrderState) -> None:
-        """The order is overdue: another shard may copy its blocks."""
+        """The order is overdue: another shard may copy its blocks, and from another place, since this one may be what does not answer."""
         self.missing.expire(order)
+        for number in order.offsets:
+            if number in self.blocks and len(self.blocks[number].extents) > 1:
+                self.missing.failures[number] = self.missing.failures.get(number, 0) + 1
         self._await_again(order)
 
-    def finish_copies(self, session: int, number: int, written: Collection[int]) -> int:
-        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from now on.
+    def finish_copies(self, session: int, number: int, written: Collection[int]) -> tuple[int, list[PostponedCopy]]:
+        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from now on, and
+        what is postponed, whose deadlines the caller sets.
 
         Does nothing if the session has no such order: it reported that before, or the order ended. A block that nobody needs any more
         counts no copy.
         """
         extent = self.extents.get(number)
         if extent is None or extent.session != session or number not in self.missing.orders:
-            return 0
+            return 0, []
+        order = self.missing.orders[number]
         added = 0
-        for member, offset in self.missing.orders[number].offsets.items():
+        postponed = [] if order.overdue else self._failed(order, written)
+        for member, offset in order.offsets.items():
             block = self.blocks.get(member)
             if member in written and block is not None and block.lacks_copies and extent.shard not in block.shards:
                 self._add_copy(block, extent, offset)
                 added += 1
         self._disown(extent)
         self._effects.wake("copies")
-        return added
+        return added, postponed
+
+    def _failed(self, order: CopyOrderState, written: Collection[int]) -> list[PostponedCopy]:
+        """Count the failures of an order. Returns the blocks that are postponed."""
+        lacking = [self.blocks[number] for number in order.offsets if number in self.blocks and number not in written]
+        failed = [self.missing.fail(at.at.block, len(at.extents)) for at in lacking if at.lacks_copies]
+        return [postponed for postponed in failed if postponed is not None]
+
+    def resume_copy(self, postponed: PostponedCopy) -> None:
+        """A postponed block may be copied again."""
+        self.missing.resume(postponed)
+        if (block := self.blocks.get(postponed.block)) is not None:
+            self._await_copies(block)
 
     def _add_copy(self, block: CommittedBlock, extent: ExtentState, offset: int) -> None:
-        self.missing.remove(block.at.block, block.shards)
+        self.missing.forget(block.at.block, block.shards)
         copy = CopyLocation(extent.shard, extent.id, offset)
         block.at = replace(block.at, copies=[*block.at.copies, copy])
         block.extents.append(extent)
@@ -272,7 +291,7 @@ class BlockRegistry:
         for number in order.offsets:
             if (block := self.blocks.get(number)) is not None:
                 self._await_copies(block)
-                self.missing.postpone(block.shards)
+                self.missing.move_back(block.shards)
 
     # ------------------------------------------------------------ commits
 
@@ -316,12 +335,19 @@ class BlockRegistry:
         extent = self.extents.get(number)
         if extent is None or extent.session != session:
             raise NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
+        self._check_not_ordered(number)
         if extent.lost:
             raise ShardLost(
                 f"extent {number} was in shard {extent.shard}, which is gone with all that was written there; return it "
                 "and write the columns again, into a new grant"
             )
         return extent
+
+    def _check_not_ordered(self, number: int) -> None:
+        if number in self.missing.orders:
+            raise UsageError(
+                f"extent {number} belongs to a copy order, which ends with its report (TakeCopies) alone; ask for a grant to write rows"
+            )
 
     def commit(
         self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int], replicas: int = 1
@@ -378,7 +404,7 @@ class BlockRegistry:
         if not block.refs:
             block.usage.bytes -= block.nbytes
             if len(block.extents) < block.replicas:
-                self.missing.remove(number, block.shards)
+                self.missing.forget(number, block.shards)
             self._forget_if_unused(block)
 
     def _forget_if_unused(self, block: CommittedBlock) -> None:

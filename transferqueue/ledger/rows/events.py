@@ -1,18 +1,21 @@
 """The recent events of a table, from which `inspect` tells the life of a row.
 
 A request adds one event. The event holds the array of row ids that the request had anyway, so recording costs one
-tuple. The history is bounded by the number of events and by the number of row ids in them; the oldest events are
-removed first.
+tuple. The history is bounded by the number of events, by their texts, and by the number of row ids in them; the oldest events
+are removed first.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from itertools import islice
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from transferqueue.ledger.rows.arrays import IntArray
-from transferqueue.limits import HISTORY_EVENTS_MAX, HISTORY_ROWS_MAX
+from transferqueue.limits import EVENT_TEXT_CHARS_MAX, HISTORY_EVENTS_MAX, HISTORY_ROWS_MAX
+
+CUT: Final = "... and more"
+"""The end of a detail that was longer."""
 
 
 class TableEvent(NamedTuple):
@@ -42,6 +45,8 @@ class TableHistory:
             return
         if rows.base is not None:
             rows = rows.copy()  # a view would keep its whole base array alive
+        if len(detail) > EVENT_TEXT_CHARS_MAX:
+            detail = f"{detail[:EVENT_TEXT_CHARS_MAX]}{CUT}"
         self._events.append(TableEvent(at, what, rows, task, session, detail))
         self._rows += size
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:

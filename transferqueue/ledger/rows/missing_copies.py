@@ -8,9 +8,13 @@ The rules (docs/decisions/0042):
 3. A copy counts once the shard has said that it is written (`BlockRegistry.finish_copies`). Nobody is told of it before.
 4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that still lack a copy
    wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that another shard may copy them, but its
-   extent stays with the session, which may still write there, and a late report still counts for what is still lacking.
+   extent stays with the session, which may still write there, and a late report still counts for what is still lacking. Only these three
+   close the extent: nobody commits into it, and the session does not return it.
 5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
-6. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own.
+6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a failure from each of them
+   the block is *postponed*, by `COPY_RETRY_S` and then twice as long each time, up to `COPY_POSTPONED_S`: until then nobody copies it, such
+   as damaged bytes again and again. A place that is added or lost ends that.
+7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own.
 """
 
 from __future__ import annotations
@@ -20,7 +24,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Final, NamedTuple
 
-from transferqueue.limits import COPY_ORDER_BLOCKS, COPY_ORDER_BYTES
+from transferqueue.limits import COPY_ORDER_BLOCKS, COPY_ORDER_BYTES, COPY_POSTPONED_S, COPY_RETRY_S
 from transferqueue.schema import align
 
 OWN_SHARD: Final = 0
@@ -50,6 +54,15 @@ class CopyOrderState:
     overdue: bool = False
 
 
+@dataclass(slots=True, eq=False)
+class PostponedCopy:
+    """A block that nobody copies before the deadline, since copies from all its places failed. delay_s: how long that is."""
+
+    block: int
+    delay_s: float
+    deadline: float | None = None
+
+
 class MissingCopies:
     """The blocks of one ledger that lack copies."""
 
@@ -60,22 +73,29 @@ class MissingCopies:
         """By extent."""
         self.bytes_ordered = 0
         """Bytes of the extents of all orders that are not overdue."""
+        self.failures: dict[int, int] = {}
+        """By block: how many copies failed since the latest change of its places."""
+        self.postponed: dict[int, PostponedCopy] = {}
+        """By block."""
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.orders)
+        return bool(self.waiting or self.orders or self.postponed)
 
     def blocks(self) -> Iterator[int]:
         """All blocks that lack copies, some twice. Of those in an order, some may not be needed any more."""
-        for members in (*self.waiting.values(), *(order.offsets for order in self.orders.values())):
+        orders = (order.offsets for order in self.orders.values())
+        for members in (*self.waiting.values(), *orders):
             yield from members
+        yield from self.postponed
 
     def is_ordered(self, block: int) -> bool:
         """Whether an order that is not overdue has the block."""
         return any(block in order.offsets and not order.overdue for order in self.orders.values())
 
     def add(self, block: int, nbytes: int, shards: Shards) -> None:
-        """The block lacks a copy, and waits for an order."""
-        self.waiting.setdefault(shards, {})[block] = nbytes
+        """The block lacks a copy, and waits for an order. No effect on one that is postponed."""
+        if block not in self.postponed:
+            self.waiting.setdefault(shards, {})[block] = nbytes
 
     def remove(self, block: int, shards: Shards) -> None:
         """The block does not wait any more. No error if it did not."""
@@ -83,7 +103,29 @@ class MissingCopies:
         if members is not None and members.pop(block, None) is not None and not members:
             del self.waiting[shards]
 
-    def postpone(self, shards: Shards) -> None:
+    def forget(self, block: int, shards: Shards) -> None:
+        """As `remove`, and forget that copies failed: the block is not needed any more, or its places change."""
+        self.remove(block, shards)
+        self.failures.pop(block, None)
+        if (postponed := self.postponed.pop(block, None)) is not None:
+            postponed.deadline = None
+
+    def fail(self, block: int, places: int) -> PostponedCopy | None:
+        """A copy of this block failed, which lies in so many places. Returns it with the time that it waits, if all of them have failed."""
+        failures = self.failures[block] = self.failures.get(block, 0) + 1
+        rounds, untried = divmod(failures, places)
+        if untried or block in self.postponed:
+            return None
+        delay_s = min(COPY_RETRY_S * 2.0 ** min(rounds - 1, 32), COPY_POSTPONED_S)
+        postponed = self.postponed[block] = PostponedCopy(block, delay_s)
+        return postponed
+
+    def resume(self, postponed: PostponedCopy) -> None:
+        """The time of a postponed block is over."""
+        if self.postponed.get(postponed.block) is postponed:
+            del self.postponed[postponed.block]
+
+    def move_back(self, shards: Shards) -> None:
         """Blocks that lie in `shards` are copied after those of other shards: a copy from there has failed."""
         if (members := self.waiting.pop(shards, None)) is not None:
             self.waiting[shards] = members
@@ -120,7 +162,7 @@ class MissingCopies:
         return None
 
     def _target(self, shard: int, shards: Shards, rooms: Mapping[int, int]) -> int | None:
-        """Where the process of `shard` copies blocks that lie in `shards`; None: not its task (rule 6)."""
+        """Where the process of `shard` copies blocks that lie in `shards`; None: not its task (rule 7)."""
         if shard not in shards:
             return shard if shard in rooms else None
         if OWN_SHARD in shards or OWN_SHARD not in rooms:

@@ -7,49 +7,37 @@ from importlib import metadata
 from pathlib import Path
 from typing import Final
 
-from transferqueue.observe.machine.result import Check, fail, ok
+from transferqueue.observe.machine.result import Check, fail, ok, warn
 
-BYTES_VARIABLE: Final = "TRANSFERQUEUE_BYTES"
-"""Names and devices are repeated from `transport.bulk.one_sided`: `doctor` must work where a library that transport needs is missing."""
-DEVICES: Final = Path("/sys/class/infiniband")
 _STREAM: Final = "stream"
 _TRANSPORTS: Final = {"nixl:tcp": "TCP, for tests", "nixl:cma": "CMA on one host, for tests"}
-_USE_STREAM: Final = f"unset {BYTES_VARIABLE}, or set it to stream"
+_SUBJECT: Final = "columns cross by"
 
 
-def network_checks(devices: Path = DEVICES) -> list[Check]:
-    """The RDMA devices of this machine, and what a server or client with this environment would use."""
-    active = rdma_devices(devices)
-    listed = ", ".join(active) or "none: columns cross over TCP"
-    return [ok("RDMA devices", listed), carrier(os.environ.get(BYTES_VARIABLE) or _STREAM, active)]
-
-
-def rdma_devices(directory: Path) -> list[str]:
-    """Devices that have an active port."""
-    if not directory.is_dir():
-        return []
-    return sorted(device.name for device in directory.iterdir() if _is_active(device))
-
-
-def _is_active(device: Path) -> bool:
+def network_checks(devices: Path | None = None) -> list[Check]:
+    """The RDMA devices of this machine, and what a server or client with this environment would use. devices: as the kernel lists them;
+    None: where it does."""
     try:
-        return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
-    except OSError:  # the device has just gone, or this user may not look
-        return False
+        from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, DEVICES, rdma_devices
+    except ImportError as error:  # a library that transport needs is missing, and `doctor` says which under "libraries"
+        return [warn(_SUBJECT, f"nothing: {error}", "install what is missing under libraries")]
+    active = rdma_devices(devices or DEVICES)
+    listed = ", ".join(active) or "none: columns cross over TCP"
+    return [ok("RDMA devices", listed), carrier(os.environ.get(BYTES_VARIABLE) or _STREAM, active, BYTES_VARIABLE)]
 
 
-def carrier(name: str, active: list[str]) -> Check:
+def carrier(name: str, active: list[str], variable: str = "TRANSFERQUEUE_BYTES") -> Check:
     """What the setting `name` means on a machine with these active RDMA devices."""
-    subject = "columns cross by"
+    subject, use_stream = _SUBJECT, f"unset {variable}, or set it to stream"
     if name == _STREAM:
         return ok(subject, "stream")
     if name != "nixl" and name not in _TRANSPORTS:
-        return fail(subject, f"{BYTES_VARIABLE}={name}, which is no carrier", _USE_STREAM)
+        return fail(subject, f"{variable}={name}, which is no carrier", use_stream)
     version = _nixl()
     if version is None:
-        return fail(subject, f"{name}, and the package nixl is not installed", f"install it, or {_USE_STREAM}")
+        return fail(subject, f"{name}, and the package nixl is not installed", f"install it, or {use_stream}")
     if name == "nixl" and not active:
-        return fail(subject, "nixl, and there is no RDMA device with an active port", _USE_STREAM)
+        return fail(subject, "nixl, and there is no RDMA device with an active port", use_stream)
     return ok(subject, f"nixl {version} over {_TRANSPORTS.get(name) or ', '.join(active)}")
 
 

@@ -5,7 +5,8 @@ repeated request and a lost answer need nothing else. The rules (docs/decisions/
 
 1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most `COPIES_IN_FLIGHT_BYTES`, or are one.
 2. A copy takes room as new rows do: the part of a shard that is reserved for results stays free.
-3. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without one may be a delayed
+3. Room may lie in pieces that are smaller than an order. Then the order is halved until it fits.
+4. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without one may be a delayed
    frame, and the shard may still write into the extent.
 """
 
@@ -54,17 +55,18 @@ class CopyOrders:
 
     def _begin(self, session: OpenSession, shard: int, now: float) -> bool:
         """Begin an order of the shard. Returns False if there is nothing to copy for it, or no room."""
-        choice = self._ledger.copies_for(shard, self._shards.rooms_for_rows())
-        if choice is None:
-            return False
-        under_way = self._ledger.bytes_being_copied
-        if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
-            return False
-        taken = self._take(choice.target, max(choice.nbytes, 1))
-        if taken is None:
-            return False
-        self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
-        return True
+        rooms = self._shards.rooms_for_rows()
+        while (choice := self._ledger.copies_for(shard, rooms)) is not None:
+            under_way = self._ledger.bytes_being_copied
+            if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
+                return False
+            if (taken := self._take(choice.target, max(choice.nbytes, 1))) is not None:
+                self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
+                return True
+            if not choice.nbytes:
+                return False
+            rooms[choice.target] = choice.nbytes // 2
+        return False
 
     def _take(self, target: int, nbytes: int) -> tuple[int, int] | None:
         try:
