@@ -25,22 +25,8 @@ from transferqueue.errors import (
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Task
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.job import (
-    BODY,
-    NUMBER,
-    SimJob,
-    Steps,
-    blocks_of,
-    inline,
-    let_go,
-    pack,
-    persistently,
-    stamps_of,
-    unpack,
-    until_end,
-    view,
-    write,
-)
+from transferqueue.testing.simulator import job
+from transferqueue.testing.simulator.job import SimJob, Steps
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
@@ -95,14 +81,16 @@ class ColumnEndsJob(SimJob):
             Task("use", needs=["body"], lease_s=2.0, attempts_max=0),
         ]
         limits = Limits(rows=3 * ROWS)
-        yield m.CreateTable(self.table, [BODY, IMAGE, NUMBER], tasks, limits, retention=AckedColumns(), exist_ok=True)
+        yield m.CreateTable(
+            self.table, [job.BODY, IMAGE, job.NUMBER], tasks, limits, retention=AckedColumns(), exist_ok=True
+        )
 
     # ------------------------------------------------------------ in
 
     def _write(self, process: Process) -> Steps:
         yield from self._open()
         while self._put < PUTS:
-            yield from persistently(process, partial(self._write_once, process))
+            yield from job.persistently(process, partial(self._write_once, process))
         try:
             yield m.Seal(self.table)
         except Sealed:
@@ -113,10 +101,10 @@ class ColumnEndsJob(SimJob):
         blocks: list[m.WrittenBlock] = []
         try:
             for name, first in FIRST_STAMPS.items():
-                block = yield from write(process, [first + number for number in numbers])
+                block = yield from job.write(process, [first + number for number in numbers])
                 blocks.append(msgspec.structs.replace(block, fields=[name]))
             facts = m.RowFacts(keys=[str(number) for number in numbers])
-            columns = m.Columns([BODY, IMAGE, NUMBER], blocks, [m.Inline("number", pack(numbers))], facts)
+            columns = m.Columns([job.BODY, IMAGE, job.NUMBER], blocks, [m.Inline("number", job.pack(numbers))], facts)
             yield m.PutRequest(self.table, ROWS, columns, wait_s=3.0)
         except AlreadyExists:
             pass
@@ -133,7 +121,7 @@ class ColumnEndsJob(SimJob):
         yield from self._open()
         ended = False
         while not ended:
-            yield from persistently(process, self._go_back)
+            yield from job.persistently(process, self._go_back)
             try:
                 ended = yield from self._look_on(process)
             except Unreachable:  # the server may have counted that step or not
@@ -178,7 +166,7 @@ class ColumnEndsJob(SimJob):
 
     def _use(self, process: Process) -> Steps:
         yield from self._open()
-        yield from until_end(process, partial(self._use_once, process))
+        yield from job.until_end(process, partial(self._use_once, process))
         self._ended.add("body")
 
     def _use_once(self, process: Process) -> Steps:
@@ -193,22 +181,22 @@ class ColumnEndsJob(SimJob):
         """A lease, and the numbers of its rows, whose column must have been put with them and stay while it is viewed."""
         wait_s = 60.0 if process.world.healed and task == "use" else 2.0
         lease = yield m.LeaseRequest(self.table, task, rows=ROWS, at_least=1, wait_s=wait_s, fields=[column, "number"])
-        view(process, blocks_of(lease.content))
+        job.view(process, job.blocks_of(lease.content))
         try:
             numbers = self._seen(process, lease.content, column)
             yield process.world.random.uniform(0.01, 0.3)
             if numbers != self._seen(process, lease.content, column):
                 raise PromiseBroken(f"column {column} of rows {numbers} changed under a view")
         finally:
-            let_go(process, blocks_of(lease.content))
+            job.let_go(process, job.blocks_of(lease.content))
         return lease, numbers
 
     def _seen(self, process: Process, content: m.ReplyRows, column: str) -> list[int]:
         """The numbers of rows, which must be those in the bytes of their column."""
-        stamps = stamps_of(process, content)
-        numbers = [stamps[row] - FIRST_STAMPS[column] for row in unpack(content.rows)]
-        if numbers != inline(content, "number"):
-            raise PromiseBroken(f"rows {inline(content, 'number')} have the {column} of rows {numbers}")
+        stamps = job.stamps_of(process, content)
+        numbers = [stamps[row] - FIRST_STAMPS[column] for row in job.unpack(content.rows)]
+        if numbers != job.inline(content, "number"):
+            raise PromiseBroken(f"rows {job.inline(content, 'number')} have the {column} of rows {numbers}")
         return numbers
 
     # ------------------------------------------------------------ a reader
@@ -217,29 +205,29 @@ class ColumnEndsJob(SimJob):
         yield from self._open()
         while len(self._ended) < 2:
             if self._put:
-                yield from persistently(process, partial(self._visit_once, process))
+                yield from job.persistently(process, partial(self._visit_once, process))
             yield process.world.random.uniform(0.05, 0.4)
 
     def _visit_once(self, process: Process) -> Steps:
         """Read a column of a confirmed row. It is there until the task that needs it may be done with the row."""
         number = process.world.random.randrange(self._put * ROWS)
         column = process.world.random.choice(list(FIRST_STAMPS))
-        (row,) = unpack((yield m.Find(self.table, [str(number)])).rows)
+        (row,) = job.unpack((yield m.Find(self.table, [str(number)])).rows)
         if row < 0:
             if not all(number in maybe for maybe in self._maybe.values()):
                 raise PromiseBroken(f"row {number} is gone, and no task may be done with it yet")
             return
         try:
-            content = (yield m.ReadRequest(self.table, pack([row]), [column, "number"])).content
+            content = (yield m.ReadRequest(self.table, job.pack([row]), [column, "number"])).content
         except ColumnFreed as error:
             if number not in self._maybe[column]:
                 raise PromiseBroken(f"its task is not done with row {number}: {error}") from error
             return
-        view(process, blocks_of(content))
+        job.view(process, job.blocks_of(content))
         try:
             self._seen(process, content, column)
         finally:
-            let_go(process, blocks_of(content))
+            job.let_go(process, job.blocks_of(content))
 
 
 def _numbers(put: int) -> list[int]:

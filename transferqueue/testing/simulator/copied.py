@@ -22,18 +22,8 @@ from transferqueue.errors import (
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Task
 from transferqueue.server.shards.own_memory import SHARD
-from transferqueue.testing.simulator.job import (
-    BODY,
-    ROW_BYTES,
-    SimJob,
-    Steps,
-    blocks_of,
-    let_go,
-    pack,
-    stamp_at,
-    unpack,
-    view,
-)
+from transferqueue.testing.simulator import job
+from transferqueue.testing.simulator.job import SimJob, Steps
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -139,9 +129,9 @@ class ReplicatedShardsJob(SimJob):
             for at, offset in zip(order.blocks, order.offsets, strict=True):
                 source = yield from self._bytes(process, at.shard)
                 target = yield from self._bytes(process, order.target.shard)
-                for start in range(0, at.nbytes, ROW_BYTES):
-                    row = source[at.offset + start : at.offset + start + ROW_BYTES]
-                    target[offset + start : offset + start + ROW_BYTES] = row
+                for start in range(0, at.nbytes, job.ROW_BYTES):
+                    row = source[at.offset + start : at.offset + start + job.ROW_BYTES]
+                    target[offset + start : offset + start + job.ROW_BYTES] = row
                     yield process.world.random.uniform(0.001, 0.05)
                 written.append(at.block)
         except ShardLost:
@@ -168,7 +158,7 @@ class ReplicatedShardsJob(SimJob):
     def _open(self) -> Steps:
         task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
         limits = Limits(rows=6 * ROWS)
-        yield m.CreateTable(self.table, [BODY], [task], limits, exist_ok=True, replicas=self.replicas)
+        yield m.CreateTable(self.table, [job.BODY], [task], limits, exist_ok=True, replicas=self.replicas)
 
     def _insist(self, act: Callable[[], Steps]) -> Steps:
         while True:
@@ -196,9 +186,11 @@ class ReplicatedShardsJob(SimJob):
                 yield from self._write_to(process, grants, stamps)
             first, *others = grants
             copies = [m.WrittenCopy(one.extent, one.offset) for one in others]
-            placed = m.WrittenBlock(first.extent, first.offset, ROWS * ROW_BYTES, ROWS, ["body"], [0], copies=copies)
+            placed = m.WrittenBlock(
+                first.extent, first.offset, ROWS * job.ROW_BYTES, ROWS, ["body"], [0], copies=copies
+            )
             self._sent += ROWS
-            yield m.PutRequest(self.table, ROWS, m.Columns([BODY], [placed]), wait_s=3.0)
+            yield m.PutRequest(self.table, ROWS, m.Columns([job.BODY], [placed]), wait_s=3.0)
             self._confirmed += ROWS
         finally:
             process.sights.clear()
@@ -207,14 +199,14 @@ class ReplicatedShardsJob(SimJob):
         yield process.world.random.uniform(0.0, 0.5)
 
     def _write_to(self, process: Process, grants: list[m.Granted], stamps: list[int]) -> Steps:
-        grant = yield m.Grant(ROWS * ROW_BYTES, wait_s=3.0, apart=[one.shard for one in grants])
+        grant = yield m.Grant(ROWS * job.ROW_BYTES, wait_s=3.0, apart=[one.shard for one in grants])
         grants.append(grant)
         if grant.shard == SHARD:
             process.sights[-grant.extent] = grant.offset, grant.nbytes
         memory = yield from self._bytes(process, grant.shard)
         for at, stamp in enumerate(stamps):
-            start = grant.offset + at * ROW_BYTES
-            memory[start : start + ROW_BYTES] = pack([FIRST_STAMP + stamp] * 8)
+            start = grant.offset + at * job.ROW_BYTES
+            memory[start : start + job.ROW_BYTES] = job.pack([FIRST_STAMP + stamp] * 8)
             yield process.world.random.uniform(0.001, 0.05)
 
     # ------------------------------------------------------------ out
@@ -249,12 +241,12 @@ class ReplicatedShardsJob(SimJob):
     def _use_once(self, process: Process) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
         lease = yield m.LeaseRequest(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s)
-        view(process, [at for at in blocks_of(lease.content) if at.shard == SHARD])
+        job.view(process, [at for at in job.blocks_of(lease.content) if at.shard == SHARD])
         try:
             stamps = yield from self._seen(process, lease.content)
             yield process.world.random.uniform(0.01, 0.3)
             if stamps != (yield from self._seen(process, lease.content)):
-                raise PromiseBroken(f"rows {unpack(lease.content.rows)} changed under a view")
+                raise PromiseBroken(f"rows {job.unpack(lease.content.rows)} changed under a view")
             self._maybe_used.update(stamps)
             yield m.Ack(self.table, lease.lease, lease.token)
             if again := self._used & set(stamps):
@@ -264,7 +256,7 @@ class ReplicatedShardsJob(SimJob):
             process.send_unawaited(m.ReleaseRequest(self.table, lease.lease, lease.token))
             raise
         finally:
-            let_go(process, blocks_of(lease.content))
+            job.let_go(process, job.blocks_of(lease.content))
 
     def _seen(self, process: Process, content: m.ReplyRows) -> Steps:
         """The stamps of the rows, in order. Each must have been put, and be the same in each copy."""
@@ -275,7 +267,7 @@ class ReplicatedShardsJob(SimJob):
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)
-            stamp = stamp_at(memory, at.offset + slot * ROW_BYTES, f"a row in shard {at.shard}")
+            stamp = job.stamp_at(memory, at.offset + slot * job.ROW_BYTES, f"a row in shard {at.shard}")
             found.append(stamp - FIRST_STAMP)
             yield from self._compare_copies(process, at.copies, slot, stamp)
         if wrong := [stamp for stamp in found if not 0 <= stamp < self._sent]:
@@ -289,7 +281,7 @@ class ReplicatedShardsJob(SimJob):
                 memory = yield from self._bytes(process, copy.shard)
             except ShardLost:
                 continue
-            held = stamp_at(memory, copy.offset + slot * ROW_BYTES, f"a copy in shard {copy.shard}")
+            held = job.stamp_at(memory, copy.offset + slot * job.ROW_BYTES, f"a copy in shard {copy.shard}")
             if held != stamp:
                 raise PromiseBroken(f"a copy in shard {copy.shard} holds {held}, and the row {stamp}")
 

@@ -9,22 +9,8 @@ from typing import TYPE_CHECKING, Final
 from transferqueue.errors import AlreadyExists, Full, Sealed, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Compare, Manual, Predicate, TagIs, Task
-from transferqueue.testing.simulator.job import (
-    BODY,
-    NUMBER,
-    SimJob,
-    Steps,
-    blocks_of,
-    inline,
-    let_go,
-    pack,
-    persistently,
-    stamps_of,
-    unpack,
-    until_end,
-    view,
-    write,
-)
+from transferqueue.testing.simulator import job
+from transferqueue.testing.simulator.job import SimJob, Steps
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
@@ -67,14 +53,14 @@ class ManualRetentionJob(SimJob):
 
     def _open(self) -> Steps:
         task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
-        yield m.CreateTable(self.table, [BODY, NUMBER], [task], LIMITS, retention=Manual(), exist_ok=True)
+        yield m.CreateTable(self.table, [job.BODY, job.NUMBER], [task], LIMITS, retention=Manual(), exist_ok=True)
 
     # ------------------------------------------------------------ in
 
     def _write(self, process: Process) -> Steps:
         yield from self._open()
         while self._put < PUTS:
-            yield from persistently(process, partial(self._write_once, process))
+            yield from job.persistently(process, partial(self._write_once, process))
         try:
             yield m.Seal(self.table)
         except Sealed:
@@ -84,9 +70,9 @@ class ManualRetentionJob(SimJob):
         """Put rows. A reader waits for confirmed puts only, so it must find the key of each of their rows."""
         at = self._put
         numbers = _numbers(at)
-        block = yield from write(process, [FIRST_STAMP + number for number in numbers])
+        block = yield from job.write(process, [FIRST_STAMP + number for number in numbers])
         facts = m.RowFacts(keys=[str(number) for number in numbers], tags=[{"odd": bool(at % 2)}] * ROWS)
-        columns = m.Columns([BODY, NUMBER], [block], [m.Inline("number", pack(numbers))], facts)
+        columns = m.Columns([job.BODY, job.NUMBER], [block], [m.Inline("number", job.pack(numbers))], facts)
         try:
             yield m.PutRequest(self.table, ROWS, columns, wait_s=3.0)
         except AlreadyExists:
@@ -101,15 +87,15 @@ class ManualRetentionJob(SimJob):
 
     def _use(self, process: Process, odd: int) -> Steps:
         yield from self._open()
-        yield from until_end(process, partial(self._use_once, process, odd))
+        yield from job.until_end(process, partial(self._use_once, process, odd))
 
     def _use_once(self, process: Process, odd: int) -> Steps:
         wait_s = 60.0 if process.world.healed else 2.0
         where: list[Predicate] = [TagIs("odd", bool(odd)), Compare("number", ">=", 0)]
         lease = yield m.LeaseRequest(self.table, "use", rows=ROWS, at_least=1, wait_s=wait_s, where=where)
-        view(process, blocks_of(lease.content))
+        job.view(process, job.blocks_of(lease.content))
         try:
-            numbers = self._seen(process, lease.content, unpack(lease.content.rows))
+            numbers = self._seen(process, lease.content, job.unpack(lease.content.rows))
             if wrong := [number for number in numbers if number // ROWS % 2 != odd]:
                 raise PromiseBroken(f"rows {wrong} were given to who asked for those with odd={bool(odd)}")
             if again := self._used & set(numbers):
@@ -119,11 +105,11 @@ class ManualRetentionJob(SimJob):
             yield m.Ack(self.table, lease.lease, lease.token)
             self._used.update(numbers)
         finally:
-            let_go(process, blocks_of(lease.content))
+            job.let_go(process, job.blocks_of(lease.content))
 
     def _seen(self, process: Process, content: m.ReplyRows, rows: list[int]) -> list[int]:
         """The numbers in the bytes of rows, which must equal the numbers in their keys."""
-        stamps = stamps_of(process, content)
+        stamps = job.stamps_of(process, content)
         numbers = [stamps[row] - FIRST_STAMP for row in rows]
         if [str(number) for number in numbers] != content.keys:
             raise PromiseBroken(f"rows {rows} with keys {content.keys} hold {numbers}")
@@ -135,14 +121,14 @@ class ManualRetentionJob(SimJob):
         yield from self._open()
         while self._deleted < PUTS:
             if self._deleted < self._put:
-                yield from persistently(process, partial(self._read_once, process))
+                yield from job.persistently(process, partial(self._read_once, process))
             else:
                 yield 0.1
 
     def _read_once(self, process: Process) -> Steps:
         """Read the rows of the oldest put and, once they were used, delete them."""
         numbers = _numbers(self._deleted)
-        rows = unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
+        rows = job.unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
         if -1 in rows and not self._deleting.issuperset(numbers):
             raise PromiseBroken(f"rows {numbers} have keys that lead to {rows}, and nobody has deleted them")
         if -1 not in rows:
@@ -156,18 +142,18 @@ class ManualRetentionJob(SimJob):
     def _delete(self, rows: list[int], numbers: list[int]) -> Steps:
         self._deleting.update(numbers)
         try:
-            yield m.Delete(self.table, pack(rows))
+            yield m.Delete(self.table, job.pack(rows))
         except UsageError as error:  # an ack was refused, and another process has the rows on lease
             raise Full(str(error)) from error
 
     def _read_rows(self, process: Process, rows: list[int], numbers: list[int]) -> Steps:
-        found = yield m.ReadRequest(self.table, pack(rows))
-        view(process, blocks_of(found.content))
+        found = yield m.ReadRequest(self.table, job.pack(rows))
+        job.view(process, job.blocks_of(found.content))
         try:
-            if self._seen(process, found.content, rows) != numbers or inline(found.content, "number") != numbers:
+            if self._seen(process, found.content, rows) != numbers or job.inline(found.content, "number") != numbers:
                 raise PromiseBroken(f"rows {rows} were put as {numbers} and are read as others")
         finally:
-            let_go(process, blocks_of(found.content))
+            job.let_go(process, job.blocks_of(found.content))
 
 
 def _numbers(put: int) -> list[int]:

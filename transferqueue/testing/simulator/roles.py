@@ -27,22 +27,8 @@ from transferqueue.policies import (
     Task,
 )
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.job import (
-    BODY,
-    SimJob,
-    Steps,
-    blocks_of,
-    fact,
-    inline,
-    let_go,
-    pack,
-    persistently,
-    stamps_of,
-    unpack,
-    until_end,
-    view,
-    write,
-)
+from transferqueue.testing.simulator import job
+from transferqueue.testing.simulator.job import SimJob, Steps
 from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
@@ -139,7 +125,7 @@ class ClientAccount:
                     raise PromiseBroken(
                         f"group {group} was given with {groups.count(group)} of {self.size}, at least {self.least}"
                     )
-            for row, version in zip(rows, fact(lease.content, "policy_version"), strict=True):
+            for row, version in zip(rows, job.fact(lease.content, "policy_version"), strict=True):
                 if self.version_of.get(self.stamp_of.get(row, 0), version) != version and not self.is_redone("score"):
                     raise PromiseBroken(f"row {row} is said to be of version {version}, which it was not put with")
                 lag = clock - version
@@ -218,13 +204,13 @@ def create(account: ClientAccount) -> m.CreateTable:
         "train", batch_rows=2 * account.size, depth=2, max_staleness=account.staleness,
         on_stale=account.on_stale, channel=account.channel,
     )  # fmt: skip
-    return m.CreateTable("t", [BODY, SCORE], [score, train], Limits(rows=account.rows_max), pacing, exist_ok=True)
+    return m.CreateTable("t", [job.BODY, SCORE], [score, train], Limits(rows=account.rows_max), pacing, exist_ok=True)
 
 
 def producer(process: Process, account: ClientAccount) -> Steps:
     """Put groups until there are enough."""
     while account.groups_left > 0:
-        yield from persistently(process, partial(_produce, process, account))
+        yield from job.persistently(process, partial(_produce, process, account))
     account.producing -= 1
 
 
@@ -245,15 +231,15 @@ def _produce(process: Process, account: ClientAccount) -> Steps:
 def _put(process: Process, account: ClientAccount, reserved: m.Reserved, groups: list[int]) -> Steps:
     chance, rows = process.world.random, len(groups)
     stamps = account.new(rows, reserved.version)
-    block = yield from write(process, stamps)
+    block = yield from job.write(process, stamps)
     facts = m.RowFacts(
-        group_id=pack(groups), group_size=struct.pack(f"<{rows}i", *[account.size] * rows),
-        policy_version=pack([reserved.version] * rows), tokens=pack([chance.randint(1, 9) for _ in groups]),
+        group_id=job.pack(groups), group_size=struct.pack(f"<{rows}i", *[account.size] * rows),
+        policy_version=job.pack([reserved.version] * rows), tokens=job.pack([chance.randint(1, 9) for _ in groups]),
         priority=struct.pack(f"<{rows}d", *[chance.random() for _ in groups]),
     )  # fmt: skip
     account.maybe_put += rows
     try:
-        reply = yield m.PutRequest("t", rows, m.Columns([BODY], [block], facts=facts), reserved.reservation)
+        reply = yield m.PutRequest("t", rows, m.Columns([job.BODY], [block], facts=facts), reserved.reservation)
     finally:
         if process.alive:
             process.send_unawaited(m.ReturnGrant(block.extent))
@@ -264,15 +250,15 @@ def _put(process: Process, account: ClientAccount, reserved: m.Reserved, groups:
 
 def consumer(process: Process, account: ClientAccount, task: str) -> Steps:
     """Lease, read, read again, and ack with results; the trainer advances the clock too."""
-    yield from until_end(process, partial(_consume, process, account, task))
+    yield from job.until_end(process, partial(_consume, process, account, task))
 
 
 def _consume(process: Process, account: ClientAccount, task: str) -> Steps:
     clock, chance = account.clock, process.world.random
     lease = yield _lease_of(process, account, task)
-    rows, groups = unpack(lease.content.rows), fact(lease.content, "group_id")
-    blocks = blocks_of(lease.content)
-    view(process, blocks)
+    rows, groups = job.unpack(lease.content.rows), job.fact(lease.content, "group_id")
+    blocks = job.blocks_of(lease.content)
+    job.view(process, blocks)
     try:
         _read(process, account, lease)
         if task == "train" and rows and "score" not in {one.field for one in lease.content.inline}:
@@ -289,7 +275,7 @@ def _consume(process: Process, account: ClientAccount, task: str) -> Steps:
         else:
             yield from _ack(account, task, lease, rows)
     finally:
-        let_go(process, blocks)
+        job.let_go(process, blocks)
     if task == "train" and account.channel is None:
         version = lease.version + 1
         yield m.AdvanceClock("t", version, wait_s=1.0)
@@ -325,8 +311,8 @@ def _ack_without_result(lease: m.Leased) -> Steps:
 def _ack(account: ClientAccount, task: str, lease: m.Leased, rows: list[int]) -> Steps:
     columns = None
     if task == "score":
-        scores = pack([account.stamp_of[row] * 7 for row in rows])
-        facts = m.RowFacts(policy_version=pack([lease.version] * len(rows)) if account.is_redone(task) else None)
+        scores = job.pack([account.stamp_of[row] * 7 for row in rows])
+        facts = m.RowFacts(policy_version=job.pack([lease.version] * len(rows)) if account.is_redone(task) else None)
         columns = m.Columns([SCORE], inline=[m.Inline("score", scores)], facts=facts)
     account.maybe_acked.update((task, row) for row in rows)
     if rows:
@@ -338,9 +324,9 @@ def _ack(account: ClientAccount, task: str, lease: m.Leased, rows: list[int]) ->
 
 
 def _read(process: Process, account: ClientAccount, lease: m.Leased) -> None:
-    for row, stamp in stamps_of(process, lease.content).items():
+    for row, stamp in job.stamps_of(process, lease.content).items():
         account.record_stamp(row, stamp)
-    for row, score in zip(unpack(lease.content.rows), inline(lease.content, "score"), strict=False):
+    for row, score in zip(job.unpack(lease.content.rows), job.inline(lease.content, "score"), strict=False):
         if score != account.stamp_of[row] * 7:
             raise PromiseBroken(f"row {row} has the result of another: {score}")
 
