@@ -127,8 +127,17 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         assert isinstance(found, Fronted)
         return found
 
+    async def _end(self) -> None:
+        """Cancel what still runs, as `asyncio.run` does: a task that goes with its loop would be garbage of a later test."""
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self.loop.shutdown_asyncgens()
+        await self.loop.shutdown_default_executor()
+
     def __exit__(self, *_: object) -> None:
-        asyncio.run_coroutine_threadsafe(self.loop.shutdown_default_executor(), self.loop).result()
+        asyncio.run_coroutine_threadsafe(self._end(), self.loop).result()
         self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join()
         self.loop.close()
