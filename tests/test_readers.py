@@ -66,7 +66,7 @@ def test_every_setting_has_a_reader(name: str, function: Any) -> None:
 
 
 def test_every_page_has_a_reader() -> None:
-    elsewhere = [ROOT / "bench" / "README.md", ROOT / "bench" / "estimate.md", *ROOT.glob("*/README.md")]
+    elsewhere = [ROOT / "bench" / "README.md", ROOT / "bench" / "estimate.md", *ROOT.glob("[!.]*/README.md")]
     pages = {str(page.relative_to(ROOT)) for page in (*PAGES, *elsewhere)} - {"docs/READERS.md"}
     linked = {str((PAGE.parent / link).resolve().relative_to(ROOT)) for link in links(PAGE)}
     assert {page for page in pages if not page.startswith(PLAIN)} == {link for link in linked if link.endswith(".md")}
