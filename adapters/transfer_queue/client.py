@@ -191,13 +191,13 @@ class TransferQueueClient:
             names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
             return names, [dict(each) for each in tags or [{}] * len(keys)]
         table, rows = put
-        with table.read(rows) as read:
+        with table.read(rows, values=False) as read:
             return list(read.fields), [given_tags(each) for each in read.tags]
 
     def kv_update(self, keys: list[str], partition_id: str, fields: TensorDict, merge_fn: MergeFunction) -> list[str]:
         """Set fields of samples by key to ``merge_fn(old, new)``, in one commit. Return all fields that they have."""
         table, rows = self._partitions.merge(partition_id, keys, fields, merge_fn)
-        with table.read(rows) as read:
+        with table.read(rows, values=False) as read:
             return list(read.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:

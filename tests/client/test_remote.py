@@ -28,6 +28,7 @@ from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire.messages import Welcome
 
 MIB = 1 << 20
+LABEL = "reads from afar"
 HOST = "127.0.0.2"
 """Where a relay of the bulk port listens, under the same number as the server's own: a client dials the host it knows."""
 
@@ -106,7 +107,7 @@ def between(server: Served) -> Iterator[Between]:
 
 @pytest.fixture
 def queue(between: Between) -> Iterator[tq.Queue]:
-    with tq.connect(between.control.address, data="remote") as found:
+    with tq.connect(between.control.address, data="remote", label=LABEL) as found:
         yield found
 
 
@@ -127,6 +128,24 @@ class Flip:
         changed = bytearray(data)
         changed[self.left.pop(0) - passed] ^= 0x10
         return bytes(changed)
+
+
+def test_a_read_without_values_moves_no_bytes_and_pins_nothing(queue: tq.Queue, table: tq.Table) -> None:
+    rows = table.put(x=image(4), key=list("abcd"), tags=[{"n": n} for n in range(4)])
+    table.update(rows[:2], late=[1.0, 2.0])
+    sent = queue.stats()["server"]["bulk_sent_bytes"]
+    read = table.read(rows, values=False)
+    assert (read.fields, list(read.keys), read.left_out) == (("x",), list("abcd"), ("late",))
+    assert [tags["n"] for tags in read.tags] == list(range(4))
+    assert table.read(rows[:2], values=False).fields == ("x", "late")
+    with pytest.raises(tq.BatchEnded, match="was read without values"):
+        read["x"].numpy()
+    table.update(rows, x=image(4, seed=1), overwrite=True, if_unchanged=read)
+    assert queue.stats()["server"]["bulk_sent_bytes"] == sent
+    with pytest.raises(tq.RowsChanged):
+        table.update(rows, x=image(4), overwrite=True, if_unchanged=read)
+    table.delete(rows)
+    assert [each["pins"] for each in queue.sessions().values() if each["label"] == LABEL] == [0]
 
 
 @pytest.mark.parametrize("place", [300_000, 5 * MIB + 77])

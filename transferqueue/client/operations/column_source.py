@@ -109,9 +109,11 @@ def content_source(
     terms: TableInfo,
     subject: str,
     slices: Mapping[str, Slice] = NO_SLICES,
+    *,
+    values: bool = True,
 ) -> Operation[ColumnSource]:
     """The columns of a reply, those in `slices` cut. Its pins return when the source has ended and no view is left, or at once if this
-    fails. `SchemaError` for a slice that does not fit its field."""
+    fails or if no `values` are wanted. `SchemaError` for a slice that does not fit its field."""
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
     if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:
@@ -127,6 +129,11 @@ def content_source(
         except SchemaError:
             client.connection.unpin(list(named))
             raise
+    if not values:
+        client.connection.unpin(list(named))
+        source = ColumnSource(subject, content, fields, {})
+        source.end("was read without values")
+        return source
     own = client.memory
     if client.verifier is None and isinstance(own, MappedMemory) and {at.shard for at in named.values()} <= {OWN}:
         return ColumnSource(subject, content, fields, own.pin(OWN, named.values()), slices=slices)

@@ -120,6 +120,7 @@ def read(
     where: Predicate | Iterable[Predicate],
     fields: FieldsWanted,
     limit: int | None,
+    values: bool,
 ) -> Operation[Rows]:
     """Read rows without a lease."""
     names, slices = checks.field_slices(fields)
@@ -133,17 +134,17 @@ def read(
     )
     for _ in range(LOST_MAX):
         try:
-            return (yield from _read(client, terms, request, slices))
+            return (yield from _read(client, terms, request, slices, values))
         except ShardLost:
             continue  # the next reply names copies in other shards, or says that the rows are gone
-    return (yield from _read(client, terms, request, slices))
+    return (yield from _read(client, terms, request, slices, values))
 
 
 def _read(
-    client: ClientSession, terms: TableInfo, request: m.ReadRequest, slices: Mapping[str, Slice]
+    client: ClientSession, terms: TableInfo, request: m.ReadRequest, slices: Mapping[str, Slice], values: bool
 ) -> Operation[Rows]:
     content = (yield from request_reply(request, m.ReadRows)).content
-    source = yield from content_source(client, content, terms, f'table "{terms.name}"', slices)
+    source = yield from content_source(client, content, terms, f'table "{terms.name}"', slices, values=values)
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
 

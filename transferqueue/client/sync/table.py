@@ -398,14 +398,17 @@ class Table(TableBase):
         where: Predicate | Iterable[Predicate] = (),
         fields: FieldsWanted = None,
         limit: int | None = None,
+        values: bool = True,
     ) -> Rows:
         """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
 
         fields: columns to bring, as of `lease` (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
         lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
         the table, for an unknown field, and for a field named here that one of the rows does not have yet; `ColumnFreed` if it had it.
+
+        values: False brings facts and the names of the columns alone: no bytes move, no memory stays pinned, and a view is `BatchEnded`.
         """
-        return self._run(tables.read(self._client, self._terms, rows, where, fields, limit))
+        return self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values))
 
     def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
         """Row ids ``[keys]`` of keys; -1 where there is no such row."""
