@@ -28,6 +28,8 @@ MOONCAKE  := .venv-mooncake
 MOONCAKED := $(MOONCAKE)/.installed
 NIXL      := .venv-nixl
 NIXLED    := $(NIXL)/.installed
+LINTERS   := .venv-linters
+LINTED    := $(LINTERS)/.installed
 STACKS    := .venv-stacks
 STACKED   := $(STACKS)/.installed
 NEMO      := .venv-nemo
@@ -41,7 +43,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-others test-web engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,7 +81,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-others test-web
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-others test-web test-deploy
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -225,6 +227,15 @@ $(WEBBED): tests/web/browser.txt pyproject.toml
 
 test-web: $(WEBBED) ## the page in headless Chromium (seconds; skipped without chromium and chromedriver)
 	$(WEB)/bin/python -m pytest tests/web/test_browser.py $(ARGS)
+
+$(LINTED): tests/deploy/linters.txt pyproject.toml
+	@test -x $(LINTERS)/bin/python || { echo 'deploy: creating $(LINTERS) with actionlint, hadolint, shellcheck and schemas'; $(PYTHON) -m venv $(LINTERS); }
+	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/deploy/linters.txt
+	@$(LINTERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+	@touch $@
+
+test-deploy: $(LINTED) ## workflows, container and compose file, manifests and scripts, by linters and the schemas of their formats (seconds)
+	$(LINTERS)/bin/python -m pytest tests/deploy/test_linters.py tests/deploy/test_files.py tests/deploy/test_grafana.py $(ARGS)
 
 bench: $(STAMP) $(PEERED) ## the queue beside its peers and the machine's limits: record, table, pictures (25 minutes)
 	$(BIN)/python -m bench.run $(ARGS)
