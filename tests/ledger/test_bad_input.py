@@ -546,6 +546,25 @@ def test_no_room_and_no_wish_to_wait(world: World, client: Driver) -> None:
     refused(world, Impossible, "33 rows can never be reserved", lambda: client.reserve(33, wait_s=60))
 
 
+def test_no_room_because_ended_rows_are_kept(world: World, client: Driver) -> None:
+    client.create("kept", tasks=[Task("x", ["y"])], retention=Manual(), limits=Limits(rows=3))
+    client.put(2, inline={"y": 1.0}, table="kept")
+    client.drop([1], table="kept")
+    client.ack(client.lease("x", 1, table="kept"), table="kept")
+    text = (
+        'table "kept" has no room: 2 rows do not fit: 2 are resident and 0 reserved, of at most 3; '
+        "2 rows have ended, and will be kept until table.delete(rows), since the table's retention is Manual"
+    )
+    refused(world, Full, text, lambda: client.put(2, inline={"y": 1.0}, table="kept"))
+    client.put(1, inline={"y": 1.0}, table="kept")
+    refused(
+        world,
+        Full,
+        'task "x" has 1 ready, 0 leased, 0 not complete; 2 rows have ended',
+        lambda: client.put(1, inline={"y": 1.0}, table="kept"),
+    )
+
+
 def test_reservations_of_others_or_too_small(world: World, client: Driver) -> None:
     mine, other = client.reserve(2).reservation, world.client().reserve(3).reservation
     refused(world, UsageError, "has 2 rows left; the put has 3", lambda: client.put(3, reservation=mine))

@@ -272,8 +272,9 @@ def rows_by_holder(table: TableState) -> str:
         lines.append(
             f"{counted(table.flow.reserved, 'row', 'is', 'are')} reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
         )
-    if table.rows_live and isinstance(table.retention, Manual):
+    ended = table.rows.pages.resident - table.rows_live
+    if ended and isinstance(table.retention, Manual):
         lines.append(
-            "rows that every task has done are kept until table.delete(rows), since the table's retention is Manual"
+            f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the table's retention is Manual"
         )
     return "; ".join(lines) or ("no task takes its rows" if table.rows_live else "it is empty")
