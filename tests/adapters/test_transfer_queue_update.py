@@ -138,6 +138,26 @@ def test_the_old_value_may_be_changed_in_place() -> None:
     assert values()["ids"] == [[5, 6, 7], [0]]
 
 
+def test_a_change_in_place_is_seen_by_no_other_reader() -> None:
+    """The function gets views, and every reader has pages of its own."""
+    before, seen = transfer_queue.kv_batch_get(KEYS, "p"), []
+
+    def spoil(old: Any, new: Any) -> Any:
+        seen.append(old.zero_())
+        assert [value.tolist() for value in transfer_queue.kv_batch_get(KEYS, "p")["logits"]] == [
+            [[1.0] * 4] * 2,
+            [[1.0] * 4],
+        ]
+        raise RuntimeError("spoiled")
+
+    for name, new in {"logits": torch.ones(2, 1, 4), "score": torch.ones(2)}.items():
+        with pytest.raises(RuntimeError, match="spoiled"):
+            transfer_queue.kv_batch_update(KEYS, "p", TensorDict({name: new}, batch_size=[2]), spoil)
+    assert len(seen) == 2
+    assert transfer_queue.kv_batch_get(KEYS, "p", "score")["score"].tolist() == [0.5, 1.5]
+    assert [value.tolist() for value in before["logits"]] == [[[1.0] * 4] * 2, [[1.0] * 4]]
+
+
 def test_an_async_twin() -> None:
     import asyncio
 

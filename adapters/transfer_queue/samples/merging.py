@@ -64,11 +64,10 @@ def _merged(field: Field, column: tq.Column, new: Sequence[Any], merge_fn: Merge
 
 
 def _tensors(field: Field, column: tq.Column) -> list[torch.Tensor]:
-    """The old values in memory of their own: a function that works in place must not change what other readers of the block see."""
+    """The old values as views, which no other reader sees: a function may change them in place."""
     if field.dense:
-        return list(column.torch().clone())
-    values = column.nested().unbind() if field.ragged else map(torch.as_tensor, column)
-    return [value.clone() for value in values]
+        return list(column.torch())
+    return list(column.nested().unbind()) if field.ragged else list(map(torch.as_tensor, column))
 
 
 def _check(name: str, before: Any, value: Any) -> None:
