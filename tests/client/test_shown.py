@@ -155,18 +155,19 @@ def test_tables_and_queues_show_what_is_known_and_whether_they_are_closed(name: 
 
 
 def test_an_error_shows_the_line_of_the_caller_and_little_else(table: tq.Table) -> None:
-    calls = [
-        lambda: table.lease("reward", rows=100, timeout_s=0.01),
-        lambda: next(iter(table.loader("reward", rows=100, timeout_s=0.01))),
-        lambda: table.put(ids=["text"]),
-        lambda: table.put(polcy_version=3),
-    ]
-    for call in calls:
-        with pytest.raises(tq.TransferQueueError) as raised:
-            call()
-        frames = traceback.extract_tb(raised.tb)
-        assert frames[1].filename == __file__
-        assert len(frames) <= 5
+    with table.loader("reward", rows=100, timeout_s=0.01) as loader:
+        calls = [
+            lambda: table.lease("reward", rows=100, timeout_s=0.01),
+            lambda: next(iter(loader)),
+            lambda: table.put(ids=["text"]),
+            lambda: table.put(polcy_version=3),
+        ]
+        for call in calls:
+            with pytest.raises(tq.TransferQueueError) as raised:
+                call()
+            frames = traceback.extract_tb(raised.tb)
+            assert frames[1].filename == __file__
+            assert len(frames) <= 5
     with LoopThread() as loop, loop.connect(address=None) as queue:
         found = queue.create_table("t", tasks=[tq.Task("work", needs=["x"])])
         with pytest.raises(tq.DeadlineExceeded) as raised:
