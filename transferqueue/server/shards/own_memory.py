@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import Impossible
-from transferqueue.limits import ARENA_STEP_BYTES, PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
@@ -55,8 +55,8 @@ class OwnShardMemory:
             if not self.arena.grow(self._ahead_from, self._ahead_to):
                 self.due_at = self._trim_at
         elif self._trim_at is not None and now >= self._trim_at:
-            self._trim_at = self.due_at = None
             self.arena.trim(self.allocator)
+            self._trim_at = self.due_at = now + DEVICE_IDLE_S if self.arena.held else None
 
     def check(self, nbytes: int) -> None:
         """`Impossible` if an extent of `nbytes` could never be granted."""

@@ -13,8 +13,8 @@ Rules:
 4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must lie in the same
    file as the bytes (see `server.durability.journal_head`). Clients do not map it.
 5. Memory that a device has registered keeps its pages: after `MADV_REMOVE` and a new write the device would read the old pages for ever. So
-   whoever registers sets `before_punch`, which gives the registration up or refuses. `guard` is held over that call and the removal of the pages:
-   nobody registers between the two.
+   the owner's process sets `before_punch`, which gives the registration up or refuses. `guard` is held over that call and the removal of the
+   pages: nobody registers between the two. Other processes hold the pages that they have registered (`page_holds`), and these stay too.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ from transferqueue.limits import ARENA_SLICE_BYTES, MIB, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.intervals import Intervals
+from transferqueue.storage.memory.page_holds import claim, let_go, unheld
 
 KEEP_RATIO: Final = 1.10
 KEEP_BYTES: Final = 48 * MIB
@@ -77,7 +78,9 @@ class Arena:
         self.guard: Final = threading.RLock()
         self.before_punch: Callable[[int, int], bool] = lambda _offset, _nbytes: True
         """Called with `guard` held, before pages are returned. False: keep them, since a device reads them now."""
-        self._unreturned = Intervals()  # by `punch`, for that reason
+        self.held = False
+        """Whether the last `trim` left free pages because a process holds them."""
+        self._unreturned = Intervals()  # by `punch`, for that reason or because a process holds them
 
     @classmethod
     def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
@@ -104,7 +107,7 @@ class Arena:
 
     @classmethod
     def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
-        """The arena that an earlier process left at `file`. Keeps the allocated extents, and returns all other pages to the system.
+        """The arena that an earlier process left at `file`. Keeps the allocated extents, and returns all other pages that no process holds.
 
         `Corruption` if the file does not exist, or does not have the allocator's capacity plus this margin.
         """
@@ -131,7 +134,15 @@ class Arena:
                 self._backed.add(end, offset)
             end = offset + nbytes
             if nbytes and self._can_punch:
-                self._remove(offset, nbytes)
+                self._keep_held(offset, end)
+
+    def _keep_held(self, start: int, end: int) -> None:
+        held = Intervals()
+        held.add(start, end)
+        for part in self._return_pages(start, end):
+            held.remove(*part)
+        for part in held.runs() if self._can_punch else ():
+            self._backed.add(*part)
 
     def sync(self) -> None:
         """Block until all bytes that any process has written are on the device. `OutOfMemory` if that fails.
@@ -203,8 +214,9 @@ class Arena:
     def trim(self, allocator: Allocator) -> int:
         """Return pages of free extents to the system by rule 3. Returns how many bytes.
 
-        Cheap when nothing is due. Call it a moment after a free, not at once, so that a flow of puts finds warm pages.
+        Cheap when nothing is due. Pages that a process holds stay, see `held`. Call it a moment after a free, not at once, so that a flow of puts finds warm pages.
         """
+        self.held = False
         excess = surplus(self.backed, allocator.used)
         if not excess or not self._can_punch:
             return 0
@@ -217,21 +229,21 @@ class Arena:
 
     def punch(self, offset: int, nbytes: int) -> None:
         """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused. Those that a device
-        reads now are returned by `punch_again`, unless `ensure` wants them before."""
-        with self.guard:
-            if self._can_punch and self._remove(offset, nbytes):
-                self._backed.remove(offset, offset + nbytes)
-            elif self._can_punch:
+        may read now are returned by `punch_again`, or a later `punch`, unless `ensure` wants them before."""
+        if self._can_punch:
+            with self.guard:
                 self._unreturned.add(offset, offset + nbytes)
+                self.punch_again()
 
     def punch_again(self) -> None:
-        """Return the pages that `punch` could not, as far as no device reads them any more. From any thread."""
+        """Return the pages that `punch` could not, as far as no device may read them any more. From any thread."""
         if not self._unreturned.total:
             return
         with self.guard:
-            for start, end in self._unreturned.runs():
-                self._unreturned.remove(start, end)
-                self.punch(start, end - start)
+            for run in self._unreturned.runs():
+                for start, end in self._return_pages(*run):
+                    self._unreturned.remove(start, end)
+                    self._backed.remove(start, end)
 
     def close(self, unlink: bool = True) -> None:
         """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process that maps it.
@@ -267,21 +279,32 @@ class Arena:
 
     def _punch(self, allocator: Allocator, offset: int, nbytes: int) -> int:
         with self.guard:
-            if not self._remove(offset, nbytes):
-                return 0
-            self._backed.remove(offset, offset + nbytes)
-        allocator.chill(offset, nbytes)
-        return nbytes
+            parts = self._return_pages(offset, offset + nbytes)
+            for start, end in parts:
+                self._backed.remove(start, end)
+        for start, end in parts:
+            allocator.chill(start, end - start)
+        returned = sum(end - start for start, end in parts)
+        self.held = self.held or (self._can_punch and returned < nbytes)
+        return returned
 
-    def _remove(self, offset: int, nbytes: int) -> bool:
-        if self._map is None or not self.before_punch(offset, nbytes):
+    def _return_pages(self, start: int, end: int) -> list[tuple[int, int]]:
+        """Return the pages of these bytes that nobody holds. Returns which."""
+        return [] if self._map is None else [part for part in unheld(self._fd, start, end) if self._remove(*part)]
+
+    def _remove(self, start: int, end: int) -> bool:
+        if self._map is None or not claim(self._fd, start, end):
             return False
         try:
-            self._map.madvise(mmap.MADV_REMOVE, offset, nbytes)
+            if not self.before_punch(start, end - start):
+                return False
+            self._map.madvise(mmap.MADV_REMOVE, start, end - start)
         except OSError as error:
             if error.errno not in _CANNOT_PUNCH:
                 raise
             self._can_punch = False  # a file system without holes: pages stay until the arena closes
+        finally:
+            let_go(self._fd, start, end)
         return self._can_punch
 
 
