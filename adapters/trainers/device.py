@@ -1,7 +1,8 @@
-"""Batches copied to a device while the device computes with earlier ones.
+"""Batches of tensors copied to a device while the device computes with earlier ones.
 
-A device cannot read the queue's shared memory directly. Each batch is copied to page-locked memory of this process, and
-from there on a stream of its own. The stream that computes waits on the device; this thread does not block.
+For columns of a lease, ``lease(device=)`` copies once less: straight from the queue's memory. This is for batches that were changed on the way, such as packed or
+joined ones. Each is copied to page-locked memory of this process, and from there on a stream of its own. The stream that computes waits on the device; this
+thread does not block.
 """
 
 from __future__ import annotations
@@ -10,21 +11,24 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from transferqueue.errors import UsageError
+from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
+from transferqueue.storage.devices.landing import accelerator, in_flight
 
 Columns = dict[str, Any]
 
 
 def on_device(
-    batches: Iterable[Mapping[str, Any]], device: torch.device | str | int, *, ahead: int = 1
+    batches: Iterable[Mapping[str, Any]], device: torch.device | str | int | Accelerator, *, ahead: int = 1
 ) -> Iterator[Columns]:
     """Yield batches in order, with their tensors (dense or jagged) on `device`; other columns are unchanged.
 
     batches: columns by name, such as `torch_data.tensors` makes of a leased batch. ahead: number of batches copied beyond the one that was
-    yielded. On a CUDA device a batch is read completely before the next one is taken from `batches`, so its lease may end then; use the
+    yielded. On a device a batch is read completely before the next one is taken from `batches`, so its lease may end then; use the
     yielded tensors on the stream that is current at that time. On the CPU tensors are yielded without a copy.
 
     Raises `UsageError` at once for a device that does not exist or `ahead` below 0, and during iteration for an item that is no mapping.
@@ -36,12 +40,10 @@ def on_device(
     """
     if ahead < 0:
         raise UsageError(f"ahead={ahead} is negative; 0 copies each batch when it is asked for")
-    place = torch.device(device)
-    if place.type == "cuda":
-        return _ahead(batches, _Cuda(place).begin, ahead)
-    if place.type == "cpu":
+    place = accelerator(device)
+    if type(place) is HostDevice:
         return _ahead(batches, _on_host, ahead)
-    raise UsageError(f"device {str(place)!r} is neither the CPU nor a CUDA device; copy its batches with .to(device)")
+    return _ahead(batches, _Copies(place).begin, ahead)
 
 
 Ready = Callable[[], Columns]
@@ -71,43 +73,52 @@ def _on_host(columns: Columns) -> Ready:
     return lambda: columns
 
 
-class _Cuda:
-    """Copies on a separate CUDA stream."""
+class _Copies:
+    """Copies to one device."""
 
-    def __init__(self, device: torch.device) -> None:
-        if not torch.cuda.is_available() or (device.index or 0) >= torch.cuda.device_count():
-            raise UsageError(f"device {str(device)!r} is not here: there are {torch.cuda.device_count()} CUDA devices")
+    def __init__(self, device: Accelerator) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device)
 
     def begin(self, columns: Columns) -> Ready:
-        with torch.cuda.stream(self._stream):
-            copies = {name: self._copied(value) for name, value in columns.items()}
-            copied = self._stream.record_event()
-        return lambda: self._given(copies, copied)
+        memory: list[object] = []
+        try:
+            copies = {name: self._copied(value, memory) for name, value in columns.items()}
+        finally:
+            event = self._device.record()
+            in_flight(self._device).hold(event, memory)
+        return lambda: self._given(copies, event)
 
-    def _copied(self, value: Any) -> Any:
+    def _copied(self, value: Any, memory: list[object]) -> Any:
         if not isinstance(value, Tensor):
             return value
         if not value.is_nested:
-            return self._sent(value)
+            return self._sent(value, memory)
         jagged: Any = value  # the same rows: values are sent as they lie, with where each row begins
         lengths = jagged.offsets().diff()
         ends: dict[str, Any] = (
             {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
         )
-        return torch.nested.nested_tensor_from_jagged(self._sent(jagged.values()), self._sent(jagged.offsets()), **ends)
+        return torch.nested.nested_tensor_from_jagged(
+            self._sent(jagged.values(), memory), self._sent(jagged.offsets(), memory), **ends
+        )
 
-    def _sent(self, value: Tensor) -> Tensor:
-        # The allocator of page-locked memory lends none anew before the copies out of it are done.
-        return value.pin_memory().to(self._device, non_blocking=True)
+    def _sent(self, value: Tensor, memory: list[object]) -> Tensor:
+        if not value.is_cpu:
+            return value
+        flat = value.detach().contiguous().resolve_conj().resolve_neg().reshape(-1).view(torch.uint8).numpy()
+        staging = self._device.staging(len(flat))
+        source = flat if staging is None else staging
+        if staging is not None:
+            np.copyto(staging, flat)
+        memory.append(source)
+        into = self._device.empty(len(flat))
+        self._device.load(into, source)
+        sent: Tensor = into.view(value.dtype).reshape(value.shape)
+        return sent
 
-    def _given(self, copies: Columns, copied: torch.cuda.Event) -> Columns:
-        current = torch.cuda.current_stream(self._device)
-        current.wait_event(copied)
-        for value in copies.values():
-            for part in _parts(value):
-                part.record_stream(current)
+    def _given(self, copies: Columns, event: CopyEvent) -> Columns:
+        parts = [part for value in copies.values() for part in _parts(value)]
+        self._device.hand_over(parts, event)
         return copies
 
 

@@ -52,7 +52,7 @@ class QueueDataset(IterableDataset[Step[T]]):
 
     address: of the queue; each iterating process connects by itself. form: converts a leased batch, in the
     process that leased it; an importable function if workers are spawned. start: number of the first step.
-    lease: arguments of `Table.lease`, such as ``rows=64``.
+    lease: arguments of `Table.lease`, such as ``rows=64``; with ``device=`` the tensors are on that device, and a loader must not have workers.
 
     ``state_dict`` and ``load_state_dict`` let ``StatefulDataLoader`` restore it; the job itself must then call
     `Table.rollback` to get the rows again.
@@ -113,6 +113,11 @@ class QueueLoader(Generic[T]):
     """
 
     def __init__(self, dataset: QueueDataset[T], *, num_workers: int = 0, **options: Any) -> None:
+        if num_workers and dataset.lease.get("device") is not None:
+            raise UsageError(
+                f"device={dataset.lease['device']!r} with num_workers={num_workers}: a worker's device memory does not reach this process; take "
+                "num_workers=0, which copies ahead anyway, or copy here, with on_device"
+            )
         if num_workers:
             options.setdefault("multiprocessing_context", "spawn")
         self._dataset = dataset

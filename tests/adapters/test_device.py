@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import transferqueue as tq
+from tests.devices.late import LateDevice
 from transferqueue.adapters.trainers.device import on_device
 from transferqueue.adapters.trainers.torch_data import tensors
 from transferqueue.errors import UsageError
@@ -29,7 +30,7 @@ def batches(taken: list[int], count: int = 5) -> Iterator[dict[str, Any]]:
     [
         ("cpu", -1, "ahead=-1 is negative"),
         ("cuda:99", 1, "is not here"),
-        ("meta", 1, "neither the CPU nor a CUDA device"),
+        ("meta", 1, "holds no values"),
     ],
 )
 def test_what_cannot_be_is_refused_at_once(device: str, ahead: int, text: str) -> None:
@@ -44,13 +45,14 @@ def test_a_batch_that_is_none_is_refused() -> None:
         next(on_device([[1]], "cpu"))  # type: ignore[list-item]
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=CUDA)])
+@pytest.mark.parametrize("device", ["cpu", "late", pytest.param("cuda", marks=CUDA)])
 @pytest.mark.parametrize("ahead", [0, 1, 3, 9])
 def test_batches_come_in_order_and_whole(device: str, ahead: int) -> None:
     taken: list[int] = []
-    for number, batch in enumerate(on_device(batches(taken), device, ahead=ahead)):
+    place = LateDevice(at_once=True) if device == "late" else device
+    for number, batch in enumerate(on_device(batches(taken), place, ahead=ahead)):
         assert len(taken) == min(5, number + 1 + ahead)
-        assert batch["dense"].device.type == batch["jagged"].device.type == device
+        assert batch["dense"].device.type == batch["jagged"].device.type == device.replace("late", "cpu")
         assert batch["dense"].tolist() == [[number] * 3] * 2
         assert [row.tolist() for row in batch["jagged"].unbind()] == [list(range(number + 1)), [0, 1]]
         assert batch["text"] == [str(number)] * 2

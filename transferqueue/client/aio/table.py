@@ -189,6 +189,7 @@ class AsyncTable(TableBase):
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
+        device: Any = None,
         awaited: Iterable[tuple[int, int]] = (),
         but_held: bool = False,
     ) -> AwaitableContext[AsyncBatch]:
@@ -212,6 +213,13 @@ class AsyncTable(TableBase):
         rows of a span have ended. but_held: this connection releases none of the rows that it has on lease, so `EndOfTable` does not
         wait for them. With either, a request is served on its own, like one with `where`.
 
+        device: where the tensors of the batch are to be: ``"cuda:0"``, another device of torch, or ``"cpu"`` for memory of this process's own.
+        The lease begins to copy each dense or ragged column there, and `torch()`, `nested()` and `tensordict()` of the batch give tensors on
+        the device, after which the calling thread's stream is ordered; nothing waits for the device. Texts, bytes, plain values and rows of varied shapes
+        stay on the host, as do `numpy()`, `list()` and `arrow()` of all columns; `Column.device` tells. The memory stays pinned until the copies have
+        ended, even if the batch ends before. `UsageError` for a device that is not here, `OutOfMemory` if it has no room: then the rows
+        were given back.
+
         `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
         `NotFound`, or `UsageError` for a request that makes no sense.
         """
@@ -230,6 +238,7 @@ class AsyncTable(TableBase):
             rank=rank,
             world=world,
             replica=replica,
+            device=device,
             awaited=awaited,
             but_held=but_held,
         )
@@ -251,6 +260,7 @@ class AsyncTable(TableBase):
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
+        device: Any = None,
     ) -> AsyncIterator[AsyncBatch]:
         """Batches, one `lease` after the other, until the table is sealed and drained.
 
@@ -275,6 +285,7 @@ class AsyncTable(TableBase):
             rank=rank,
             world=world,
             replica=replica,
+            device=device,
         )
         while True:
             try:
@@ -301,6 +312,7 @@ class AsyncTable(TableBase):
         rank: int = 0,
         world: int = 1,
         replica: tuple[int, int] | None = None,
+        device: Any = None,
         prefetch: int = 2,
     ) -> AsyncLoader:
         """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns brought
@@ -327,6 +339,7 @@ class AsyncTable(TableBase):
             rank=rank,
             world=world,
             replica=replica,
+            device=device,
         )
         return AsyncLoader(Prefetcher(self._client, self._terms, spec, AsyncBatch, prefetch))
 

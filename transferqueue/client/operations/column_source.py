@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,13 +11,16 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
 from transferqueue.client.memory.shards import OWN
-from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.client.table_info import ReplyFields, TableInfo
 from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
 from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.wire import messages as m
+
+if TYPE_CHECKING:
+    from transferqueue.storage.devices.accelerator import Accelerator
 
 Memory = Mapping[int, NDArray[np.uint8]]
 """The bytes of blocks, by block."""
@@ -91,6 +95,14 @@ class ColumnSource:
                     self.end(self.ended)
                 return
         raise ProtocolError(f'the reply defines field "{name}", and has no values of it')
+
+    def land(self, device: Accelerator) -> Operation[None]:
+        """Begin to copy all columns that are tensors to the device, where their tensors are from now on. Errors as of `landing.land`."""
+        from transferqueue.storage.devices.landing import land
+
+        columns = {name: self.column(name) for name in self.fields}
+        nbytes = sum(block.nbytes for part in self._content.parts for block in part.blocks)
+        yield BlockingWork(nbytes, lambda: self._columns.update(land(columns, device)))
 
     def end(self, how: str) -> None:
         """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is `BatchEnded`."""

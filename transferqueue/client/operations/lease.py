@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -27,6 +27,9 @@ from transferqueue.policies import Predicate
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice, cut_fields
 from transferqueue.wire import messages as m
 
+if TYPE_CHECKING:
+    from transferqueue.storage.devices.accelerator import Accelerator
+
 B = TypeVar("B")
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -46,6 +49,8 @@ class LeaseSpec(NamedTuple):
     """How long the client renews the lease. None: as long as the task allows; 0: not at all."""
     slices: Mapping[str, Slice] = NO_SLICES
     """Of the fields that are not wanted whole."""
+    device: Accelerator | None = None
+    """Where the tensors of the batch are to be; None: views of shared memory."""
 
 
 def lease_spec(
@@ -66,12 +71,13 @@ def lease_spec(
     replica: Sequence[int] | None,
     awaited: Iterable[tuple[int, int]] = (),
     but_held: bool = False,
+    device: Any = None,
 ) -> LeaseSpec:
     """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same again."""
     plain = (table, task, rows, tokens, groups, at_least, timeout_s, lease_s, time_limit_s, rank, world)
     checked = _remembered if _REMEMBERED.issuperset(map(type, plain)) else _checked
-    request, limit_s, _ = spec = checked(*plain)
-    if where == () and fields is None and replica is None and awaited == () and not but_held:
+    request, limit_s, *_ = spec = checked(*plain)
+    if where == () and fields is None and replica is None and awaited == () and not but_held and device is None:
         return spec
     peer, peers = checks.peer(replica)
     names, slices = checks.field_slices(fields)
@@ -84,7 +90,13 @@ def lease_spec(
         awaited=_spans(awaited),
         but_held=bool(but_held),
     )
-    return LeaseSpec(request, limit_s, slices)
+    return LeaseSpec(request, limit_s, slices, None if device is None else _device(device))
+
+
+def _device(device: Any) -> Accelerator:
+    from transferqueue.storage.devices.landing import accelerator
+
+    return accelerator(device)
 
 
 def _checked(
@@ -160,7 +172,7 @@ def lease(
     batch: Callable[[BatchLease, m.Leased], B],
 ) -> Operation[B]:
     """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
-    request, time_limit_s, slices = spec
+    request, time_limit_s, slices, device = spec
     if slices:
         cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
     deadline: Deadline = yield Within(request.wait_s)
@@ -168,10 +180,10 @@ def lease(
         _log_forgotten(terms)
     for _ in range(LOST_MAX):
         try:
-            return (yield from _lease(client, terms, request, batch, time_limit_s, slices))
+            return (yield from _lease(client, terms, request, batch, time_limit_s, slices, device))
         except ShardLost:
             request = msgspec.structs.replace(request, wait_s=deadline.left())
-    return (yield from _lease(client, terms, request, batch, time_limit_s, slices))
+    return (yield from _lease(client, terms, request, batch, time_limit_s, slices, device))
 
 
 def _log_forgotten(terms: TableInfo) -> None:
@@ -194,6 +206,7 @@ def _lease(
     batch: Callable[[BatchLease, m.Leased], B],
     time_limit_s: float | None,
     slices: Mapping[str, Slice],
+    device: Accelerator | None,
 ) -> Operation[B]:
     leased = yield request
     if type(leased) is m.OrdinalsEnded:
@@ -212,6 +225,8 @@ def _lease(
         source = yield from content_source(
             client, leased.content, terms, f'task "{request.task}" (table "{terms.name}")', slices
         )
+        if device is not None:
+            yield from source.land(device)
         return batch(BatchLease(client, terms, request.task, leased, source, renewal), leased)
     except BaseException as error:
         if isinstance(error, Damaged):  # these count as failed, or they would come again for ever

@@ -38,6 +38,8 @@ from transferqueue.wire import messages as m
 if TYPE_CHECKING:
     import torch
 
+    from transferqueue.storage.columns.column import Column
+
 T = TypeVar("T")
 
 TRIES: Final = 2
@@ -111,9 +113,23 @@ class Weights(ProcessBound, Mapping[str, Any]):
         """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
         return self._of_each(adapter, self._field)
 
-    def torch(self, adapter: str | None = None) -> dict[str, torch.Tensor]:
-        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied."""
-        return self._of_each(adapter, self._torch)
+    def torch(self, adapter: str | None = None, *, device: Any = None) -> dict[str, torch.Tensor]:
+        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied.
+
+        device: copied there, as by a lease with ``device=``: the calling thread's stream comes after the copies, and the memory stays pinned until they
+        have ended. Tensors that were ``since`` are copied again. `UsageError` for a device that is not here, `OutOfMemory` if it has no room.
+        """
+        if device is None:
+            return self._of_each(adapter, self._torch)
+        columns = self._landed(adapter, device)
+        return self._of_each(adapter, partial(self._torch, columns=columns))
+
+    def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
+        """The columns of all fields of the base (or of an adapter), on the device."""
+        from transferqueue.storage.devices.landing import accelerator, land
+
+        names = [field for fields in self._of_each(adapter, lambda _, fields: fields).values() for field in fields]
+        return land({name: self._tensors[name].column for name in names}, accelerator(device))
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
@@ -153,8 +169,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         first, rows = self._tensors[fields[0]].column.field, self._range(name, fields)
         return Field(name, first.dtype, first.shape if rows is None else (len(rows), *first.shape[1:]))
 
-    def _torch(self, name: str, fields: list[str]) -> Any:
-        values = [self._tensors[field].column.torch()[0] for field in fields]
+    def _torch(self, name: str, fields: list[str], columns: Mapping[str, Column] | None = None) -> Any:
+        values = [(self._tensors[field].column if columns is None else columns[field]).torch()[0] for field in fields]
         return self._put_together(name, fields, values, values[0].new_empty)
 
     def _numpy(self, name: str, fields: list[str]) -> Any:

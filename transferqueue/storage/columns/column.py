@@ -101,6 +101,11 @@ class Column(ProcessBound):
         return self.field.dtype
 
     @property
+    def device(self) -> str:
+        """Where `torch` and `nested` give their tensors: ``"cpu"``, or the device of the lease."""
+        return "cpu"
+
+    @property
     def shape(self) -> tuple[int | None, ...]:
         """``(rows, *shape of one row)``; None for dimensions that differ between rows."""
         return (self._rows, *self.field.shape)

@@ -70,13 +70,23 @@ class Arrays(ValueSource):
 
 
 class DeviceTensors(ValueSource):
-    """Torch tensors in order that are on a device. They are copied straight from it, in the current stream of the calling thread."""
+    """Torch tensors in order that are on a device. They are packed there and copied once, after what the calling thread's stream did to them."""
 
     def __init__(self, tensors: Sequence[Any], dtype: str) -> None:
         self.tensors, self.dtype = tensors, dtype
 
     def write(self, out: U8) -> None:
         """Fill `out`. Blocks until the device has copied."""
+        from transferqueue.storage.devices.landing import accelerator
+        from transferqueue.storage.devices.packing import pack, store
+
+        packed = pack(self.tensors) if len(self.tensors) else None
+        if packed is None:
+            self._write_each(out)
+        else:
+            store(accelerator(packed.device), packed, out)
+
+    def _write_each(self, out: U8) -> None:
         into, at = as_torch(out.view(stored_dtype(self.dtype)), self.dtype), 0
         for tensor in self.tensors:
             size = tensor.numel()

@@ -23,14 +23,21 @@ import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 
 from transferqueue.errors import Corruption, Disconnected, Forked, OutOfMemory, ProtocolError
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.storage.memory.private_pages import array_at, drop_pages, map_private, unmap, unmap_once
+from transferqueue.storage.memory.private_pages import (
+    array_at,
+    drop_pages,
+    end_of_views,
+    map_private,
+    unmap,
+    unmap_once,
+)
 
 
 class BlockPlace(Protocol):
@@ -77,7 +84,7 @@ class _Pages:
     """The arena-wide private mapping and its file. Unmapped after the last mapped range was collected."""
 
     def __init__(self, fd: int, capacity: int) -> None:
-        self.fd, self.pid = fd, os.getpid()
+        self.fd, self.capacity, self.pid = fd, capacity, os.getpid()
         self.address = map_private(fd, 0, capacity)
         self.viewed: dict[int, _MappedRange] = {}
         """The range that uses this mapping for an extent, by extent."""
@@ -98,6 +105,7 @@ class Mapping:
         self._on_release = on_release
         self._shared: mmap.mmap | None = mmap.mmap(fd, capacity)
         self._pages: _Pages | None = _Pages(fd, capacity)
+        _mappings.add(self)
 
     @classmethod
     def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
@@ -235,3 +243,33 @@ class _MappedRange:
             self._pages.viewed.pop(self._extent, None)
         if self._on_release is not None:
             self._on_release(self._pins)
+
+
+_mappings: Final[weakref.WeakSet[Mapping]] = weakref.WeakSet()
+
+
+class ArenaPlace(NamedTuple):
+    """Where memory of this process lies in an arena. arena: its file and capacity; alive as long as any view of it."""
+
+    arena: _Pages
+    offset: int
+
+
+def pinned_place(memory: np.ndarray[Any, Any]) -> ArenaPlace | None:
+    """Where the bytes of this array lie, if it is a view of pinned blocks: as long as it lives they stay. None for other memory, such as a copy."""
+    mapped = getattr(end_of_views(memory), "__self__", None)
+    if not isinstance(mapped, _MappedRange):
+        return None
+    return ArenaPlace(mapped._pages, memory.__array_interface__["data"][0] - mapped._address + mapped._start)
+
+
+def granted_place(memory: U8) -> ArenaPlace | None:
+    """Where the bytes lie, if they were made `Mapping.writable`. None for other memory."""
+    address = memory.__array_interface__["data"][0]
+    for mapping in list(_mappings):
+        shared, pages = mapping._shared, mapping._pages
+        if shared is not None and pages is not None:
+            offset = address - np.frombuffer(shared, np.uint8).__array_interface__["data"][0]
+            if offset >= 0 and offset + memory.nbytes <= pages.capacity:
+                return ArenaPlace(pages, offset)
+    return None

@@ -24,6 +24,7 @@ from transferqueue.errors import OutOfMemory
 from transferqueue.storage.elements.dtypes import U8
 
 _PRIVATE: Final = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)
+_SHARED: Final = mmap.MAP_SHARED | getattr(mmap, "MAP_NORESERVE", 0x4000)
 _FIXED: Final = 0x10
 _READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -50,6 +51,17 @@ def map_private(fd: int, offset: int, nbytes: int, at: int | None = None) -> int
         raise OutOfMemory(
             f"{nbytes} bytes of the arena cannot be mapped ({reason}); raise vm.max_map_count or the address-space limit, "
             "or hold fewer batches at once"
+        )
+    return int(address)
+
+
+def map_shared(fd: int, nbytes: int) -> int:
+    """Map the first `nbytes` of a file, shared and writable, and return the address. Takes address space, and no page."""
+    address = _mmap(None, nbytes, _READ_WRITE, _SHARED, fd, 0)
+    if address is None or address == _FAILED:
+        reason = os.strerror(ctypes.get_errno())
+        raise OutOfMemory(
+            f"{nbytes} bytes of the arena cannot be mapped for a device ({reason}); raise the address-space limit"
         )
     return int(address)
 
@@ -150,3 +162,11 @@ def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = Non
     if ended is not None:
         exporter.watch = when_gone(exporter, ended)
     return np.asarray(exporter)
+
+
+def end_of_views(memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
+    """What `array_at` was told to call when the last view of this memory is collected; None for other memory."""
+    base: Any = memory
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return base.watch.ended if isinstance(base, _Exporter) and base.watch is not None else None

@@ -1,0 +1,99 @@
+"""The fence between copies and memory: what a copy reads or writes is kept until the device has said that the copy has ended.
+
+Rules:
+
+1. Whoever begins a copy passes its event and all memory of it to `InFlight.hold`: views of pinned blocks, staging memory, uses of registered pages.
+2. One thread for each device waits for the events in their order, and then drops the memory. So pins return after the event and at no other
+   time, whoever has let go of them before: the batch, the tensors, the queue.
+3. If the device reports an error instead, no copy of it runs any more, and the memory is dropped.
+4. The thread ends `IDLE_S` after the last copy, and then gives up idle registrations, so that the arena's owner can return their pages.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Final
+
+from transferqueue.limits import DEVICE_IDLE_S
+from transferqueue.storage.devices.accelerator import CopyEvent
+
+_log: Final = logging.getLogger("transferqueue.client")
+
+EXIT_S: Final = 5.0
+"""How long the end of the interpreter waits for copies under way."""
+
+
+class InFlight:
+    """The copies of one device that have begun and not ended. Safe from any thread. idle: called after `idle_s` without a copy."""
+
+    def __init__(self, name: str, idle: Callable[[], object], idle_s: float = DEVICE_IDLE_S) -> None:
+        self._name, self._idle, self._idle_s = name, idle, idle_s
+        self._copies: SimpleQueue[tuple[CopyEvent, list[object], Sequence[Callable[[], object]]]] = SimpleQueue()
+        self._guard = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._held = 0
+        self._ended = threading.Condition(self._guard)
+        self._pid = os.getpid()
+
+    @property
+    def held(self) -> int:
+        """Copies whose memory is held."""
+        return self._held
+
+    @property
+    def of_this_process(self) -> bool:
+        """False in a forked child: its parent has the thread."""
+        return os.getpid() == self._pid
+
+    def hold(self, event: CopyEvent, memory: list[object], ended: Sequence[Callable[[], object]] = ()) -> None:
+        """Keep `memory`, a list that the caller gives away, until the event has passed. Then call each of `ended`."""
+        with self._guard:
+            self._held += 1
+            self._copies.put((event, memory, ended))
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name=f"copies to {self._name}", daemon=True)
+                self._thread.start()
+                atexit.register(self.drain, EXIT_S)
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until no copy is under way, at most `timeout_s`. Returns whether that is so."""
+        with self._guard:
+            if not self.of_this_process:
+                return True
+            return self._ended.wait_for(lambda: not self._held, timeout_s)
+
+    def _run(self) -> None:
+        while self._step():
+            pass
+
+    def _step(self) -> bool:
+        """Wait for one copy. False if none came for a while: then this thread ends."""
+        try:
+            event, memory, ended = self._copies.get(timeout=self._idle_s)
+        except Empty:
+            return self._pause()
+        try:
+            event.wait()
+        except RuntimeError as error:  # torch's errors of a device
+            _log.warning("device %s failed while it copied: %s", self._name, error)
+        memory.clear()
+        for end in ended:
+            end()
+        with self._guard:
+            self._held -= 1
+            self._ended.notify_all()
+        return True
+
+    def _pause(self) -> bool:
+        self._idle()
+        with self._guard:
+            if self._held:
+                return True
+            self._thread = None
+            atexit.unregister(self.drain)
+        return False
