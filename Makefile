@@ -43,7 +43,7 @@ export PYTHONUTF8 := 1
 export PYTHONDONTWRITEBYTECODE :=
 
 .DELETE_ON_ERROR:
-.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
+.PHONY: help setup check test docs dist test-long test-all test-engines test-shim test-verl test-stacks test-nemo test-ray test-mooncake test-nixl test-gpu test-others test-web test-deploy engines-matrix fuzz soak demo bench bench-quick bench-micro lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -81,7 +81,7 @@ test: check ## the checks, then the tests, WORKERS at once (minutes); ARGS goes 
 test-long: $(STAMP) ## tests that only repeat, with many seeds, kills, rows and examples (half an hour)
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest -m 'long or hypothesis' --timeout 1200 $(ARGS)
 
-TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-others test-web test-deploy
+TARGETS ?= test test-ray test-engines test-shim test-verl test-stacks test-nemo test-mooncake test-nixl test-gpu test-others test-web test-deploy
 test-all: ## every test target but test-long, one after another, and a table of them; TARGETS="test-ray test-web": these
 	@$(PYTHON) -m tests.targets $(TARGETS)
 
@@ -209,6 +209,11 @@ $(NIXLED): tests/engines/nixl.txt pyproject.toml
 
 test-nixl: $(NIXLED) ## columns read one-sided by NIXL, over TCP and between processes of this host (a minute)
 	$(NIXL)/bin/python -m pytest tests/engines/test_nixl.py $(ARGS)
+
+# A torch for CUDA is the user's: GPU_PYTHON is a python that has it, pytest, and what the package needs.
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(STAMP) ## columns on a GPU: bytes and figures (a minute; skipped without CUDA); GPU_PYTHON=python3: one with a torch for CUDA
+	PYTHONPATH=. $(GPU_PYTHON) -m pytest tests/gpu -s -m '' $(ARGS)
 
 $(OTHERED): tests/others.txt pyproject.toml
 	@test -x $(OTHERS)/bin/python || { echo 'others: creating $(OTHERS) with OpenTelemetry, polars, duckdb and Jupyter'; $(PYTHON) -m venv $(OTHERS); }
