@@ -93,7 +93,7 @@ if TYPE_CHECKING:
     )
     from transferqueue.schema import Field, Share, Slice
     from transferqueue.storage.columns.column import Column
-    from transferqueue.storage.inputs.prepare import Repeat
+    from transferqueue.storage.inputs.prepare import Interned, Repeat
 
 __version__ = "0.1.0"
 
@@ -126,7 +126,7 @@ _MODULES: Final = {
     "TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
-    "storage.inputs.prepare": "Repeat",
+    "storage.inputs.prepare": "Interned Repeat",
 }
 
 __all__ = [
@@ -164,6 +164,7 @@ __all__ = [
     "HoldClock",
     "Impossible",
     "InternalError",
+    "Interned",
     "KeepStale",
     "LeaseExpired",
     "Limits",

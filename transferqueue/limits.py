@@ -94,6 +94,10 @@ SMALL_EXTENT_BYTES: Final = 256 * KIB
 """Puts below this share an extent: a one-row put costs its bytes, not a page per put."""
 COLUMN_APART_BYTES: Final = SMALL_EXTENT_BYTES
 """A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it costs less than the copy."""
+INTERNED_BYTES_MIN: Final = 4 * KIB
+"""Values of an `Interned` column with fewer bytes are stored with their rows: a block of their own, and its entry in the ledger, cost more."""
+RECEIVED_BYTES_MAX: Final = 256 * MIB
+"""Interned values that a client of a remote shard keeps after it received them, the latest ones: for several batches of images."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
 """Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated as they are
 used."""

@@ -17,7 +17,9 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 TWO: Final = bytes.fromhex("01000000000000000200000000000000")
 """Two int64."""
 FIELDS: Final = [Field("x", "int64", (None,)), Field("y", "float32"), Field("z", "int32", (3, 4))]
-PLACED: Final = m.WrittenBlock(3, 4096, 128, 2, ["x", "z"], [5, 0], bytes(8), 2**64 - 1, [m.WrittenCopy(4, 8192)])
+PLACED: Final = m.WrittenBlock(
+    3, 4096, 128, 2, ["x", "z"], [5, 0], bytes(8), 2**64 - 1, [m.WrittenCopy(4, 8192)], bytes(16)
+)
 FACTS: Final = m.RowFacts(
     TWO, bytes(8), TWO, TWO, TWO, TWO, TWO, ["k", "l"], [{"a": "b", "c": 1}, {"d": 0.5, "e": True}]
 )

@@ -38,6 +38,8 @@ ROWS: Final = "rows"
 """The lane of what is freed with its rows."""
 COLUMNS: Final = "columns"
 """The lane of columns that may be freed before their rows."""
+INTERNED: Final = "interned"
+"""The lane of values that rows of many puts share: they end with the last of these rows."""
 
 
 class CommitOutcome(enum.Enum):
@@ -95,7 +97,7 @@ class WriteGrants:
         self._return_extent = return_extent
         self._whole_from, self._shared = whole_from, shared
         self._guard = threading.RLock()
-        self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque()}
+        self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque(), INTERNED: deque()}
         self._open_max = OPEN_MAX
 
     def region(
@@ -106,7 +108,7 @@ class WriteGrants:
         use: m.GrantPurpose = "results",
         lane: str = ROWS,
     ) -> Operation[WriteRegion]:
-        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS` or `COLUMNS`."""
+        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`, `COLUMNS` or `INTERNED`."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
         while (region := self._take(nbytes, apart, lane)) is None:

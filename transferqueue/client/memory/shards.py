@@ -6,6 +6,7 @@ Rules:
   the same time. A column may have blocks of several shards.
 - Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once; the server
   never sends the list unasked.
+- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a copy (`received`).
 - Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
@@ -22,6 +23,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
+from transferqueue.client.memory.received import ReceivedValues, received_together, whole
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.memory.transfers import ReceivedBlock
 from transferqueue.client.session.calls import Deadline
@@ -44,6 +46,8 @@ T = TypeVar("T")
 Rows = NDArray[np.intp] | None
 """Which rows of a reply; None: all."""
 Found = tuple[Rows, MappedBlocks, RowPlacement]
+FoundColumns = tuple[dict[str, Column], list[MappedBlocks]]
+"""Columns, and for each part of the reply the blocks that hold their memory."""
 Key = tuple[int, int]
 """Shard number or `_MAPPED`, and number of rows."""
 
@@ -66,6 +70,7 @@ class ShardClients:
         self._guard = threading.Lock()
         self._known: dict[int, m.ShardEndpoint] = {}
         self._lines: dict[int, RemoteMemory] = {}
+        self._received = ReceivedValues()
 
     # ------------------------------------------------------------ which there are
 
@@ -169,7 +174,7 @@ class ShardClients:
         fields: Mapping[str, Field],
         rows: int,
         slices: Mapping[str, Slice] = NO_SLICES,
-    ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
+    ) -> Operation[FoundColumns]:
         """The columns of one reply, those in `slices` cut, and for each part the blocks that hold its memory. The pins return at once if
         this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
@@ -178,17 +183,52 @@ class ShardClients:
         try:
             yield from self.know(shards)
             received = [at.block for at in named.values() if self._place(at.shard) != _MAPPED]
-            places = {self._place(number) for number in shards}
-            if len(places) < 2:
-                memory = self._memory(shards.pop()) if shards else self._own
-                return (yield from memory.columns(parts, fields, rows, slices))
-            found = yield from self._gathered(parts, fields, rows, slices)
+            interned = any(at.content for at in named.values())
+            columns_of = self._columns_with_interned if interned else self._columns_of
+            found = yield from columns_of(parts, fields, rows, slices)
         except PeerError as error:
             yield from self._explain(shards, error)
         finally:
             if received:
                 self._unpin(received)  # which empties the list
+        return found
+
+    def _columns_of(
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
+    ) -> Operation[FoundColumns]:
+        shards = {block.shard for part in parts for block in part.blocks}
+        if len({self._place(number) for number in shards}) < 2:
+            memory = self._memory(shards.pop()) if shards else self._own
+            return (yield from memory.columns(parts, fields, rows, slices))
+        found = yield from self._gathered(parts, fields, rows, slices)
         return _joined(parts, found, cut_fields(fields, slices), rows)
+
+    def _columns_with_interned(
+        self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
+    ) -> Operation[FoundColumns]:
+        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were not."""
+        are_kept = [
+            part.fields[0] not in slices and all(at.content and self._place(at.shard) != _MAPPED for at in part.blocks)
+            for part in parts
+        ]
+        others = [part for part, is_kept in zip(parts, are_kept, strict=True) if not is_kept]
+        columns, held_by_others = yield from self._columns_of(others, fields, rows, slices)
+        wanted = {at.block: at for part, is_kept in zip(parts, are_kept, strict=True) if is_kept for at in part.blocks}
+        memory = {number: found for number, at in wanted.items() if (found := self._received.copy_of(at)) is not None}
+        for some in received_together([at for number, at in wanted.items() if number not in memory]):
+            _, arrived = yield from self._columns_of(list(map(whole, some)), fields, some[0].rows, NO_SLICES)
+            for at, blocks in zip(some, arrived, strict=True):
+                memory[at.block] = blocks.live_memory()[0]
+                self._received.add(at, memory[at.block])
+        held, rest = list[MappedBlocks](), iter(held_by_others)
+        for part, is_kept in zip(parts, are_kept, strict=True):
+            held.append(
+                MappedBlocks(part.blocks, [memory[at.block] for at in part.blocks], fields) if is_kept else next(rest)
+            )
+            if is_kept:
+                placement = placement_of(part, held[-1], rows)
+                columns |= {name: Column(fields[name], placement) for name in part.fields}
+        return columns, held
 
     def _gathered(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]

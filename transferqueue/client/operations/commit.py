@@ -5,7 +5,9 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
-4. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
+4. `Interned` columns of a put are first referred to by the content of their bytes, which the table may have. If it does not, the put is refused
+   with `NotFound`, nothing has changed, and the second attempt writes them.
+5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
    region is gone, the columns are written into another shard.
 """
 
@@ -24,14 +26,15 @@ from transferqueue.client.operations.arguments import few, row_ids
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.operations.rows import RowsBase, rows_read
-from transferqueue.client.operations.written_blocks import WrittenBlocks, write_columns
+from transferqueue.client.operations.written_blocks import WrittenBlocks, reference, write_columns
 from transferqueue.client.session.calls import Deadline, seconds
-from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
+from transferqueue.client.session.run import BlockingWork, Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import FlowSignal, SchemaError, ShardLost, UsageError, listing
+from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
+from transferqueue.storage.inputs.block_writer import InternedBlock
+from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
@@ -117,18 +120,29 @@ def commit(
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False
+    interned: dict[str, InternedBlock] = {}
+    referring = True
     while True:
         try:
-            return (yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind))
+            return (
+                yield from _attempt(
+                    client, terms, facts, columns, rows, deadline, request, kind, interned, referring=referring
+                )
+            )
         except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
             if not shards_left:
                 raise
             shards_left -= 1
             yield from client.shards.look()  # and let go of its memory, if it was mapped
+        except NotFound:
+            if not (interned and referring):
+                raise
+            referring = False
         except SchemaError:
             if asked_again or not (yield from _refresh(terms)):
                 raise
             shards_left, asked_again = OPEN_MAX + 1, True
+            interned.clear()
 
 
 def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
@@ -177,7 +191,11 @@ def _attempt(
     deadline: Deadline,
     request: Request,
     kind: type[R],
+    interned: dict[str, InternedBlock],
+    *,
+    referring: bool,
 ) -> Operation[R]:
+    """interned: the interned blocks of the call, once they are made. referring: the table may have them."""
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
@@ -187,15 +205,29 @@ def _attempt(
         fields.append(column.field)
         if column.field.inline:
             inline.append(m.Inline(column.field.name, column.inline()))
+        elif column.interned and rows is None:
+            if column.field.name not in interned:
+                yield _making(column, interned, checksums=client.checksums)
         else:
             placed.append(column)
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    written = (yield from write_columns(client, terms.last, placed, deadline, use)) if placed else None
-    carried = m.Columns(fields, written.blocks() if written else [], inline, out.facts)
+    given = [] if referring else list(interned.values())
+    written = (yield from write_columns(client, terms.last, placed, given, deadline, use)) if placed or given else None
+    blocks = written.blocks() if written else []
+    if interned and referring:
+        blocks += map(reference, interned.values())
+    carried = m.Columns(fields, blocks, inline, out.facts)
     reply = yield from finish_commit(written, request(out.rows, carried), kind)
     if has_new_fields:
         terms.learn(fields)
     return reply
+
+
+def _making(column: Prepared, interned: dict[str, InternedBlock], *, checksums: bool) -> BlockingWork:
+    def make() -> None:
+        interned[column.field.name] = InternedBlock(column, checksums=checksums)
+
+    return BlockingWork(column.nbytes, make)
 
 
 def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[R]) -> Operation[R]:
@@ -228,6 +260,8 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     for value in columns.values():
         if type(value) is np.ndarray and value.ndim:  # mostly
             return len(value)
+        if isinstance(value, Interned):
+            value = value.values
         if isinstance(value, Repeat):
             return _repeated(value)
         if not _single(value):

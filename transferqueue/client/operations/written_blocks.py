@@ -7,7 +7,10 @@ Memory returns by extents, so columns that are freed at different times are writ
    share extents, in two lanes: columns that only tasks with results need end early; what a task without results needs (mostly the
    trainer) ends about when its row does.
 3. `ManualColumns`: a region for each column of `COLUMN_APART_BYTES` or more, and one for the others.
-4. Only the first region waits for memory. If there is no room for another one at once, all are given back, and everything is written into
+4. An interned block has a region of its own, since rows of other puts may need it longer. One that the table has already is not written: the
+   commit refers to it by its content. If the table does not have it after all, the commit is refused, changes nothing, and is made again with
+   the bytes (`commit`).
+5. Only the first region waits for memory. If there is no room for another one at once, all are given back, and everything is written into
    one. So producers that hold memory never wait for each other.
 """
 
@@ -18,14 +21,14 @@ from functools import partial
 from typing import NamedTuple
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.memory.grants import COLUMNS, ROWS, CommitOutcome, WriteRegion
+from transferqueue.client.memory.grants import COLUMNS, INTERNED, ROWS, CommitOutcome, WriteRegion
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation
 from transferqueue.errors import DeadlineExceeded, Full
 from transferqueue.limits import COLUMN_APART_BYTES
 from transferqueue.policies import AckedColumns, ManualColumns
 from transferqueue.schema import align
-from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
+from transferqueue.storage.inputs.block_writer import BlockWriter, InternedBlock, block_writers
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.wire import messages as m
 
@@ -56,10 +59,17 @@ class BlockGroup(NamedTuple):
 
 
 def write_columns(
-    client: ClientSession, terms: m.TableTerms, columns: Sequence[Prepared], deadline: Deadline, use: m.GrantPurpose
+    client: ClientSession,
+    terms: m.TableTerms,
+    columns: Sequence[Prepared],
+    interned: Sequence[InternedBlock],
+    deadline: Deadline,
+    use: m.GrantPurpose,
 ) -> Operation[WrittenBlocks]:
-    """Write the columns of a commit, which are not inline, with as many copies as the table has."""
-    groups = groups_of(terms, columns)
+    """Write the columns of a commit, which are not inline, and interned blocks, with as many copies as the table has."""
+    groups = groups_of(terms, columns) if columns else []
+    if interned:
+        groups += [BlockGroup(INTERNED, [block]) for block in interned]
     if len(groups) > 1:
         written = yield from _write_apart(client, groups, deadline, use, terms.replicas)
         if written is not None:
@@ -173,7 +183,23 @@ def _placed(region: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.Writte
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
                 checksum=block.sum,
                 copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies],
+                content=block.content,
             )
         )
         at += align(block.nbytes)
     return placed
+
+
+def reference(block: InternedBlock) -> m.WrittenBlock:
+    """How a commit names a block that the table has already."""
+    return m.WrittenBlock(
+        extent=0,
+        offset=0,
+        nbytes=block.nbytes,
+        rows=block.stored_rows,
+        fields=[block.fields[0].name],
+        counts=block.counts,
+        slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+        checksum=block.sum,
+        content=block.content,
+    )

@@ -77,7 +77,9 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
             f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
             f"{table.limits.rows}: {request.rows} > {table.limits.rows}"
         )
-    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, request.rows, table.replicas)
+    staged = check_columns(
+        table.shapes, table.core.blocks, session, request.columns, request.rows, table.replicas, table.usage
+    )
     if table.limits.bytes is not None:
         check_size(staged, table.name, table.limits.bytes_max, request.rows if request.reservation else 1)
     if "group_id" in staged.facts.numbers:

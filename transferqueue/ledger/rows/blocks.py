@@ -13,6 +13,9 @@ columns of one commit inside an extent. Invariants:
 - An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
+- A block may have a *content*: the digest of its bytes. Later puts of its owner refer to it by that instead of writing the bytes again
+  (`OwnerBytes.contents`). Such a reference counts as those of the rows that came with the block, and is found and added in one call: there
+  is no moment between. When the last reference ends, the content is forgotten with the block's bytes.
 - A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count for the
   owner of the block: so there is room for it when it comes.
 """
@@ -21,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
+from typing import Final
 
 from msgspec.structs import replace
 
@@ -36,12 +40,13 @@ Written = dict[int, tuple[int, int]]
 
 
 class OwnerBytes:
-    """Bytes of the live blocks of one owner."""
+    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`) that puts may refer to."""
 
-    __slots__ = ("bytes",)
+    __slots__ = ("bytes", "contents")
 
     def __init__(self) -> None:
         self.bytes = 0
+        self.contents: dict[bytes, CommittedBlock] = {}
 
 
 class ExtentState:
@@ -295,10 +300,16 @@ class BlockRegistry:
 
     # ------------------------------------------------------------ commits
 
-    def check(self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1) -> None:
-        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards."""
+    def check(
+        self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1, usage: OwnerBytes | None = None
+    ) -> None:
+        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner; None: no block of this
+        request may have a content.
+        """
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
+            if block.content and _is_reference(block, usage):
+                continue
             shards = [self._check_place(session, written, block, block.extent, block.offset)]
             if block.copies:
                 shards += [self._check_place(session, written, block, at.extent, at.offset) for at in block.copies]
@@ -364,16 +375,25 @@ class BlockRegistry:
         return numbers
 
     def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written, replicas: int) -> int:
+        known = _same_content(placed, usage) if placed.content else None
+        if known is not None and not placed.extent:
+            known.refs += refs
+            return known.at.block
         number = self._next_block
         self._next_block += 1
         extents = [self._write(placed.extent, placed.offset, placed.nbytes, written)]
         if placed.copies:
             extents += [self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies]
+        if known is not None:  # two puts wrote the same content at the same time: the second one's bytes are not needed
+            known.refs += refs
+            return known.at.block
         if refs:
             at = _block_at(number, placed, extents)
             block = self.blocks[number] = CommittedBlock(at, extents, usage, max(replicas, len(extents)))
             block.refs = refs
             usage.bytes += block.nbytes
+            if placed.content:
+                usage.contents[_content_key(placed)] = block
             for extent in extents:
                 extent.blocks += 1
             if block.replicas > len(extents):
@@ -403,6 +423,8 @@ class BlockRegistry:
         block.refs -= refs
         if not block.refs:
             block.usage.bytes -= block.nbytes
+            if block.at.content and block.usage.contents.get(key := _content_key(block.at)) is block:
+                del block.usage.contents[key]
             if len(block.extents) < block.replicas:
                 self.missing.forget(number, block.shards)
             self._forget_if_unused(block)
@@ -452,11 +474,47 @@ class BlockRegistry:
         self._forget_if_unused(block)
 
 
+CONTENT_BYTES: Final = 16
+
+
+def _content_key(block: WrittenBlock | BlockLocation) -> bytes:
+    return block.content + block.fields[0].encode()
+
+
+def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
+    """Whether the block is named by its content alone. Raises if it may have none, or if no such block is live."""
+    names = ", ".join(placed.fields)
+    if usage is None or len(placed.fields) != 1 or len(placed.content) != CONTENT_BYTES:
+        raise UsageError(
+            f"block of {names} has a content of {len(placed.content)} bytes; only a put gives contents, of {CONTENT_BYTES} bytes each, to blocks "
+            "of one field"
+        )
+    if placed.extent:
+        return False
+    if placed.offset or placed.copies:
+        raise UsageError(f"block of {names} is named by its content, and by a place as well; give one of them")
+    if _same_content(placed, usage) is None:
+        raise NotFound(
+            f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a grant, and commit them'
+        )
+    return True
+
+
+def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:
+    """The live block of the same bytes and layout."""
+    block = usage.contents.get(_content_key(placed))
+    if block is None or block.extent.lost:
+        return None
+    at = block.at
+    same = (at.nbytes, at.rows, at.fields, at.counts) == (placed.nbytes, placed.rows, placed.fields, placed.counts)
+    return block if same and at.checksum == placed.checksum else None
+
+
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
     """The location of a block, as replies state it."""
     at = BlockLocation(
         number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, placed.fields,
-        placed.counts, placed.checksum,
+        placed.counts, placed.checksum, content=placed.content,
     )  # fmt: skip
     if not placed.copies:
         return at

@@ -55,10 +55,16 @@ class StagedCommit:
 
 
 def check_columns(
-    shapes: CommitShapes, blocks: BlockRegistry, session: int, columns: Columns, count: int, replicas: int
+    shapes: CommitShapes,
+    blocks: BlockRegistry,
+    session: int,
+    columns: Columns,
+    count: int,
+    replicas: int,
+    usage: OwnerBytes | None = None,
 ) -> StagedCommit:
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
-    themselves.
+    themselves. usage: of the table, if the rows are new, so that blocks may have contents (`OwnerBytes`).
     """
     shape = shapes.of(columns)
     inline = [
@@ -68,8 +74,8 @@ def check_columns(
     slots, nbytes = [], 0
     for block, placed in zip(shape.blocks, columns.blocks, strict=True):
         slots.append(block.check(placed, count))
-        nbytes += placed.nbytes
-    blocks.check(session, columns.blocks, replicas)
+        nbytes += placed.nbytes if placed.extent else 0
+    blocks.check(session, columns.blocks, replicas, usage)
     facts = check_facts(columns.facts, count)
     if shape.new_fields:
         shapes.rows.check_added(field.name for field in shape.new_fields)

@@ -254,8 +254,11 @@ def _address(memory: U8) -> int:
 
 def _aligned(memory: U8) -> U8:
     """The block on a 64-byte boundary. A block of an arena is aligned already; another is copied if it is not."""
-    if _address(memory) % ALIGNMENT == 0:
-        return memory
+    return memory if _address(memory) % ALIGNMENT == 0 else aligned_copy(memory)
+
+
+def aligned_copy(memory: U8) -> U8:
+    """A copy of a block, on a 64-byte boundary."""
     copy = np.empty(len(memory) + ALIGNMENT, np.uint8)
     start = -_address(copy) % ALIGNMENT
     copy[start : start + len(memory)] = memory

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import InternalError, SchemaError, UsageError
+from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum, digest
 from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
 from transferqueue.text import counted
 
@@ -22,6 +23,8 @@ class BlockWriter:
     slot in the block, int32 ``[rows]``; None if they are the same. nbytes: the size of the block. sum: its checksum, after `take_checksum`.
     """
 
+    content: bytes = b""
+    """Of an `InternedBlock`."""
     __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows", "sum")
 
     def __init__(self, columns: Sequence[Prepared]) -> None:
@@ -58,6 +61,31 @@ class BlockWriter:
         """Compute the checksum of the written block once, while it is in the cache. Further copies have the same checksum."""
         if self.sum == UNCHECKED:
             self.sum = checksum(block)
+
+
+class InternedBlock(BlockWriter):
+    """The block of one interned column, which is made at once: whether the table has it already depends on its bytes.
+
+    content: xxh3-128 of the bytes. Two blocks of the same content and layout are taken for equal: of a billion different ones, no two have the
+    same with a probability of 1 - 1.5e-21 (the birthday bound for 128 bits), if nobody makes them for that purpose.
+    """
+
+    __slots__ = ("_bytes", "content")
+
+    def __init__(self, column: Prepared, *, checksums: bool) -> None:
+        super().__init__([column])
+        memory = np.empty(self.nbytes + ALIGNMENT, np.uint8)
+        start = -memory.ctypes.data % ALIGNMENT
+        self._bytes = memory[start : start + self.nbytes]
+        super().write(self._bytes)
+        self.content = digest(self._bytes)
+        if checksums:
+            self.take_checksum(self._bytes)
+
+    def write(self, out: memoryview | U8) -> None:
+        """Copy the block into `out`."""
+        whole = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
+        whole[:] = self._bytes
 
 
 def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:

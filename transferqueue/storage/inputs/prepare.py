@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import INTERNED_BYTES_MIN, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
@@ -86,6 +86,28 @@ class Repeat:
         return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
 
 
+class Interned:
+    """A column whose values other puts into the table have too: an image that each row of a group brings, one put a row.
+
+    ``table.put(image=Interned([image]), ...)`` stores the values of the call once for all puts that give the same bytes. values: any column
+    input, also a `Repeat`. The values of one call are compared together, so give those that come together again in calls of their own. Calls
+    with fewer than `INTERNED_BYTES_MIN` bytes of values store them as usual, and so do updates and acks.
+
+    >>> import transferqueue as tq
+    >>> image = tq.Interned([b"the same in sixteen puts" * 1024])
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Any) -> None:
+        if isinstance(values, Interned):
+            raise SchemaError("Interned of an Interned: give its values once")
+        self.values = values
+
+    def __repr__(self) -> str:
+        return f"Interned({type(self.values).__name__})"
+
+
 class RowsOf:
     """The rows of an array or tensor ``[rows, ...]``: as ``list(values)``, at the cost of one array. Does not copy `values`.
 
@@ -135,10 +157,10 @@ class Prepared:
 
     field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots: then the stored row
     of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and
-    padding.
+    padding. interned: other puts may have the same values (`Interned`).
     """
 
-    __slots__ = ("count", "field", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
+    __slots__ = ("count", "field", "interned", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
 
     def __init__(
         self, field: Field, stored_rows: int, source: ValueSource, offsets: I64 | None, shapes: I64 | None
@@ -149,6 +171,7 @@ class Prepared:
         self.nbytes = (stored_rows if offsets is None else self.count) * field.step_elements * field.item_bytes
         self.rows = stored_rows
         self.slots: I32 | None = None
+        self.interned = False
 
     def jobs(self, out: U8, span: Span) -> list[Job]:
         """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together with the jobs that
@@ -191,6 +214,10 @@ def prepare(
         found = find_repeats(value) if share else None
         array, slots = (value, None) if found is None else found
         return _shared(Prepared(field, len(array), Arrays([array], field.dtype), None, None), slots)
+    if type(value) is Interned:
+        prepared = prepare(name, value.values, field, rows, share=share)
+        prepared.interned = not prepared.field.inline and prepared.nbytes >= INTERNED_BYTES_MIN
+        return prepared
     subject = f'field "{name}"'
     if isinstance(value, Repeat):
         repeat: Repeat | None = value

@@ -1,4 +1,5 @@
-"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a disk."""
+"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a disk. Digests
+(xxh3-128) tell the contents of shared blocks apart."""
 
 from __future__ import annotations
 
@@ -18,6 +19,11 @@ UNCHECKED: Final = 0
 def checksum(block: Bytes) -> int:
     """The xxh3-64 of the bytes; 1 if that is 0, which means `UNCHECKED`."""
     return xxhash.xxh3_64_intdigest(block) or 1  # type: ignore[arg-type,unused-ignore]
+
+
+def digest(block: Bytes) -> bytes:
+    """The xxh3-128 of the bytes, 16 bytes big-endian: it tells contents apart."""
+    return xxhash.xxh3_128_digest(block)  # type: ignore[arg-type,unused-ignore]
 
 
 def verify(block: Bytes, expected: int, subject: str) -> None:

@@ -41,6 +41,8 @@ Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
 """xxh3-64: any unsigned integer that a message can hold."""
+Content = Annotated[bytes, Meta(max_length=16)]
+"""xxh3-128 of the bytes of a block, big-endian; empty: not told."""
 Path = Annotated[str, Meta(max_length=4096)]
 FullPath = Annotated[str, Meta(max_length=2 * 4096)]
 """A `Path` that a client gave, under a directory of the server."""

@@ -14,6 +14,7 @@ from transferqueue.wire.messages.base import (
     I64,
     Bytes,
     Checksum,
+    Content,
     Count,
     Counts,
     DoneReply,
@@ -39,6 +40,8 @@ class WrittenBlock(Message, tag="Placed"):
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
     checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the table has replicas.
+    content: of a block of one field that later puts into the table may refer to, xxh3-128 of its bytes; else empty. A block with a content and
+    extent 0 is such a reference: nothing was written, and the put is refused unless the table has a block of this content and layout.
     """
 
     extent: Count
@@ -50,6 +53,7 @@ class WrittenBlock(Message, tag="Placed"):
     slots: I32 | None = None
     checksum: Checksum = 0
     copies: Annotated[list[WrittenCopy], Meta(max_length=COPIES_MAX)] = []
+    content: Content = b""
 
 
 class CopyLocation(Message, tag="Copy"):
@@ -64,7 +68,7 @@ class BlockLocation(Message, tag="BlockAt"):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
     ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too; who
-    needs tickets is told only the one to read.
+    needs tickets is told only the one to read. content: as of `WrittenBlock`; a reader that received the bytes once may keep them.
     """
 
     block: int
@@ -78,6 +82,7 @@ class BlockLocation(Message, tag="BlockAt"):
     checksum: int = 0
     ticket: Bytes = b""
     copies: Annotated[list[CopyLocation], Meta(max_length=COPIES_MAX)] = []
+    content: Content = b""
 
 
 @request(reply=None, roles=CLIENTS, verb="")

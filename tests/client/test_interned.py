@@ -1,0 +1,223 @@
+"""Values that many puts intern: stored once, sent by a writer once, and received by a client of another host once."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import transferqueue as tq
+from tests.client.deployments import Served, served
+from tests.client.test_remote import Between
+from tests.client.test_restart import Supervised
+from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards
+
+IMAGE = torch.from_numpy(np.random.default_rng(1).integers(0, 255, (3, 128, 128), np.uint8))
+OTHER = torch.from_numpy(np.random.default_rng(2).integers(0, 255, (3, 128, 128), np.uint8))
+ROWS = 16
+FIELDS = [tq.Field("image", "uint8", (3, 128, 128)), tq.Field("ids", "int64", (None,))]
+TASKS = [tq.Task("train", needs=["image", "ids"])]
+SLACK = 8 * 1024
+"""Everything else of a row, and of the requests."""
+
+
+def ids(row: int) -> list[np.ndarray[Any, Any]]:
+    return [np.arange(20) + row]
+
+
+def counted(between: Between) -> dict[bool, int]:
+    """Bytes that pass between clients and the shard from now on, by whether they go up."""
+    passed = {True: 0, False: 0}
+
+    def count(_passed: int, data: bytes, up: bool) -> bytes:
+        passed[up] += len(data)
+        return data
+
+    between.bulk.meddle = count
+    return passed
+
+
+def test_a_group_that_is_put_row_by_row_crosses_and_is_stored_once(server: Served, name: str) -> None:
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        table = queue.create_table(name, fields=FIELDS, tasks=TASKS)
+        passed = counted(between)
+        for row in range(ROWS):
+            table.put(image=tq.Interned([IMAGE.clone()]), ids=ids(row))
+        assert table.stats()["bytes"] < IMAGE.nbytes + ROWS * SLACK
+        assert IMAGE.nbytes < passed[True] < IMAGE.nbytes + ROWS * 1024
+        for row in range(ROWS):
+            with table.lease("train", rows=1) as batch:
+                (image,) = batch["image"].torch()
+                assert torch.equal(image, IMAGE)
+                assert batch["ids"].list() == [ids(row)[0].tolist()]
+                image += 1  # a reader's rows are its own
+        assert IMAGE.nbytes < passed[False] < IMAGE.nbytes + ROWS * 1024
+        assert table.stats()["bytes"] == 0
+
+
+def test_without_the_word_every_row_stores_and_sends_its_own(server: Served, name: str) -> None:
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        table = queue.create_table(name, fields=FIELDS, tasks=TASKS)
+        passed = counted(between)
+        for row in range(ROWS):
+            table.put(image=[IMAGE], ids=ids(row))
+        assert table.stats()["bytes"] > ROWS * IMAGE.nbytes
+        for _ in range(ROWS):
+            with table.lease("train", rows=1) as batch:
+                batch["image"].torch()
+        assert min(passed.values()) > ROWS * IMAGE.nbytes
+
+
+def test_a_batch_of_several_groups_receives_each_value_once(server: Served, name: str) -> None:
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        table = queue.create_table(name, fields=FIELDS, tasks=TASKS, retention=tq.Manual())
+        for row in range(8):
+            table.put(image=tq.Interned([OTHER if row % 2 else IMAGE]), ids=ids(row))
+        passed = counted(between)
+        with table.lease("train", rows=8) as batch:
+            assert torch.equal(batch["image"].torch(), torch.stack([IMAGE, OTHER] * 4))
+            assert batch["ids"].list() == [ids(row)[0].tolist() for row in range(8)]
+        assert passed[False] < 2 * IMAGE.nbytes + SLACK
+        again = table.read([5, 0, 1])
+        assert torch.equal(again["image"].torch(), torch.stack([OTHER, IMAGE, OTHER]))
+        assert passed[False] < 2 * IMAGE.nbytes + 2 * SLACK
+        part = table.read([1], fields={"image": tq.Slice((0, 1))})  # a slice is cut at the shard, as ever
+        assert torch.equal(part["image"].torch()[0], OTHER[:1])
+
+
+@pytest.mark.parametrize("data", ["", "remote"])
+def test_values_of_every_kind_and_of_many_writers(server: Served, name: str, data: Any) -> None:
+    values = {
+        "text": ["a prompt " * 2000],
+        "ids": [list(range(4000))],
+        "array": np.arange(6000.0).reshape(1, 6000),
+        "plain": [{"turns": ["x" * 900] * 9}],
+        "repeated": tq.Repeat(["a prompt " * 2000], 1),
+        "empty": ["short"],  # stored with its row
+        "scalar": [1.5],
+    }
+    address = server.tcp if data else server.ipc
+    with tq.connect(address, **({"data": data} if data else {})) as queue:
+        table = queue.create_table(name, retention=tq.Manual())
+        failures: list[tq.TransferQueueError] = []
+
+        def write() -> None:
+            try:
+                for _ in range(5):
+                    table.put(**{field: tq.Interned(value) for field, value in values.items()})
+            except tq.TransferQueueError as error:
+                failures.append(error)
+
+        writers = [threading.Thread(target=write) for _ in range(4)]
+        for writer in writers:
+            writer.start()
+        for writer in writers:
+            writer.join()
+        assert not failures
+        assert table.stats()["bytes"] < 130_000 + 20 * 1024
+        read = table.read()
+        assert read["text"].list() == read["repeated"].list() == values["text"] * 20
+        assert read["ids"].list() == values["ids"] * 20
+        assert read["plain"].list() == values["plain"] * 20
+        assert np.array_equal(read["array"].numpy(), np.repeat(values["array"], 20, 0))
+        table.delete(read.rows[:19])
+        assert table.read()["text"].list() == values["text"]
+        table.delete(read.rows[19:])
+        assert table.stats()["bytes"] == 0
+
+
+def test_one_value_for_all_rows_and_updates(server: Served, name: str) -> None:
+    with tq.connect(server.ipc) as queue:
+        table = queue.create_table(name, retention=tq.Manual())
+        rows = table.put(prompt=tq.Interned("a prompt " * 2000), number=[1, 2, 3])
+        table.put(prompt=tq.Interned(["a prompt " * 2000] * 2), number=[4, 5])
+        assert table.stats()["bytes"] < 19_000
+        table.update(rows, overwrite=True, prompt=tq.Interned(["another one " * 2000] * 3))
+        assert table.read()["prompt"].list() == ["another one " * 2000] * 3 + ["a prompt " * 2000] * 2
+        with pytest.raises(tq.SchemaError, match="Interned of an Interned"):
+            table.put(prompt=tq.Interned(tq.Interned(["x"])))
+        with pytest.raises(tq.SchemaError, match="int values do not fit dtype str"):
+            table.put(prompt=tq.Interned([1, 2]))
+        with pytest.raises(tq.NotFound):  # not of a value: it stands
+            queue.table("nothing").put(prompt=tq.Interned(["x" * 9000]))
+
+
+def test_a_server_that_starts_anew_gets_the_bytes_again(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_SNAPSHOTS", str(tmp_path))
+    value = "a prompt " * 2000
+    for _ in range(2):
+        with tq.connect("embedded") as queue:
+            table = queue.create_table(name, retention=tq.Manual())
+            for _ in range(3):
+                table.put(prompt=tq.Interned([value]))
+            assert table.stats()["bytes"] < 19_000
+            queue.snapshot(str(tmp_path / "snapshot")) if not (tmp_path / "snapshot").exists() else None
+    with tq.connect("embedded") as queue:
+        queue.restore(str(tmp_path / "snapshot"))
+        table = queue.table(name)
+        assert table.stats()["bytes"] < 19_000  # restored rows share their value
+        table.put(prompt=tq.Interned([value]))  # which puts do not find: they store it once more
+        table.put(prompt=tq.Interned([value]))
+        assert table.stats()["bytes"] < 2 * 19_000
+        assert table.read()["prompt"].list() == [value] * 5
+
+
+def test_puts_go_on_over_a_kill_of_the_server(tmp_path: Path, name: str) -> None:
+    """References of before and after the kill, and retries of puts that it interrupted, name one value."""
+    value = "a prompt " * 2000
+    with Supervised(tmp_path, "process") as server, tq.connect(server.address) as queue:
+        table = queue.create_table(name, retention=tq.Manual())
+        table.put(prompt=tq.Interned([value]), key=["first"])
+        begun, killed = threading.Event(), threading.Event()
+
+        def write() -> None:
+            number = 0
+            while not killed.is_set() or number < 20:
+                table.put(prompt=tq.Interned([value]), key=[f"row {number}"])
+                number += 1
+                begun.set()
+            counts.append(number)
+
+        counts: list[int] = []
+        writer = threading.Thread(target=write)
+        writer.start()
+        begun.wait(60)
+        server.kill()
+        killed.set()
+        writer.join()
+        read = table.read()
+        assert len(read) == counts[0] + 1
+        assert set(read["prompt"].list()) == {value}
+        assert table.stats()["bytes"] < 19_000
+        table.delete(read.rows)
+        assert table.stats()["bytes"] == 0
+        assert queue.audit()["balanced"]
+
+
+@pytest.mark.slow
+def test_a_value_with_copies_outlives_the_death_of_its_shard(tmp_path: Path, name: str) -> None:
+    value = "a prompt " * 2000
+    with (
+        served(tmp_path, "256MiB") as server,
+        ShardProcess(server.ipc) as dying,
+        ShardProcess(server.ipc),
+        tq.connect(server.tcp, data="remote") as queue,
+    ):
+        await_shards(queue, 2)
+        table = queue.create_table(name, tasks=[tq.Task("train", needs=["prompt"])], replicas=2, retention=tq.Manual())
+        for _ in range(4):
+            table.put(prompt=tq.Interned([value]), timeout_s=PATIENCE_S)
+        assert table.stats()["bytes"] < 2 * 19_000
+        dying.kill()
+        await_shards(queue, 1)
+        for _ in range(4):
+            table.put(prompt=tq.Interned([value]), timeout_s=PATIENCE_S)
+        with table.lease("train", rows=8, timeout_s=PATIENCE_S) as batch:
+            assert batch["prompt"].list() == [value] * 8
+        assert queue.audit()["tables"][name]["rows_lost"] == 0
