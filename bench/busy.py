@@ -103,10 +103,11 @@ def one_round(crowd: Crowd, count: int, rows: int, seconds: float) -> tuple[floa
     return requests / (time.perf_counter() - began), (cpu_ns(crowd.pid) - used) / 1e9 / requests
 
 
-def _session(address: str, wakeup: Wakeup) -> tuple[ClientChannel, PendingCalls]:
-    """A session of this process that is served by nobody but its caller."""
+def session_of(address: str, wakeup: Wakeup, *, local: bool = True) -> tuple[ClientChannel, PendingCalls]:
+    """A session that is served by nobody but its caller. local: of this process; else of none that the server sees."""
     channel, calls = dial(address), PendingCalls()
-    channel.send(calls.greet(m.Hello(client=secrets.token_bytes(16), host=this_host(), pid=os.getpid()), 0.0))
+    host, pid = (this_host(), os.getpid()) if local else ("elsewhere", 0)
+    channel.send(calls.greet(m.Hello(client=secrets.token_bytes(16), host=host, pid=pid), 0.0))
     while (frame := channel.recv_nowait()) is None:
         channel.wait(wakeup, 1.0)
     answer = decode_answer(frame)
@@ -120,7 +121,7 @@ def _session(address: str, wakeup: Wakeup) -> tuple[ClientChannel, PendingCalls]
 def heartbeat_s(server: Server, address: str) -> float:
     """Seconds of the server's processor for a heartbeat, where many sessions send theirs at about one time."""
     wakeup = Wakeup()
-    sessions = [_session(address, wakeup) for _ in range(SESSIONS)]
+    sessions = [session_of(address, wakeup) for _ in range(SESSIONS)]
     used = cpu_ns(server.pid)
     for _ in range(BEATS):
         for channel, calls in sessions:

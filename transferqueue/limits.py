@@ -26,7 +26,10 @@ FIELDS_MAX: Final = 1024
 TASKS_MAX: Final = 64
 """Each task costs a byte of state and 18 of lease, order and attempts per resident row."""
 TABLES_MAX: Final = 4096
-SESSIONS_MAX: Final = 4096
+SESSIONS_MAX: Final = 1 << 15
+"""Of one coordinator: twice the processes of 1,024 nodes. An idle one takes about 4 KiB of it, and up to three descriptors."""
+SHARDS_MAX: Final = 4096
+"""Of one coordinator; each shard's list of the others is a message."""
 PID_MAX: Final = (1 << 31) - 1
 """The largest process number of the kernel's interface, a C int."""
 SNAPSHOTS_KEPT_MAX: Final = 1 << 20
@@ -206,6 +209,8 @@ CALLS_PARKED_MAX: Final = 1024
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
 """Queued frames of a peer that does not read; a further frame is dropped. Twice the replies of one burst, because ZeroMQ credits read
 frames in halves of its mark."""
+BYTES_QUEUED_MAX: Final = GIB
+"""Bytes of these frames, over the socket file: sixteen of the largest."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47

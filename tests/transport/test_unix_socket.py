@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, MIB, STRANGER_S
+from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, MIB, STRANGER_S
 from transferqueue.transport import Wakeup, dial, parse_address
 from transferqueue.transport.control import unix_socket
 from transferqueue.transport.control.send_result import SendResult
@@ -451,3 +451,24 @@ def test_a_stranger_has_its_time_and_no_more(timed, address, wakeup):
     assert not line.is_gone
     silent.close()
     client.close()
+
+
+def test_bytes_that_a_peer_does_not_read_are_counted_and_bounded(monkeypatch):
+    monkeypatch.setattr(unix_socket, "BYTES_QUEUED_MAX", 8 * MIB)
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+    stream, frames = FrameStream(near), 0
+    while not stream.is_full:
+        stream.send(bytes(MIB - 1) if frames % 2 else bytes(KIB))
+        frames += 1
+    assert frames < 30
+    assert stream.unsent_bytes == sum(map(len, stream.unsent)) >= 8 * MIB
+    reader, came = FrameStream(far), list[int]()
+    while len(came) < frames:
+        reader.read(lambda frame: came.append(len(frame)))
+        stream.flush()
+        assert stream.unsent_bytes == sum(map(len, stream.unsent))
+    assert came == [MIB - 1 if number % 2 else KIB for number in range(frames)]
+    assert stream.unsent_bytes == 0
+    assert not stream.is_full
+    stream.close()
+    reader.close()

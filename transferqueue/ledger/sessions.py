@@ -58,6 +58,11 @@ class ReplyCache:
         self.last = 0
         """The highest call that was ever answered: a higher one is new."""
 
+    @property
+    def kept(self) -> int:
+        """How many replies are cached."""
+        return len(self._kept)
+
     def get(self, call: int) -> Reply | None:
         """The cached reply to `call`; None if the call was not answered yet."""
         reply = self._kept.get(call)

@@ -15,6 +15,7 @@ from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wai
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.server.turn_times import Turns
+from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
@@ -219,4 +220,5 @@ def _session(session: OpenSession, state: str, now: float) -> Plain:
         "silent_s": now - session.last_message_at,
         "state": state,
         "remote": session.remote,
+        "unsent_bytes": session.peer.stream.unsent_bytes if isinstance(session.peer, UnixPeer) else 0,
     }

@@ -12,7 +12,7 @@ from typing import Any, Final, Literal
 
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, ShardSpec, read, write
 from transferqueue.errors import UsageError, from_wire
-from transferqueue.limits import SESSIONS_MAX
+from transferqueue.limits import SHARDS_MAX
 from transferqueue.server.durability.journal import Level
 
 PER_NODE: Final = "per-node"
@@ -21,10 +21,8 @@ END_S: Final = 30.0
 
 def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
     """Raise `UsageError` for an invalid number of shards, and for shards with a durability that they cannot keep."""
-    if shards != PER_NODE and (
-        not isinstance(shards, int) or isinstance(shards, bool) or not 0 <= shards < SESSIONS_MAX
-    ):
-        raise UsageError(f'shards {shards!r} is no number of shards; give 0 to {SESSIONS_MAX - 1}, or "{PER_NODE}"')
+    if shards != PER_NODE and (not isinstance(shards, int) or isinstance(shards, bool) or not 0 <= shards < SHARDS_MAX):
+        raise UsageError(f'shards {shards!r} is no number of shards; give 0 to {SHARDS_MAX - 1}, or "{PER_NODE}"')
     if shards and Level(durability).survives_reboot:
         raise UsageError(
             f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give durability "

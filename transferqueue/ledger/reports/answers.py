@@ -58,10 +58,7 @@ def _doctor(state: LedgerState, request: m.Observe, tables: Mapping[str, TableSt
 
 
 def _sessions(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    return {
-        str(number): statistics.session_stats(session, state.tables.values(), state.core, state.now)
-        for number, session in state.sessions.items()
-    }
+    return statistics.sessions_stats(state.sessions.values(), state.tables.values(), state.core, state.now)
 
 
 View = Callable[[LedgerState, m.Observe, Mapping[str, TableState]], dict[str, Any]]

@@ -6,6 +6,7 @@ copies; the life of a row and the doctor walk a bounded history or sample.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -202,9 +203,24 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
     }
 
 
-def session_stats(session: SessionState, tables: Iterable[TableState], core: SharedState, now: float) -> Plain:
-    """What a session holds."""
-    leases, blocks = core.leases.of(session.id), core.blocks
+def sessions_stats(
+    sessions: Iterable[SessionState], tables: Iterable[TableState], core: SharedState, now: float
+) -> Plain:
+    """What each session holds, by its number as text. Looks once at each reservation and each grant, however many sessions there are."""
+    reserved = Counter[int]()
+    for table in tables:
+        for reservation in table.flow.reservations.values():
+            reserved[reservation.session] += reservation.left
+    grants = Counter(extent.session for extent in core.blocks.extents.values())
+    return {
+        str(session.id): _session_stats(session, core, now)
+        | {"reserved": reserved[session.id], "grants": grants[session.id]}
+        for session in sessions
+    }
+
+
+def _session_stats(session: SessionState, core: SharedState, now: float) -> Plain:
+    leases = core.leases.of(session.id)
     return {
         "session": session.id,
         "label": session.label,
@@ -216,9 +232,8 @@ def session_stats(session: SessionState, tables: Iterable[TableState], core: Sha
             {"lease": lease.id, "table": lease.table, "task": lease.task, "rows": lease.left} for lease in leases
         ],
         "rows_leased": sum(lease.left for lease in leases),
-        "reserved": sum(reservation.left for table in tables for reservation in table.flow.of(session.id)),
-        "pins": len(blocks.pins.get(session.id, {})),
-        "grants": sum(extent.session == session.id for extent in blocks.extents.values()),
+        "pins": len(core.blocks.pins.get(session.id, {})),
+        "replies": session.replies.kept,
     }
 
 

@@ -34,6 +34,8 @@ class SessionStats(msgspec.Struct, frozen=True, kw_only=True):
     pins: int
     waits: int
     state: str
+    replies: int = 0
+    unsent_bytes: int = 0
 
     @property
     def name(self) -> str:

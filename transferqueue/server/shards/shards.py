@@ -26,7 +26,7 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SESSIONS_MAX, SHARD_BYTES_MAX
+from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
@@ -76,12 +76,12 @@ class ShardRegistry:
         """The Hello with a number in its shard offer, if it contains one.
 
         keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is dropped.
-        `UsageError` for an offer that cannot be used, `Full` past `SESSIONS_MAX` shards.
+        `UsageError` for an offer that cannot be used, `Full` past `SHARDS_MAX` shards.
         """
         if (offer := hello.shard) is None:
             return hello
-        if len(self.remote) >= SESSIONS_MAX:
-            raise Full(f"shard refused: {SESSIONS_MAX} shards have joined, which is the most; drain some")
+        if len(self.remote) >= SHARDS_MAX:
+            raise Full(f"shard refused: {SHARDS_MAX} shards have joined, which is the most; drain some")
         if offer.capacity < PAGE_BYTES or offer.capacity % PAGE_BYTES:
             raise UsageError(
                 f"shard refused: its arena of {offer.capacity} bytes is none; offer whole pages of {PAGE_BYTES}"

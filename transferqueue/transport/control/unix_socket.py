@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from transferqueue.errors import Disconnected, Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
+from transferqueue.limits import BYTES_QUEUED_MAX, FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
@@ -66,13 +66,14 @@ class FrameStream:
     Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
     """
 
-    __slots__ = ("_begun", "_wanted", "socket", "unsent")
+    __slots__ = ("_begun", "_wanted", "socket", "unsent", "unsent_bytes")
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
         self.socket: Final = connected
         self.unsent: Final[deque[memoryview]] = deque()
         """What waits until the peer reads."""
+        self.unsent_bytes = 0
         self._begun = bytearray()
         self._wanted = 0
         """Bytes that `_begun` must have before it can be a whole frame."""
@@ -80,7 +81,7 @@ class FrameStream:
     @property
     def is_full(self) -> bool:
         """Whether the queue of unsent frames is full."""
-        return len(self.unsent) >= FRAMES_QUEUED_MAX
+        return len(self.unsent) >= FRAMES_QUEUED_MAX or self.unsent_bytes >= BYTES_QUEUED_MAX
 
     @property
     def is_behind(self) -> bool:
@@ -93,13 +94,17 @@ class FrameStream:
         if len(frame) > _JOINED_MAX:
             sent = 0 if self.unsent else self._write([head, frame])
             if sent < _LENGTH + len(frame):
-                self.unsent.append(memoryview(head + frame)[sent:])
+                self._queue(memoryview(head + frame)[sent:])
             return
         whole = head + frame  # cheaper than a list of parts
         if self.unsent or (sent := self._write_whole(whole)) == 0:
-            self.unsent.append(memoryview(whole))
+            self._queue(memoryview(whole))
         elif sent < len(whole):
-            self.unsent.append(memoryview(whole)[sent:])
+            self._queue(memoryview(whole)[sent:])
+
+    def _queue(self, rest: memoryview) -> None:
+        self.unsent.append(rest)
+        self.unsent_bytes += len(rest)
 
     def send_some(self, frames: Iterable[bytes]) -> int:
         """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only while no frame is
@@ -114,7 +119,7 @@ class FrameStream:
         whole = b"".join(parts)
         sent = self._write_whole(whole)
         if sent < len(whole):
-            self.unsent.append(memoryview(whole)[sent:])
+            self._queue(memoryview(whole)[sent:])
         return len(parts) // 2
 
     def flush(self) -> None:
@@ -122,6 +127,7 @@ class FrameStream:
         for _ in range(min(len(self.unsent), HEARD_AFTER)):
             first = self.unsent[0]
             sent = self._write([first])
+            self.unsent_bytes -= sent
             if sent < len(first):
                 self.unsent[0] = first[sent:]
                 return

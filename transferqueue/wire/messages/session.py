@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import SESSIONS_MAX
+from transferqueue.limits import SHARDS_MAX
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.messages.base import Bytes, Count, DoneReply, Message, Path, Pid, Secret, Text
 from transferqueue.wire.messages.declarations import request
@@ -42,7 +42,7 @@ class Welcome(Message):
     epoch: int
     server: Text
     runtime: Text
-    arenas: Annotated[dict[int, Text], Meta(max_length=SESSIONS_MAX)]
+    arenas: Annotated[dict[int, Text], Meta(max_length=SHARDS_MAX)]
     arena_bytes: int
     bulk_port: int = 0
     durable: bool = False

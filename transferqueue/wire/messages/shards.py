@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import COPY_ORDER_BLOCKS, ITEMS_MAX, SESSIONS_MAX
+from transferqueue.limits import COPY_ORDER_BLOCKS, ITEMS_MAX, SHARDS_MAX
 from transferqueue.wire.messages.base import I64, Count, Counts, DoneReply, Message, Path, Seconds, Text
 from transferqueue.wire.messages.declarations import request
 from transferqueue.wire.messages.memory import BlockLocation, Granted
@@ -16,7 +16,7 @@ from transferqueue.wire.roles import ADMINS, SHARDS, WORKERS
 class ShardList(Message, tag="Shards"):
     """Answer to ListShards, by number. Not among them: the coordinator's own, which `Welcome` names."""
 
-    shards: Annotated[list[ShardEndpoint], Meta(max_length=SESSIONS_MAX)]
+    shards: Annotated[list[ShardEndpoint], Meta(max_length=SHARDS_MAX)]
 
 
 @request(reply=ShardList, roles=WORKERS | SHARDS, repeat="again", reads=True, verb="")
