@@ -73,7 +73,7 @@ class Effects:
         """All effects since the last call. Freed memory precedes wakes, so that woken requests find it free."""
         if not self._woken and not self._events:
             return []
-        taken = self._events + [WakeWaiters(key) for key in self._woken]
+        taken = [*self._events, *map(WakeWaiters, self._woken)]
         self._events, self._woken = [], {}
         return taken
 

@@ -92,8 +92,11 @@ class ReplyCache:
         if call > self.last:
             self.last = call
         kept = self._kept
-        for number in [number for number in kept if number <= call]:
-            del kept[number]
+        if len(kept) == 1 and call in kept:  # mostly
+            del kept[call]
+        elif kept:
+            for number in [number for number in kept if number <= call]:
+                del kept[number]
         if self._given._spans:
             self._given.forget(call)
 

@@ -452,7 +452,9 @@ class Coordinator:
         if call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self.counters.repeated += 1
             self.waiting.shorten_wait(session.number, call.id, now + wait_of(request))
-        elif (refused := self._refused(role, request, declared)) is not None:
+        elif (role not in declared.roles or declared.home is not None or self._durability.checksums) and (
+            refused := self._refused(role, request, declared)
+        ) is not None:
             self._answer(peer, call.id, _failed(refused))
         elif type(request) is m.Goodbye:
             self._answer(peer, call.id, m.DoneReply())
@@ -487,12 +489,13 @@ class Coordinator:
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
         )
-        if isinstance(outcome, MustWait) and self.waiting.count(session.number) >= CALLS_PARKED_MAX:
-            outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
         if isinstance(outcome, MustWait):
-            waiting = self.waiting.join(session.number, call, request, now)
-            self.waiting.wait_on(waiting, outcome.keys)
-        elif declared.reply is not None or isinstance(outcome, m.Failed):  # a notice is answered only if it is refused
+            if self.waiting.count(session.number) < CALLS_PARKED_MAX:
+                waiting = self.waiting.join(session.number, call, request, now)
+                self.waiting.wait_on(waiting, outcome.keys)
+                return
+            outcome = _failed(Full(f"{CALLS_PARKED_MAX} requests of this session wait already, which is the most"))
+        if declared.reply is not None or isinstance(outcome, m.Failed):  # a notice is answered only if it is refused
             self._reply(session, call, request, outcome)
 
     def _queue_or_refuse(self, session: OpenSession, request: m.Request, ahead: int, now: float) -> MustWait | m.Failed:

@@ -158,13 +158,15 @@ class Loop:
             self._local.tick()
         for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
-        self._send()
+        if self._coordinator.outbox:
+            self._send()
         drained = self._drain(self._local.take)
         if woken or self._more:  # a frame of this process comes with a wake-up
             drained += self._drain(self._hub.recv_nowait)
         if self._port is not None:
             drained += self._drain(self._port.recv_nowait)
-        self._send()
+        if self._coordinator.outbox:
+            self._send()
         self._more = drained >= FRAMES_DRAINED_MAX
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None]) -> int:
@@ -179,7 +181,7 @@ class Loop:
             else:
                 self._coordinator.receive(peer, frame, now)
             self._meter.took(self._coordinator.turns.requests, now, self._coordinator.handled)
-            if not self._batch:
+            if not self._batch and self._coordinator.outbox:
                 self._send()  # at once: requests that this frame served do not wait for the next frames
         return FRAMES_DRAINED_MAX
 
@@ -202,10 +204,10 @@ class Loop:
 
     def _send_frame(self, peer: Peer, frame: bytes) -> bool:
         """False if the peer does not read. A peer that is gone may reconnect and send its call again, so that is no failure."""
-        if isinstance(peer, int):
-            return self._hub.send(peer, frame)
         if isinstance(peer, UnixPeer):
             return self._local.send(peer, frame) is not SendResult.UNREAD
+        if isinstance(peer, int):
+            return self._hub.send(peer, frame)
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD
 
 

@@ -81,8 +81,10 @@ def _ack_whole(
         check_required_results(table, task, (), rows)
     _finish_acked(table, task, rows, request, session, now)
     end_lease(table, lease, "it was acked", by_holder=True)
-    apply_stale_policy(table, rows, now)
-    apply_group_and_stale_rules(table, now)
+    if table.pacing is not None:
+        apply_stale_policy(table, rows, now)
+    if table.group_tasks or table.to_drop:
+        apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
 
 
@@ -142,7 +144,7 @@ def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: A
         task.step(rows, table.rows.pages.index(rows), request.step)
     else:
         finish_rows(table, task, rows, now)
-    if task is table.pacing_task:
+    if table.pacing is not None and task is table.pacing_task:
         table.wake_room()
     if table.sealed and (task is table.pacing_task or not (task.counts[READY] or task.counts[LEASED])):
         table.wake_tasks()  # other tasks may now know that no row comes (back) to them

@@ -145,7 +145,8 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
         )
     if request.rows and request.rows < request.world:
         raise Impossible(f"rows={request.rows} cannot give each of world={request.world} ranks a row")
-    check_groups_fit(table, task, request)
+    if table.group_tasks:
+        check_groups_fit(table, task, request)
 
 
 def _ended_spans(table: TableState, request: LeaseRequest) -> IntArray:

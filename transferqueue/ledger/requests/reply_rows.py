@@ -36,7 +36,7 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
         **table.rows.reply_facts(at, rows.size),
         keys=_of_rows(table.rows.keys, rows, "") if table.rows.keys else None,
         tags=_of_rows(table.rows.tags, rows, {}) if table.rows.tags else None,
-        inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline],
+        inline=[Inline(name, table.rows.inline[name].a[at].tobytes()) for name in inline] if inline else [],
         parts=parts,
         definitions=definitions,
     )

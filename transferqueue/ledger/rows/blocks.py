@@ -160,7 +160,8 @@ class BlockRegistry:
             return
         if extent.session != session:
             raise UsageError(f"extent {number} is granted to another session; return only what was granted to you")
-        self._check_not_ordered(number)
+        if number in self.missing.orders:
+            raise _ordered(number)
         self._disown(extent)
 
     def return_grants(self, session: int) -> None:
@@ -325,7 +326,9 @@ class BlockRegistry:
         """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: what the blocks before it
         take; None: it is the only one (its copies lie in other shards).
         """
-        extent, end = self._granted(session, number), start + block.nbytes
+        extent, end = self.extents.get(number), start + block.nbytes
+        if extent is None or extent.session != session or extent.lost or number in self.missing.orders:
+            raise _not_granted(number, extent, session)
         if start % ALIGNMENT:
             raise UsageError(f"block at offset {start} is not aligned; blocks begin at multiples of {ALIGNMENT} bytes")
         if start < extent.offset or end > extent.offset + extent.nbytes:
@@ -334,31 +337,17 @@ class BlockRegistry:
                 f"[{extent.offset}, {extent.offset + extent.nbytes})"
             )
         new = written.setdefault(extent.id, ExtentState(0, 0, 0, 0, 0)) if written is not None else None
-        if block.nbytes and (extent.overlaps(start, end) or (new is not None and new.overlaps(start, end))):
+        spans = extent.spans
+        follows = not spans or start >= spans[-1][1]  # mostly: after all that was committed there
+        if block.nbytes and (
+            (not follows and extent.overlaps(start, end)) or (new is not None and new.overlaps(start, end))
+        ):
             raise UsageError(
                 f"block [{start}, {end}) overlaps bytes that were committed before; bytes are written once"
             )
         if new is not None:
             new.write(start, end)
         return extent.shard
-
-    def _granted(self, session: int, number: int) -> ExtentState:
-        extent = self.extents.get(number)
-        if extent is None or extent.session != session:
-            raise NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
-        self._check_not_ordered(number)
-        if extent.lost:
-            raise ShardLost(
-                f"extent {number} was in shard {extent.shard}, which is gone with all that was written there; return it "
-                "and write the columns again, into a new grant"
-            )
-        return extent
-
-    def _check_not_ordered(self, number: int) -> None:
-        if number in self.missing.orders:
-            raise UsageError(
-                f"extent {number} belongs to a copy order, which ends with its report (TakeCopies) alone; ask for a grant to write rows"
-            )
 
     def commit(
         self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int], replicas: int = 1
@@ -367,9 +356,9 @@ class BlockRegistry:
         to each. replicas: how many shards are to have each, if that is more than have it now.
         """
         written: Written = {}
-        numbers = [
-            self._commit(block, usage, count, written, replicas) for block, count in zip(placed, refs, strict=True)
-        ]
+        numbers = []
+        for block, count in zip(placed, refs, strict=True):
+            numbers.append(self._commit(block, usage, count, written, replicas))
         for number, (start, end) in written.items():
             self._close_if_full(self.extents[number], start, end)
         return numbers
@@ -391,7 +380,7 @@ class BlockRegistry:
             at = _block_at(number, placed, extents)
             block = self.blocks[number] = CommittedBlock(at, extents, usage, max(replicas, len(extents)))
             block.refs = refs
-            usage.bytes += block.nbytes
+            usage.bytes += placed.nbytes * block.replicas
             if placed.content:
                 usage.contents[_content_key(placed)] = block
             for extent in extents:
@@ -508,6 +497,24 @@ def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | N
     at = block.at
     same = (at.nbytes, at.rows, at.fields, at.counts) == (placed.nbytes, placed.rows, placed.fields, placed.counts)
     return block if same and at.checksum == placed.checksum else None
+
+
+def _not_granted(number: int, extent: ExtentState | None, session: int) -> NotFound | UsageError | ShardLost:
+    """The error of a commit into an extent that the session may not write into, that belongs to a copy order, or that is lost."""
+    if extent is None or extent.session != session:
+        return NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
+    if not extent.lost:
+        return _ordered(number)
+    return ShardLost(
+        f"extent {number} was in shard {extent.shard}, which is gone with all that was written there; return it "
+        "and write the columns again, into a new grant"
+    )
+
+
+def _ordered(number: int) -> UsageError:
+    return UsageError(
+        f"extent {number} belongs to a copy order, which ends with its report (TakeCopies) alone; ask for a grant to write rows"
+    )
 
 
 def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:

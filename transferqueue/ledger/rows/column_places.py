@@ -14,9 +14,9 @@ A table with more than `PARTS_MAX` sets of fields stores further sets as one par
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -44,8 +44,7 @@ class ColumnGroup:
         self.entries = 0
 
 
-@dataclass(slots=True)
-class BlockSlots:
+class BlockSlots(msgspec.Struct):
     """Fields that lie together for some rows: block number (0: not set) and slot of each row."""
 
     fields: list[str]
@@ -88,9 +87,14 @@ class ColumnGroups:
         """Return the references of entries that `write` is about to replace."""
         return [reference for part in parts if part.entries for reference in self._take_out(part, part.block.a[at])]
 
-    def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | slice) -> None:
-        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`."""
-        values = _first_slots(count) if isinstance(slots, slice) else slots
+    def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | None) -> None:
+        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`. slots: of each row; None:
+        they are the first ones.
+        """
+        if slots is None:
+            values = _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)
+        else:
+            values = slots
         for part in parts:
             part.block.a[at] = block
             part.slot.a[at] = values
@@ -183,7 +187,4 @@ class ColumnGroups:
 
 _SLOTS: Final[Slots] = np.arange(PAGE_ROWS, dtype=np.int32)
 
-
-def _first_slots(count: int) -> Slots:
-    """The slots 0 to `count` - 1."""
-    return _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)
+"""The slots of a block that has a row for each row of its put."""

@@ -21,7 +21,7 @@ from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageEr
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, some
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
-from transferqueue.ledger.rows.facts import CheckedFacts, check_facts
+from transferqueue.ledger.rows.facts import NO_FACTS, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
@@ -67,10 +67,9 @@ def check_columns(
     themselves. usage: of the table, if the rows are new, so that blocks may have contents (`OwnerBytes`).
     """
     shape = shapes.of(columns)
-    inline = [
-        (field.name, _check_inline(field, column.data, count))
-        for field, column in zip(shape.inline, columns.inline, strict=True)
-    ]
+    inline: list[tuple[str, AnyArray]] = []
+    for definition, column in zip(shape.inline, columns.inline, strict=True):
+        inline.append((definition.name, _check_inline(definition, column.data, count)))
     slots, nbytes = [], 0
     for block, placed in zip(shape.blocks, columns.blocks, strict=True):
         slots.append(block.check(placed, count))
@@ -133,10 +132,14 @@ def reserve_blocks(
     """Declare new fields, and add the blocks of checked columns."""
     for new in staged.new_fields:
         rows.add_field(new)
-    staged.parts = [parts.parts_of(placed.fields) for placed in staged.placed]
-    if staged.placed:
-        refs = [staged.rows * len(group) for group in staged.parts]
-        staged.blocks = blocks.commit(staged.placed, usage, refs)
+    if not staged.placed:
+        return
+    refs = []
+    for placed in staged.placed:
+        groups = parts.parts_of(placed.fields)
+        staged.parts.append(groups)
+        refs.append(staged.rows * len(groups))
+    staged.blocks = blocks.commit(staged.placed, usage, refs)
 
 
 def write_columns(
@@ -157,22 +160,20 @@ def write_columns(
     for number, slots, into in zip(staged.blocks, staged.slots, staged.parts, strict=True):
         if not are_new:
             retired += parts.take_out(at, into)
-        parts.write(at, ids.size, into, number, _slots(slots, chosen))
+        parts.write(at, ids.size, into, number, slots if chosen is None else _slots(slots, chosen))
     for name, values in staged.inline:
         rows.set_inline(name, at, values if chosen is None else values[chosen])
     if staged.names:
         mark = rows.begin_fields if are_new else rows.set_fields
         mark(at, rows.mask(staged.names))
-    if staged.facts:
+    if staged.facts is not NO_FACTS:
         rows.set_facts(ids, at, staged.facts if chosen is None else staged.facts.take(chosen))
     staged.written += ids.size
     return retired
 
 
-def _slots(slots: AnyArray | None, chosen: IntArray | None) -> AnyArray | slice:
-    if slots is None:
-        return slice(None) if chosen is None else chosen.astype(np.int32)
-    return slots if chosen is None else slots[chosen]
+def _slots(slots: AnyArray | None, chosen: IntArray) -> AnyArray:
+    return chosen.astype(np.int32) if slots is None else slots[chosen]
 
 
 def unused(staged: StagedCommit) -> Retired:

@@ -29,6 +29,10 @@ class TableEvent(NamedTuple):
     detail: str
 
 
+_event: Final = tuple.__new__
+"""Makes an event in one call of C code: a request makes one or two."""
+
+
 class TableHistory:
     """The recent events of one table."""
 
@@ -47,7 +51,7 @@ class TableHistory:
             rows = rows.copy()  # a view would keep its whole base array alive
         if len(detail) > EVENT_TEXT_CHARS_MAX:
             detail = f"{detail[:EVENT_TEXT_CHARS_MAX]}{CUT}"
-        self._events.append(TableEvent(at, what, rows, task, session, detail))
+        self._events.append(_event(TableEvent, (at, what, rows, task, session, detail)))
         self._rows += size
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
             self._rows -= self._events.popleft().rows.size

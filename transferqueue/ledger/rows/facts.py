@@ -65,10 +65,14 @@ class CheckedFacts:
         return bool(self.numbers) or self.keys is not None or self.tags is not None
 
 
+NO_FACTS: Final = CheckedFacts()
+"""Of a request without facts. Nobody changes it."""
+
+
 def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
     if facts == _NOTHING:
-        return CheckedFacts()
+        return NO_FACTS
     numbers: dict[str, AnyArray] = {}
     for name, dtype in DTYPES.items():
         data = getattr(facts, name)

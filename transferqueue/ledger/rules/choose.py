@@ -13,8 +13,7 @@ split; a group larger than `rows` is refused.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+import msgspec
 import numpy as np
 
 from transferqueue.errors import Impossible
@@ -32,8 +31,7 @@ BATCH_FIRST = 64
 """Units examined first under a token budget; doubled until the budget is filled."""
 
 
-@dataclass(slots=True)
-class ChosenUnits:
+class ChosenUnits(msgspec.Struct):
     """Rows of the chosen units, unit by unit, as an array of their own: a view would keep a chunk of the queue alive.
     count: number of units. sizes: rows of each; None: each has one.
     """
@@ -48,9 +46,10 @@ class ChosenUnits:
 def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenUnits | None:
     """The rows that this request would get now; None if it has to wait. Changes nothing."""
     budget = request.rows or request.tokens or request.groups
-    final = table.sealed and bool(task.ready_units) and (task.final or stranded(table, task))
+    ready = task.ready_units
+    final = table.sealed and bool(ready) and (task.final or stranded(table, task))
     least = min(request.at_least or budget, budget)
-    if not _may_suffice(task, request, least, final=final):
+    if not ready or not (final or _may_suffice(task, request, ready, least)):
         return None
     queue = task.queue(request.where)
     units = _units_in_budget(table, task, request, queue, budget)
@@ -65,17 +64,14 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     return _chosen_units(task, units.ids if count == units.ids.size else units.ids[:count], queue)
 
 
-def _may_suffice(task: TaskState, request: LeaseRequest, least: int, *, final: bool) -> bool:
-    """Cheap test that does not read the queue. False: the request has to wait."""
-    if not task.ready_units or final:
-        return bool(task.ready_units)
+def _may_suffice(task: TaskState, request: LeaseRequest, ready: int, least: int) -> bool:
+    """Cheap test that does not read the queue, of which so many units are ready. False: the request has to wait."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
-        return task.ready_units >= least
+        return ready >= least
     return True
 
 
-@dataclass(slots=True)
-class _BudgetFit:
+class _BudgetFit(msgspec.Struct):
     ids: IntArray
     costs: IntArray | None
     """What each unit takes of the budget; None: one."""

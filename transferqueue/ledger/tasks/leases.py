@@ -53,7 +53,7 @@ class LeaseState:
         self.task = task
         self.rows = rows
         self.held: BoolArray = all_true(rows.size)
-        self.open: BoolArray = all_true(rows.size)
+        self.open: BoolArray = self.held.copy()
         self.length_s = length_s
         self.since = now
         self.deadline: float | None = None

@@ -46,6 +46,8 @@ _JOINED_MAX: Final = 16 * KIB
 _EVENTS_MAX: Final = 256
 """The most peers that the server reads in one turn. The kernel brings the others at the next."""
 _LENGTH: Final = 4
+_NO_SIGNAL: Final = socket.MSG_NOSIGNAL
+_WRITABLE: Final = select.EPOLLOUT
 _BACKLOG: Final = 1024
 
 
@@ -90,16 +92,22 @@ class FrameStream:
 
     def send(self, frame: bytes) -> None:
         """Write a frame, and queue what the kernel does not take."""
-        head = len(frame).to_bytes(_LENGTH, "little")
-        if len(frame) > _JOINED_MAX:
+        size, sent = len(frame), 0
+        head = size.to_bytes(_LENGTH, "little")
+        if size > _JOINED_MAX:
             sent = 0 if self.unsent else self._write([head, frame])
-            if sent < _LENGTH + len(frame):
+            if sent < _LENGTH + size:
                 self._queue(memoryview(head + frame)[sent:])
             return
         whole = head + frame  # cheaper than a list of parts
-        if self.unsent or (sent := self._write_whole(whole)) == 0:
-            self._queue(memoryview(whole))
-        elif sent < len(whole):
+        if not self.unsent:
+            try:
+                sent = self.socket.send(whole, _NO_SIGNAL)
+            except BlockingIOError:
+                pass
+            except OSError:
+                return
+        if sent < _LENGTH + size:
             self._queue(memoryview(whole)[sent:])
 
     def _queue(self, rest: memoryview) -> None:
@@ -117,7 +125,7 @@ class FrameStream:
                 break
             parts += (len(frame).to_bytes(_LENGTH, "little"), frame)
         whole = b"".join(parts)
-        sent = self._write_whole(whole)
+        sent = self._write([whole])
         if sent < len(whole):
             self._queue(memoryview(whole)[sent:])
         return len(parts) // 2
@@ -133,17 +141,9 @@ class FrameStream:
                 return
             self.unsent.popleft()
 
-    def _write_whole(self, data: bytes) -> int:
-        try:
-            return self.socket.send(data, socket.MSG_NOSIGNAL)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return len(data)
-
     def _write(self, parts: list[bytes | memoryview]) -> int:
         try:
-            return self.socket.sendmsg(parts, (), socket.MSG_NOSIGNAL)
+            return self.socket.sendmsg(parts, (), _NO_SIGNAL)
         except BlockingIOError:
             return 0
         except OSError:
@@ -585,16 +585,17 @@ class UnixServer:
         return True
 
     def _happened(self, peer: UnixPeer, events: int) -> None:
-        if events & select.EPOLLOUT:
+        if events & _WRITABLE:
             peer.stream.flush()
             self._watch(peer)
-        if events & ~select.EPOLLOUT:
+        if events & ~_WRITABLE:
             frames: list[bytes] = []
             try:
                 peer.stream.read(frames.append)
             except PeerClosed:
                 self._drop(peer)
-            self._arrived.extend([(peer, frame) for frame in frames])
+            for frame in frames:
+                self._arrived.append((peer, frame))
 
     def _watch(self, peer: UnixPeer) -> None:
         """Poll for writing exactly while frames wait for the peer to read."""
