@@ -158,7 +158,7 @@ counts as dead. Sessions take from three quarters of it to all of it, so that th
 SERVER_CHECK_S: Final = 1.0
 """A client that has lost its connection looks this often whether the server is gone."""
 UNPIN_S: Final = 0.02
-"""Pins that a client returns wait this long for the next call, which takes them along."""
+"""Pins that a client returns wait this long for others, so that a notice returns many."""
 SESSION_SILENCE_S: Final = 10.0
 """A session that was silent this long, and has no file lock that the server can check, counts as dead."""
 LEASE_S_DEFAULT: Final = 60.0

@@ -195,8 +195,8 @@ class Connection:
             self._io.wakeup.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """Return one pin of each block, with the next call or within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with the next
-        call or heartbeat. Finalizers may call it, like `post`.
+        """Return one pin of each block, within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with a call after `UNPIN_S`, or with the
+        next heartbeat. Finalizers may call it, like `post`.
 
         blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """

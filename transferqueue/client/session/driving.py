@@ -15,6 +15,7 @@ from itertools import starmap
 from transferqueue.client.session.calls import PendingCall
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.errors import PeerError, ProtocolError
+from transferqueue.limits import UNPIN_S
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
@@ -98,30 +99,36 @@ def _drive(
     now = io.clock()
     role.suspect = True
     try:
-        if io.unpinned:
-            _send_with_pins(io, pending, now)
-        else:
-            io.channel.send(io.calls.send(pending, now))
+        if io.unpinned and now >= io.unpinned_at + UNPIN_S:
+            _send_pins(io, now)
+        io.channel.send(io.calls.send(pending, now))
     except PeerError:
         return
     io.outbox.spoke_at = now
-    left_s = None
+    _await_reply(io, channel, pending, until)
+
+
+def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None) -> None:
+    """Wait until the call is settled, its deadline passes, or something else happens. Pins that are left over are sent meanwhile."""
+    role, left_s = io.role, None
     while True:
         if until is not None and (left_s := until - io.clock()) <= 0:
             break
+        pins_wait = bool(io.unpinned) and (left_s is None or left_s > UNPIN_S)
         role.driver_waits, role.suspect = True, False
-        has_frame = channel.wait_for_frame(left_s)
+        has_frame = channel.wait_for_frame(UNPIN_S if pins_wait else left_s)
         if role.driver is not pending:
             return
         role.driver_waits, role.suspect = False, True
-        if not has_frame or not _settle_own(io, channel, pending) or pending.is_settled:
+        if pins_wait and not has_frame:
+            _send_pins(io, io.clock())
+        elif not has_frame or not _settle_own(io, channel, pending) or pending.is_settled:
             break
     role.suspect = False
 
 
-def _send_with_pins(io: IoThread, pending: PendingCall, now: float) -> None:
-    """Send a call, and before it the pins that wait for one, together if they are small."""
-    frames = [*io.notices_of_pins(), io.calls.send(pending, now)]
+def _send_pins(io: IoThread, now: float) -> None:
+    frames = io.notices_of_pins(now)
     while frames:
         del frames[: io.channel.send_some(frames)]
 

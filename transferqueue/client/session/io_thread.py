@@ -73,6 +73,8 @@ class IoThread:
         """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
         self.unpins_wait = False
         """Whether a pin was returned that does not wait for the next call or heartbeat, and this thread was woken for it."""
+        self.unpinned_at = now
+        """When pins were sent last."""
         self.returning: tuple[list[list[int]], int] | None = None
         """The lists of pins that a driver makes notices of, and the id of the last call before these."""
         self.hello: m.Hello | None = None
@@ -228,17 +230,17 @@ class IoThread:
             return
         if self.unpins_at is None:
             self.unpins_at = now + UNPIN_S
-        for frame in self.notices_of_pins():
+        for frame in self.notices_of_pins(now):
             self.outbox.send(frame, now)
 
-    def notices_of_pins(self) -> list[bytes]:
+    def notices_of_pins(self, now: float) -> list[bytes]:
         """Frames that return the pins that wait. A driver calls this too, and may be interrupted between any two steps: see `_settle_pins`."""
         waiting = list(self.unpinned)
         self.returning = waiting, self.calls.last
         once = {id(some): some for some in waiting}.values()  # an interrupted finalizer gives its list again
         frames = [self.calls.notice(notice) for notice in m.unpin(chain.from_iterable(once))]
         deque(map(list.clear, waiting), 0)  # one step
-        self.returning = None
+        self.returning, self.unpinned_at = None, now
         for _ in waiting:
             self.unpinned.popleft()
         return frames

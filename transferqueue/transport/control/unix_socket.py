@@ -40,7 +40,10 @@ REDIAL_S_MAX: Final = 0.5
 HEARD_AFTER: Final = 64
 """After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must not look like
 one that does not read."""
-_READ_BYTES: Final = 64 * KIB
+_READ_BYTES: Final = 4 * KIB
+"""What is read at first. Room for more takes longer to get than most frames to read."""
+_READ_ON_BYTES: Final = 64 * KIB
+"""What is read next, as long as reads are full."""
 _JOINED_MAX: Final = 16 * KIB
 """Frames up to this size are copied behind their length, larger ones are written from two places."""
 _EVENTS_MAX: Final = 256
@@ -68,7 +71,7 @@ class FrameStream:
     Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
     """
 
-    __slots__ = ("_begun", "_wanted", "socket", "unsent", "unsent_bytes")
+    __slots__ = ("_begun", "_room", "_wanted", "socket", "unsent", "unsent_bytes")
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
@@ -77,6 +80,7 @@ class FrameStream:
         """What waits until the peer reads."""
         self.unsent_bytes = 0
         self._begun = bytearray()
+        self._room = _READ_BYTES
         self._wanted = 0
         """Bytes that `_begun` must have before it can be a whole frame."""
 
@@ -152,14 +156,15 @@ class FrameStream:
     def read(self, arrived: Callable[[bytes], object]) -> bool:
         """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed` after the last frame."""
         try:
-            came = self.socket.recv(_READ_BYTES)
+            came = self.socket.recv(self._room)
         except BlockingIOError:
             return False
         except OSError as error:
             raise PeerClosed from error
         if not came:
             raise PeerClosed
-        more = len(came) == _READ_BYTES
+        more = len(came) == self._room
+        self._room = _READ_ON_BYTES if more else _READ_BYTES
         if not self._begun and len(came) - _LENGTH == int.from_bytes(
             came[:_LENGTH], "little"
         ):  # mostly: one whole frame
