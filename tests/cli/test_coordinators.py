@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -58,8 +60,6 @@ def test_inspect_and_doctor_know_the_tables_of_all(two: list[Served], address: s
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        (("snapshot", "s"), "a snapshot is of one coordinator, and ipc://"),
-        (("restore", "s"), "a snapshot is of one coordinator, and ipc://"),
         (("shard",), "a shard adds its memory to one coordinator, and ipc://"),
         (("shard", "drain", "1"), "a shard is of one coordinator, and ipc://"),
     ],
@@ -69,6 +69,20 @@ def test_what_is_for_one_alone_says_so(address: str, words: tuple[str, ...], why
     done = run(*words, option, address)
     assert done.returncode != 0
     assert why in " ".join(done.stderr.split())
+
+
+def test_a_snapshot_of_all_prints_where_each_part_is(address: str, tmp_path: Path) -> None:
+    path = f"cut-{tmp_path.name}"
+    done = run("snapshot", path, "--address", address)
+    parts = [Path(line) for line in done.stdout.splitlines()]
+    try:
+        assert [part.parts[-3:] for part in parts] == [(path, f"{number}-of-2", "000001") for number in (1, 2)]
+        refused = run("restore", path, "--address", address)
+        assert refused.returncode != 0
+        assert "a snapshot is restored into an empty deployment; this one has b" in " ".join(refused.stderr.split())
+    finally:
+        for part in parts:
+            shutil.rmtree(part.parents[1], ignore_errors=True)
 
 
 def test_a_seat_that_is_none() -> None:

@@ -85,7 +85,7 @@ def own_bytes(queue: tq.Queue) -> int:
     return int(queue.stats()["server"]["used_bytes"])
 
 
-@pytest.mark.parametrize("way", ["tcp", *only_long("ipc")])
+@pytest.mark.parametrize("way", only_long("tcp", "ipc"))
 def test_rows_in_shards_are_restored_elsewhere(server: Served, tmp_path: Path, way: str) -> None:
     address = getattr(server, way)
     with ShardProcess(address), ShardProcess(address), tq.connect(server.ipc) as queue:

@@ -64,7 +64,7 @@ class Restorer:
         """Restore one; the error that a client would get."""
         try:
             self.asked += 1
-            work = self.snapshots.begin(1, self.asked, m.Restore(path), NOW)
+            work = self.snapshots.restore(1, self.asked, path)
             assert isinstance(work, m.JobProgress)
             while not work.ended:
                 assert self._stirred.wait(ENDED_S), f"the restore of {path} does not end"

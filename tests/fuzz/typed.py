@@ -50,6 +50,8 @@ RARE: Final = {
     "DropTable": 0.05,
     "Restore": 0.15,
     "Snapshot": 0.15,
+    "RestorePart": 0.15,
+    "HoldRequests": 0.05,
     "Drain": 0.2,
     "Seal": 0.05,
     "CreateTable": 0.5,

@@ -102,6 +102,12 @@ REQUESTS: Final[list[m.Request]] = [
     ),
     m.TakeCopies(7, [9, 10], 1.5),
     m.ListEvents("t", 3, 64),
+    m.HoldRequests("ab" * 16, 1.5),
+    m.EndHold("ab" * 16),
+    m.SnapshotPart("kept", "ab" * 16, 3),
+    m.RestorePart("kept", "ab" * 16),
+    m.WatchPart(1, 4096, 1.5),
+    m.EndPart(1, True),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
@@ -128,6 +134,7 @@ REPLIES: Final[list[m.Reply]] = [
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
+    m.PartProgress(1, "/s/kept", 4096, 8192, "ab" * 16, True, False),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

@@ -52,6 +52,7 @@ from transferqueue.server.life_events import TABLE_EVENTS, life_event, table_eve
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
+from transferqueue.server.sessions.cut_hold import CutHold, Event
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, Workers, encode_hello
@@ -159,13 +160,16 @@ class Coordinator:
             bulk_port=lambda: self.bulk_port,
             bulk_sent=self._bulk_sent,
         )
-        self.operations: Final = Operations(self._report_sources)
+        self.cut_hold: Final = CutHold()
+        self.operations: Final = Operations(self._report_sources, self.cut_hold)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
     # ------------------------------------------------------------ what the loop calls
 
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
         """Handle a frame from `peer`."""
+        if self.cut_hold.session and self._held_back(peer, frame, now):
+            return
         try:
             self._receive(peer, frame, now)
         except JournalFailed:
@@ -175,6 +179,8 @@ class Coordinator:
             failed = self._defect(self.handled, error, self._session_of(peer, session))
             self._answer(peer, call, failed)
         self._run_until_idle(now)
+        if self.cut_hold.kept and not self.cut_hold.session:
+            self._catch_up(now)
 
     def _receive(self, peer: Peer, frame: bytes, now: float) -> None:
         self.handled = "none"
@@ -202,6 +208,10 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Do everything that was due at or before `now`."""
+        if self.cut_hold.session:
+            if now < self.cut_hold.until:
+                return
+            self._end_hold(now)
         due = self.memory.due_at
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
@@ -267,6 +277,8 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing is due."""
+        if self.cut_hold.session:
+            return self.cut_hold.until
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
@@ -277,12 +289,22 @@ class Coordinator:
 
     def process_exited(self, number: int, now: float) -> None:
         """The process of a session ended: end the session."""
+        if self.cut_hold.session == number:
+            self._end_hold(now)
+        elif self.cut_hold.session:
+            self._hold_back(partial(self.process_exited, number), 0, now)
+            return
         session = self.sessions.get(number)
         if session is not None:
             self.end(session, now)
 
     def peer_lost(self, peer: Peer, now: float) -> None:
         """`peer` does not read its answers, or closed its channel without Goodbye: end its sessions."""
+        if self.cut_hold.is_by(peer):
+            self._end_hold(now)
+        elif self.cut_hold.session:
+            self._hold_back(partial(self.peer_lost, peer), 0, now)
+            return
         self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
@@ -291,10 +313,40 @@ class Coordinator:
 
     def keys_changed(self, now: float) -> None:
         """End the sessions whose key was withdrawn. Their clients get no answer."""
+        if self.cut_hold.session:
+            self._hold_back(self.keys_changed, 0, now)
+            return
         for session in [session for session in self.sessions if self._authorizer.role(session.peer) is None]:
             self.counters.sessions_dropped += 1
             self._end(session, now, "", how="its key was withdrawn")
         self._run_until_idle(now)
+
+    # ------------------------------------------------------------ a cut over several coordinators
+
+    def _held_back(self, peer: Peer, frame: bytes, now: float) -> bool:
+        """Keep a frame for after the hold, unless it is about the cut. Returns whether it was kept."""
+        try:
+            request = type(codec.decode_call(frame).request)
+        except ProtocolError:
+            request = m.Goodbye  # refused after the hold
+        if self.cut_hold.concerns(peer, request):
+            return False
+        self._hold_back(partial(self.receive, peer, frame), len(frame), now)
+        return True
+
+    def _hold_back(self, event: Event, nbytes: int, now: float) -> None:
+        self.cut_hold.keep(event, nbytes)
+        if not self.cut_hold.session:
+            self._catch_up(now)
+
+    def _end_hold(self, now: float) -> None:
+        self.cut_hold.end()
+        self._catch_up(now)
+
+    def _catch_up(self, now: float) -> None:
+        """What was held back happens now, in order. If one of it begins a hold, the rest is held back again."""
+        for event in self.cut_hold.take():
+            event(now)
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""

@@ -7,6 +7,7 @@ may wait for, so an operation changes nothing when it answers `MustWait`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, OutOfMemory, UsageError
@@ -14,6 +15,7 @@ from transferqueue.ledger.effects import MustWait
 from transferqueue.server import reports
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
+from transferqueue.server.sessions.cut_hold import CutHold
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
@@ -31,10 +33,10 @@ _MEMORY: Final[WakeKey] = ("memory",)
 class Operations:
     """One method for each request. `by_type` and `explanations` find them by the request's class."""
 
-    def __init__(self, sources: ReportSources) -> None:
+    def __init__(self, sources: ReportSources, cut_hold: CutHold) -> None:
         self.snapshots: SnapshotJobs | None = None
         """None: the server was started without a directory for snapshots."""
-        self._sources = sources
+        self._sources, self._cut_hold = sources, cut_hold
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
         self.fetches: Final = BlockFetches(sources.ledger, sources.shards, sources.waiting.wake)
         """What a snapshot fetches from remote shards."""
@@ -45,9 +47,15 @@ class Operations:
             m.Drain: self._drain,
             m.PollCommands: self._poll_commands,
             m.TakeCopies: self._take_copies,
-            m.SnapshotRequest: self._begin_job,
-            m.Restore: self._begin_job,
+            m.SnapshotRequest: self._snapshot,
+            m.Restore: self._restore,
             m.WatchJob: self._watch_job,
+            m.HoldRequests: self._hold_requests,
+            m.EndHold: self._end_hold,
+            m.SnapshotPart: self._snapshot_part,
+            m.RestorePart: self._restore_part,
+            m.WatchPart: self._watch_part,
+            m.EndPart: self._end_part,
             m.Observe: self._observe,
             m.ListEvents: self._list_events,
             m.CreateTable: self._create_table,
@@ -58,6 +66,7 @@ class Operations:
             m.PollCommands: lambda request, now: "there are no orders",
             m.TakeCopies: lambda request, now: "there is nothing for this shard to copy",
             m.WatchJob: lambda request, now: self._jobs().explain(request),
+            m.WatchPart: lambda request, now: self._jobs().explain(request),
         }
 
     def explain(self, request: m.Request, now: float) -> str:
@@ -106,14 +115,43 @@ class Operations:
             )
         return self.snapshots
 
-    def _begin_job(self, session: OpenSession, call: int, request: m.SnapshotRequest | m.Restore, now: float) -> Answer:
-        return self._jobs().begin(session.number, call, request, now)
+    def _snapshot(self, session: OpenSession, call: int, request: m.SnapshotRequest, now: float) -> Answer:
+        return self._jobs().snapshot(session.number, call, request.path, request.keep, now)
+
+    def _restore(self, session: OpenSession, call: int, request: m.Restore, now: float) -> Answer:
+        return self._jobs().restore(session.number, call, request.path)
 
     def _watch_job(self, session: OpenSession, call: int, request: m.WatchJob, now: float) -> Answer:
+        return _shown(partial(self._jobs().watch, request))
+
+    # ------------------------------------------------------------ parts of a cut over several coordinators
+
+    def _restore_part(self, session: OpenSession, call: int, request: m.RestorePart, now: float) -> Answer:
+        return self._jobs().restore(session.number, call, request.path, request.cut)
+
+    def _watch_part(self, session: OpenSession, call: int, request: m.WatchPart, now: float) -> Answer:
+        return _shown(partial(self._jobs().watch, request, is_part=True))
+
+    def _hold_requests(self, session: OpenSession, call: int, request: m.HoldRequests, now: float) -> Answer:
+        self._jobs().check_idle()
+        self._cut_hold.begin(session, request.cut, now + request.hold_s)
+        return m.DoneReply()
+
+    def _end_hold(self, session: OpenSession, call: int, request: m.EndHold, now: float) -> Answer:
+        if self._cut_hold.is_for(session.number, request.cut):
+            self._cut_hold.end()
+        return m.DoneReply()
+
+    def _snapshot_part(self, session: OpenSession, call: int, request: m.SnapshotPart, now: float) -> Answer:
+        if not self._jobs().has_begun(session.number, call):
+            self._cut_hold.check(session.number, request.cut)
         try:
-            return self._jobs().watch(request)
-        except InternalError as error:  # it ended the job, which has logged it: the session that asks met no defect
-            return m.Failed(error=type(error).__name__, text=str(error))
+            return self._jobs().snapshot(session.number, call, request.path, request.keep, now, request.cut)
+        finally:
+            self._end_hold(session, call, m.EndHold(request.cut), now)
+
+    def _end_part(self, session: OpenSession, call: int, request: m.EndPart, now: float) -> Answer:
+        return self._jobs().end_part(request)
 
     # ------------------------------------------------------------ before or after the ledger
 
@@ -132,3 +170,11 @@ class Operations:
         reply = self._ledger.apply(request, session=session.number, call=call, now=now)
         self._workers.forget_table(request.name)
         return reply
+
+
+def _shown(look: Callable[[], Answer]) -> Answer:
+    """The progress of a job. A defect that ended the job, and was logged then, is no defect of the session that asks."""
+    try:
+        return look()
+    except InternalError as error:
+        return m.Failed(error=type(error).__name__, text=str(error))

@@ -81,11 +81,11 @@ class QueueBase(ProcessBound):
 
     @property
     def _client(self) -> ClientSession:
-        """The session with the only coordinator. `UsageError` if there are several: they do nothing at the same moment."""
+        """The session with the only coordinator. `UsageError` if there are several."""
         if len(self._clients) > 1:
             raise UsageError(
-                f"this is for one coordinator, and the queue is of {len(self._clients)}, which do nothing at one moment; connect to "
-                f"each alone: {self.address}"
+                f"this is for one coordinator, and the queue is of {len(self._clients)}; connect to the one that is meant alone: "
+                f"{self.address}"
             )
         return self._clients[0]
 

@@ -257,13 +257,23 @@ def numbered(parent: Path) -> list[Path]:
     return sorted(snapshots, key=lambda path: int(path.name))
 
 
-def _chosen(path: Path) -> Path:
+def snapshots_at(path: Path) -> list[Path]:
+    """The snapshot at `path`; else those under it, newest first."""
     if (path / MANIFEST).is_file():
-        return path
-    existing = [snapshot for snapshot in numbered(path) if not snapshot.is_symlink()]
+        return [path]
+    return [snapshot for snapshot in reversed(numbered(path)) if not snapshot.is_symlink()]
+
+
+def about(path: Path) -> bytes:
+    """What the manifest of the snapshot at `path` says beside its list of files. Compares the manifest's checksum, and no other."""
+    return bytes(_read_manifest(path).about)
+
+
+def _chosen(path: Path) -> Path:
+    existing = snapshots_at(path)
     if not existing:
         raise NotFound(f"there is no snapshot at {path}; name the directory that one was written to")
-    return existing[-1]
+    return existing[0]
 
 
 def _read_manifest(path: Path) -> _Manifest:

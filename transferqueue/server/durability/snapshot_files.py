@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import msgspec
 import numpy as np
 
-from transferqueue.errors import Corruption
+from transferqueue.errors import Corruption, NotFound
 from transferqueue.ledger.persistence.snapshot import (
     FORMING_COLUMNS,
     ChannelSnapshot,
@@ -31,11 +32,12 @@ from transferqueue.ledger.rows.facts import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, about, snapshots_at
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.text import counted
 from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
 
 CHUNK_ROWS: Final = 1 << 16
@@ -87,21 +89,36 @@ class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: list[VersionManifest]
 
 
-class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it."""
+class CutManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Which cut over several coordinators a snapshot is part of: that of coordinator `number` of `of`. All parts have the same id."""
+
+    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
+    number: Annotated[int, msgspec.Meta(ge=1)]
+    of: Annotated[int, msgspec.Meta(ge=1)]
+
+
+class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it. cut: None: it is no part
+    of one."""
 
     made_at: float
     package: str
     tables: list[TableManifest]
     channels: list[ChannelManifest]
     dropped_tables: dict[str, int]
+    cut: CutManifest | None = None
 
 
 # ---------------------------------------------------------------- writing
 
 
 def write_contents(
-    writer: SnapshotWriter, contents: LedgerSnapshot, memory: Memory, made_at: float, package: str
+    writer: SnapshotWriter,
+    contents: LedgerSnapshot,
+    memory: Memory,
+    made_at: float,
+    package: str,
+    cut: CutManifest | None = None,
 ) -> LedgerManifest:
     """Write all files of a snapshot. Reads every block once."""
     tables = [
@@ -112,7 +129,7 @@ def write_contents(
         _write_channel(writer, contents, channel, f"weights/{number}", memory)
         for number, channel in enumerate(contents.channels)
     ]
-    return LedgerManifest(made_at, package, tables, channels, contents.dropped_tables)
+    return LedgerManifest(made_at, package, tables, channels, contents.dropped_tables, cut)
 
 
 def _write_table(
@@ -259,14 +276,31 @@ class ValueChunk:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
 
 
+def find_part(path: Path, cut: str) -> tuple[Path, CutManifest]:
+    """Find the newest snapshot at `path`, or under it, that is a part of this cut ("": of any). `NotFound` if there is none."""
+    seen = 0
+    for directory in snapshots_at(path):
+        seen += 1
+        part = _decode(directory, about(directory)).cut
+        if part is not None and cut in ("", part.id):
+            return directory, part
+    wanted = f"cut {cut}" if cut else "a cut over several coordinators"
+    raise NotFound(
+        f"there is no part of {wanted} at {path}, among {counted(seen, 'snapshot')}; name the directory that all coordinators "
+        "wrote to"
+    )
+
+
+def _decode(path: Path, about: bytes) -> LedgerManifest:
+    try:
+        return msgspec.json.decode(about, type=LedgerManifest)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise Corruption(f"snapshot {path}: the manifest says what this version does not know: {error}") from error
+
+
 def read_manifest(snapshot: SnapshotReader) -> LedgerManifest:
     """Read the manifest. `Corruption` unless its tables, fields and files are as `write_contents` writes them."""
-    try:
-        manifest = msgspec.json.decode(snapshot.about, type=LedgerManifest)
-    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-        raise Corruption(
-            f"snapshot {snapshot.path}: the manifest says what this version does not know: {error}"
-        ) from error
+    manifest = _decode(snapshot.path, snapshot.about)
     wanted = {name for number, table in enumerate(manifest.tables) for name in _files_of_table(snapshot, number, table)}
     for number, channel in enumerate(manifest.channels):
         wanted.update(_files_of_channel(snapshot, number, channel))

@@ -13,6 +13,9 @@ The rules:
 - A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is checked before
   memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list of extents that are freed
   when the job fails, so memory to which a table refers is never freed.
+- A part of a cut over several coordinators is written, or read, like any other. Then its thread waits until it is told that all parts are
+  ready (`EndPart`), before the directory gets its name, or the tables become visible. If nobody asks for so long that its client must be
+  gone, the part is given up.
 - A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with a deadline. What
   the loop has not begun by then it never does.
 """
@@ -38,11 +41,13 @@ from msgspec.structs import replace
 
 from transferqueue.errors import (
     Corruption,
+    DeadlineExceeded,
     Disconnected,
     Full,
     InternalError,
     NotFound,
     OutOfMemory,
+    PeerError,
     TransferQueueError,
     UsageError,
     listing,
@@ -50,12 +55,14 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
-from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
+from transferqueue.limits import MIB, PART_DECISION_S, SNAPSHOT_FETCH_S
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
+    CutManifest,
     ValueChunk,
     check_contents,
     chunks,
+    find_part,
     read_contents,
     read_manifest,
     read_tables,
@@ -84,22 +91,54 @@ Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 
 
 class SnapshotJob:
-    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers."""
+    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers. is_part: of a cut over
+    several coordinators; it ends only when it is told whether all parts are `ready`."""
 
-    def __init__(self, number: int, path: Path, total: int) -> None:
+    def __init__(self, number: int, path: Path, total: int, *, is_part: bool = False, cut: str = "") -> None:
         self.number, self.path, self.total = number, path, total
         self.done = self.reported = 0
         self.ended = False
         self.error: TransferQueueError | None = None
-        self.cancelled = threading.Event()
+        self.is_part: Final = is_part
+        self.cut = cut
+        """Of a part: its cut; "": a restore has not read it yet."""
+        self.ready = False
+        self.decided = threading.Event()
+        """Of a part: it is known whether all parts are ready."""
+        self.asked_at = time.monotonic()
+        """Of a part: when somebody watched it last."""
+        self._given_up: TransferQueueError | None = None
 
     def expect_twice(self, nbytes: int) -> None:
         """A restore reads all files twice: to compare checksums, and to load them."""
         self.total = 2 * nbytes
 
-    def reply(self) -> m.JobProgress:
+    def give_up(self, error: TransferQueueError) -> None:
+        """Have the thread end the job with this error."""
+        self._given_up = self._given_up or error
+        self.decided.set()
+
+    def check_wanted(self) -> None:
+        """Raise what the job was given up with, if it was."""
+        if self._given_up is not None:
+            raise self._given_up
+
+    def await_decision(self) -> None:
+        """Of a part that is ready: block until all parts are. Raises what it is given up with, `DeadlineExceeded` if nobody asks for it."""
+        while not self.decided.wait(PART_DECISION_S / 4):
+            if time.monotonic() - self.asked_at > PART_DECISION_S:
+                raise DeadlineExceeded(
+                    f"{self.path} was given up: it was ready, and nobody asked for it for {PART_DECISION_S:g} s; its client is gone: take "
+                    "another snapshot, or restore again"
+                )
+        self.check_wanted()
+
+    def reply(self) -> m.JobProgress | m.PartProgress:
         """The progress of the job."""
-        return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended)
+        if not self.is_part:
+            return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended)
+        ready = self.ready and not self.decided.is_set()
+        return m.PartProgress(self.number, str(self.path), self.done, self.total, self.cut, ready, self.ended)
 
 
 class SnapshotJobs:
@@ -132,17 +171,39 @@ class SnapshotJobs:
 
     # ------------------------------------------------------------ requests
 
-    def begin(self, session: int, call: int, request: m.SnapshotRequest | m.Restore, now: float) -> m.JobProgress:
-        """Begin a work. The same call again: how far it is."""
+    def snapshot(
+        self, session: int, call: int, path: str, keep: int, now: float, cut: str = ""
+    ) -> m.JobProgress | m.PartProgress:
+        """Begin a snapshot. The same call again: how far it is. cut: of which it is a part; "": of none."""
+        return self._once(session, call, path, lambda place: self._snapshot(place, keep, cut, now))
+
+    def restore(self, session: int, call: int, path: str, cut: str | None = None) -> m.JobProgress | m.PartProgress:
+        """Begin a restore. The same call again: how far it is. cut: of which it is to be a part ("": any); None: of none."""
+        return self._once(session, call, path, lambda place: self._begin_restore(place, cut))
+
+    def _once(
+        self, session: int, call: int, path: str, begin: Callable[[Path], SnapshotJob]
+    ) -> m.JobProgress | m.PartProgress:
         before = self._begun.get((session, call))
         if before is not None:
             return self._jobs[before].reply()
-        path = self.path_of(request.path)
-        if (busy := next((job for job in self._jobs.values() if not job.ended), None)) is not None:
-            raise Full(f"{busy.path} is being written or read; begin another when that has ended")
-        job = self._snapshot(path, request.keep, now) if isinstance(request, m.SnapshotRequest) else self._restore(path)
+        place = self.path_of(path)
+        self.check_idle()
+        job = begin(place)
         self._begun[session, call] = job.number
         return job.reply()
+
+    def has_begun(self, session: int, call: int) -> bool:
+        """Whether this call has begun a job."""
+        return (session, call) in self._begun
+
+    def check_idle(self) -> None:
+        """`Full` while a job runs."""
+        if (busy := self._running()) is not None:
+            raise Full(f"{busy.path} is being written or read; begin another when that has ended")
+
+    def _running(self) -> SnapshotJob | None:
+        return next((job for job in self._jobs.values() if not job.ended), None)
 
     def path_of(self, path: str) -> Path:
         """The path under the root. `UsageError` if it is outside."""
@@ -154,20 +215,43 @@ class SnapshotJobs:
             )
         return resolved
 
-    def watch(self, request: m.WatchJob) -> m.JobProgress | MustWait:
-        """How far a work is; raises what ended it."""
-        job = self._jobs.get(request.work)
-        if job is None:
-            raise NotFound(
-                f"work {request.work} is not known to this server; it has {listing(self._jobs)}: begin again"
-            )
+    def watch(
+        self, request: m.WatchJob | m.WatchPart, *, is_part: bool = False
+    ) -> m.JobProgress | m.PartProgress | MustWait:
+        """How far a work is; raises what ended it. is_part: whether it must be part of a cut, or must not."""
+        job = self._job(request.work)
+        _check_kind(job, is_part)
+        job.asked_at = time.monotonic()
         if job.error is not None:
             raise job.error
-        if job.ended or job.reported > request.done or not request.wait_s:
+        is_ready = job.ready and not job.decided.is_set()
+        if job.ended or is_ready or job.reported > request.done or not request.wait_s:
             return job.reply()
         return MustWait((("work", str(job.number)),))
 
-    def explain(self, request: m.WatchJob) -> str:
+    def end_part(self, request: m.EndPart) -> m.JobProgress | m.PartProgress:
+        """Complete a part that is ready, or give it up. Again: nothing."""
+        job = self._job(request.work)
+        _check_kind(job, is_part=True)
+        if request.finish and not (job.ready or job.ended):
+            raise UsageError(
+                f"part {job.path} is not ready, so it cannot be completed; wait until it is, or give it up"
+            )
+        if request.finish:
+            job.decided.set()
+        elif not (job.ended or job.decided.is_set()):
+            error = PeerError(f"{job.path} was given up: another part of the cut failed, or its client ended the call")
+            job.give_up(error)
+            self._fetches.fail(error)
+        return job.reply()
+
+    def _job(self, number: int) -> SnapshotJob:
+        job = self._jobs.get(number)
+        if job is None:
+            raise NotFound(f"work {number} is not known to this server; it has {listing(self._jobs)}: begin again")
+        return job
+
+    def explain(self, request: m.WatchJob | m.WatchPart) -> str:
         """The progress of a job, for the error of a wait that reached its deadline."""
         job = self._jobs.get(request.work)
         return f"{job.path}: {job.done:,} of {job.total:,} bytes so far" if job else f"work {request.work} is gone"
@@ -183,7 +267,7 @@ class SnapshotJobs:
     def stop(self) -> None:
         """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or writes."""
         for job in self._jobs.values():
-            job.cancelled.set()
+            job.give_up(Disconnected(f"{job.path} was given up: the server stops"))
         self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
         while any(not job.ended for job in self._jobs.values()):
             try:
@@ -193,10 +277,17 @@ class SnapshotJobs:
                 return
 
     def _begin(
-        self, path: Path, total: int, run: Callable[[SnapshotJob], None], after: Callable[[float], None]
+        self,
+        path: Path,
+        total: int,
+        run: Callable[[SnapshotJob], None],
+        after: Callable[[float], None],
+        *,
+        is_part: bool = False,
+        cut: str = "",
     ) -> SnapshotJob:
         self._last += 1
-        job = self._jobs[self._last] = SnapshotJob(self._last, path, total)
+        job = self._jobs[self._last] = SnapshotJob(self._last, path, total, is_part=is_part, cut=cut)
         while len(self._jobs) > JOBS_KEPT:
             oldest = next(iter(self._jobs))
             del self._jobs[oldest]
@@ -243,16 +334,25 @@ class SnapshotJobs:
             return future.result()  # the loop has begun the call, and will finish it
 
     def _add_progress(self, job: SnapshotJob, nbytes: int) -> None:
-        if job.cancelled.is_set():
-            raise Disconnected(f"{job.path} was given up: the server stops")
+        job.check_wanted()
         job.done += nbytes
         if job.done - job.reported >= PROGRESS_BYTES:
             job.reported = job.done
-            self._post(lambda now: self._wake(("work", str(job.number))))
+            self._wake_watchers(job)
+
+    def _wake_watchers(self, job: SnapshotJob) -> None:
+        self._post(lambda now: self._wake(("work", str(job.number))))
+
+    def _await_decision(self, job: SnapshotJob) -> None:
+        """If the job is a part of a cut, wait until all parts are ready. Raises if this one is to end without a result."""
+        if job.is_part:
+            job.ready, job.asked_at = True, time.monotonic()
+            self._wake_watchers(job)
+            job.await_decision()
 
     # ------------------------------------------------------------ a snapshot
 
-    def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
+    def _snapshot(self, path: Path, keep: int, cut: str, now: float) -> SnapshotJob:
         contents = self._ledger.take_snapshot(now)
         remote = _take_own_copies(contents)
         arrivals: Arrivals = queue.SimpleQueue()
@@ -269,7 +369,14 @@ class SnapshotJobs:
 
         try:
             nbytes = contents.nbytes + sum(at.nbytes for at in remote)
-            return self._begin(path, nbytes, lambda job: self._write(job, contents, keep, remote, arrivals), end)
+            return self._begin(
+                path,
+                nbytes,
+                lambda job: self._write(job, contents, keep, remote, arrivals),
+                end,
+                is_part=bool(cut),
+                cut=cut,
+            )
         except BaseException:
             end(now)
             raise
@@ -293,7 +400,9 @@ class SnapshotJobs:
                     lambda at: spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes],
                     time.time(),
                     metadata.version("asyncflow-transferqueue"),
+                    CutManifest(job.cut, self._index.number, self._index.of) if job.cut else None,
                 )
+            self._await_decision(job)
             job.path = writer.publish(manifest, keep)
         finally:
             writer.abandon()
@@ -325,11 +434,24 @@ class SnapshotJobs:
 
     # ------------------------------------------------------------ a restore
 
-    def _restore(self, path: Path) -> SnapshotJob:
+    def _begin_restore(self, path: Path, cut: str | None) -> SnapshotJob:
         self._ledger.check_empty()
-        return self._begin(path, 0, self._read, lambda now: None)
+        return self._begin(path, 0, partial(self._read, cut=cut), lambda now: None, is_part=cut is not None)
 
-    def _read(self, job: SnapshotJob) -> None:
+    def _find_part(self, job: SnapshotJob, cut: str) -> None:
+        """Have the job read the newest part of this cut ("": of any) under its path."""
+        job.path, part = find_part(job.path, cut)
+        if (part.number, part.of) != (self._index.number, self._index.of):
+            raise UsageError(
+                f"snapshot {job.path} is part {part.number} of {part.of} of a cut, and this coordinator is {self._index}; restore it into as many "
+                "coordinators as it was taken of"
+            )
+        job.cut, job.reported = part.id, 1
+        self._wake_watchers(job)
+
+    def _read(self, job: SnapshotJob, cut: str | None) -> None:
+        if cut is not None:
+            self._find_part(job, cut)
         snapshot = SnapshotReader.open(job.path, lambda nbytes: self._add_progress(job, nbytes), job.expect_twice)
         job.path, manifest = snapshot.path, read_manifest(snapshot)
         tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
@@ -345,6 +467,7 @@ class SnapshotJobs:
                 with _named(snapshot.path / chunk.file):
                     blocks[chunk.number] = self._write_block(job, chunk, arena, extents)
             contents = read_contents(snapshot, manifest, table_snapshots, blocks)
+            self._await_decision(job)
             with _named(job.path):
                 self._call_loop(job, lambda now: self._restore_tables(contents, extents, now))
         except BaseException:
@@ -390,6 +513,14 @@ class SnapshotJobs:
             )
         extents.append(extent)
         return extent[0]
+
+
+def _check_kind(job: SnapshotJob, is_part: bool) -> None:
+    if job.is_part is not is_part:
+        raise UsageError(
+            f"work {job.number} is {'' if job.is_part else 'no '}part of a cut; ask for it with "
+            f"{m.tag_of(m.WatchPart if job.is_part else m.WatchJob)}"
+        )
 
 
 def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:

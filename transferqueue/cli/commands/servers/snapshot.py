@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from transferqueue.cli.connection import single_address_of
+from transferqueue.cli.connection import address_of
 from transferqueue.cli.options import AddressOption
 
 if TYPE_CHECKING:
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
 SNAPSHOT_EXAMPLES = (
     ("transferqueue snapshot run-7", "all tables and weights, while everybody goes on"),
     ("transferqueue snapshot run-7 --keep 5", "keeping the four before it"),
+    ("transferqueue snapshot run-7 --address ADDRESS,ADDRESS", "several coordinators at one moment"),
 )
 RESTORE_EXAMPLES = (
     ("transferqueue restore run-7", "the newest snapshot of that directory, into a server without tables"),
     ("transferqueue restore run-7/000003", "that one"),
+    ("transferqueue restore run-7 --address ADDRESS,ADDRESS", "into as many coordinators as it was taken of"),
 )
 SnapshotPath = Annotated[
     str, typer.Argument(metavar="PATH", show_default=False, help="Under the server's directory for snapshots.")
@@ -35,13 +37,17 @@ def snapshot(
 ) -> None:
     """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
 
-    Other clients go on meanwhile. A snapshot is there whole or not at all; the command prints its path. `transferqueue docs snapshots` describes the files.
+    Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the command prints its path: of several
+    coordinators one line for each, and at least two snapshots stay. `transferqueue docs snapshots` describes the files.
     """
     _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
 
 
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
-    """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes."""
+    """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes.
+
+    Of several coordinators: into as many, the newest snapshot of which each has its part.
+    """
     _carry_out(address, lambda queue, progress: queue.restore(path, timeout_s=timeout, progress=progress))
 
 
@@ -54,7 +60,9 @@ def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], N
     terminal = console()
     columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn())
     bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
-    with connected(single_address_of(address, "a snapshot is of"), label="snapshot") as queue, bar:
+    with connected(address_of(address), label="snapshot") as queue, bar:
         task = bar.add_task("")
         where = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
-    say(where)
+        parts = len(queue.coordinators)
+    for place in where.split(",") if parts > 1 else [where]:
+        say(place)

@@ -1,0 +1,320 @@
+"""What a coordinator holds back while several take their parts of one cut, when it lets go, and how a part is completed or given up."""
+
+import threading
+
+import pytest
+
+from tests.server.nodes import Bench, lease
+from tests.server.test_shards import local
+from transferqueue.errors import ProtocolError
+from transferqueue.limits import CUT_HOLD_S
+from transferqueue.server.durability import snapshots
+from transferqueue.server.sessions import cut_hold
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
+from transferqueue.wire.home_coordinator import CoordinatorIndex
+
+CUT, OTHER = "0" * 31 + "1", "0" * 31 + "2"
+ENDED_S = 30.0
+
+
+class Node(Bench):
+    """A coordinator with a table, a client that leads cuts, and another client."""
+
+    def __init__(self, root, index="1/1"):
+        super().__init__()
+        self.root, self.stirred = root, threading.Event()
+        self.coordinator.operations.snapshots = snapshots.SnapshotJobs(
+            root,
+            self.coordinator.ledger,
+            self.coordinator.operations.fetches,
+            wake=self.coordinator.waiting.wake,
+            stir=self.stirred.set,
+            index=CoordinatorIndex.parse(index),
+        )
+        self.leader, self.other = local(self), self.client()
+
+    def hold(self, hold_s=CUT_HOLD_S, cut=CUT):
+        assert self.leader.ask(m.HoldRequests(cut, hold_s)) == m.DoneReply()
+
+    def part(self, cut=CUT, path="s"):
+        return self.leader.ask(m.SnapshotPart(path, cut))
+
+    def ended(self, work, wait_for="ended"):
+        """What the leader is told of a part that is ready, has ended or failed."""
+        while True:
+            reply = self.leader.ask(m.WatchPart(work))
+            if isinstance(reply, m.Failed) or getattr(reply, wait_for):
+                return reply
+            assert self.stirred.wait(ENDED_S)
+            self.stirred.clear()
+            self.coordinator.tick(self.now)
+            self.deliver()
+
+    def rows(self):
+        return self.coordinator.ledger.live_rows()["t"]
+
+    def close(self):
+        self.coordinator.operations.snapshots.stop()
+        super().close()
+
+
+@pytest.fixture
+def node(tmp_path):
+    made = Node(tmp_path)
+    made.other.create_table()
+    yield made
+    made.close()
+
+
+# ---------------------------------------------------------------- bad input
+
+
+@pytest.mark.parametrize("hold_s", [0.0, -1.0, CUT_HOLD_S + 1, float("nan")])
+def test_a_hold_has_a_bounded_length(hold_s):
+    with pytest.raises(ProtocolError):
+        codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, m.HoldRequests(CUT, hold_s))))
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        m.SnapshotPart("s", "x" * 32),
+        m.SnapshotPart("s", CUT + "0"),
+        m.SnapshotPart("s", CUT, 1),
+        m.RestorePart("s", "0"),
+    ],
+)
+def test_a_cut_has_an_id_and_two_snapshots_stay(request_):
+    with pytest.raises(ProtocolError):
+        codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, request_)))
+
+
+def test_a_part_without_a_hold_is_refused_and_writes_nothing(node):
+    refused = node.part()
+    assert (refused.error, refused.text[:74]) == (
+        "DeadlineExceeded",
+        "part of a cut refused: this coordinator did not wait for it any more, sinc",
+    )
+    node.hold()
+    assert node.part(OTHER).error == "DeadlineExceeded", "it holds for another cut"
+    node.leader.ask(m.EndHold(OTHER))
+    assert node.coordinator.cut_hold.session
+    node.leader.ask(m.EndHold(CUT))
+    assert node.part().error == "DeadlineExceeded"
+    node.hold(cut=OTHER)
+    node.pass_time(CUT_HOLD_S)
+    assert node.part(OTHER).error == "DeadlineExceeded"
+    assert node.leader.ask(m.HoldRequests(OTHER, 1.0)).error == "DeadlineExceeded", "there was a break"
+    assert list(node.root.iterdir()) == []
+
+
+def test_one_client_holds_at_a_time_and_none_while_a_snapshot_is_written(node):
+    third = local(node)
+    node.hold()
+    call = third.post(m.HoldRequests(OTHER, 1.0))
+    assert third.take(call) is None, "it waits as everything of others does"
+    node.hold()
+    refused = node.leader.ask(m.HoldRequests("2" * 32, 1.0))
+    assert refused.error == "Full"
+    assert "somebody takes another snapshot of all coordinators at this moment" in refused.text
+    node.leader.ask(m.EndHold(CUT))
+    assert third.take(call) == m.DoneReply()
+    third.ask(m.EndHold(OTHER))
+    node.hold(cut="3" * 32)
+    work = node.part("3" * 32).work
+    refused = node.leader.ask(m.HoldRequests("4" * 32, 1.0))
+    assert refused.error == "Full"
+    assert "is being written or read" in refused.text
+    node.leader.ask(m.EndPart(work, finish=False))
+
+
+def test_a_server_without_snapshots_does_not_hold():
+    bench = Bench()
+    refused = local(bench).ask(m.HoldRequests(CUT, 1.0))
+    assert refused.error == "UsageError"
+    assert not bench.coordinator.cut_hold.session
+    bench.close()
+
+
+def test_parts_and_other_jobs_are_told_apart(node):
+    work = node.leader.ask(m.SnapshotRequest("s")).work
+    for request in (m.WatchPart(work), m.EndPart(work, finish=True)):
+        refused = node.leader.ask(request)
+        assert (refused.error, refused.text) == (
+            "UsageError",
+            f"work {work} is no part of a cut; ask for it with Follow",
+        )
+    assert "work 99 is not known" in node.leader.ask(m.EndPart(99, finish=True)).text
+    node.coordinator.operations.snapshots.stop()
+    node.hold(cut=OTHER)
+    work = node.part(OTHER).work
+    assert "is part of a cut; ask for it with WatchPart" in node.leader.ask(m.WatchJob(work)).text
+
+
+# ---------------------------------------------------------------- what is held back
+
+
+def test_what_others_ask_and_what_the_leader_asks_besides_waits_in_order(node):
+    node.hold()
+    puts = [
+        node.other.post(node.other.put(2)),
+        node.leader.post(node.leader.put(1)),
+        node.other.post(node.other.put(3)),
+    ]
+    broken = node.receive(node.other.peer, b"no message")
+    assert node.rows() == 0
+    assert broken is None
+    assert node.coordinator.next_deadline() == CUT_HOLD_S
+    work = node.part().work
+    first, second, third = (
+        client.take(call) for client, call in zip((node.other, node.leader, node.other), puts, strict=True)
+    )
+    assert [(put.first, put.rows) for put in (first, second, third)] == [(0, 2), (2, 1), (3, 3)]
+    assert node.coordinator.counters.garbage == 1
+    assert node.ended(work, "ready").ready
+    node.leader.ask(m.EndPart(work, finish=True))
+    assert node.ended(work).path == str(node.root / "s/000001")
+
+
+def test_a_cut_has_nothing_that_was_held_back(tmp_path):
+    first, second = Node(tmp_path / "a", "1/2"), Node(tmp_path / "b", "2/2")
+    first.other.ask(m.CreateTable("t"))
+    for node in (first, second):
+        node.hold()
+    calls = [(node, node.other.post(m.CreateTable("u0" if node is first else "u1"))) for node in (first, second)]
+    for node in (first, second):
+        work = node.part().work
+        assert node.ended(work, "ready").ready
+        node.leader.ask(m.EndPart(work, finish=True))
+        node.ended(work)
+    assert all(node.other.take(call) is not None for node, call in calls)
+    texts = [(path / "s/000001/MANIFEST.json").read_text() for path in (tmp_path / "a", tmp_path / "b")]
+    assert all('"u' not in text for text in texts)
+    assert all(f'"id": "{CUT}"' in text for text in texts)
+    for node in (first, second):
+        node.close()
+
+
+def test_nothing_expires_and_nobody_dies_during_a_hold(node):
+    worker = local(node)
+    worker.ask(worker.put(2))
+    leased = worker.ask(lease(2))
+    gone = local(node)
+    node.pass_time(leased.lease_s - 0.1)
+    node.hold()
+    node.pass_time(0.2)
+    node.coordinator.process_exited(gone.session, node.now)
+    node.coordinator.peer_lost(node.other.peer, node.now)
+    node.coordinator.keys_changed(node.now)
+    assert node.coordinator.ledger.has_leased("t", "train")
+    open_now = {session.number for session in node.coordinator.sessions}
+    assert {gone.session, node.other.session} <= open_now
+    node.leader.ask(m.EndHold(CUT))
+    node.pass_time(0)
+    assert not node.coordinator.ledger.has_leased("t", "train")
+    open_now = {session.number for session in node.coordinator.sessions}
+    assert not {gone.session, node.other.session} & open_now
+
+
+@pytest.mark.parametrize("end", ["time", "process", "connection"])
+def test_a_hold_ends_without_its_leader(node, end):
+    node.hold(1.0)
+    call = node.other.post(node.other.put(2))
+    match end:
+        case "time":
+            node.pass_time(0.9)
+            assert node.other.take(call) is None
+            node.pass_time(0.2)
+        case "process":
+            node.coordinator.process_exited(node.leader.session, node.now)
+        case _:
+            node.coordinator.peer_lost(node.leader.peer, node.now)
+    node.deliver()
+    assert node.other.take(call).rows == 2
+    assert not node.coordinator.cut_hold.session
+
+
+@pytest.mark.parametrize("bound", ["CUT_HELD_EVENTS", "CUT_HELD_BYTES"])
+def test_too_much_ends_a_hold_and_none_of_it_is_lost(node, bound, monkeypatch):
+    monkeypatch.setattr(cut_hold, bound, 2)
+    node.hold()
+    calls = [node.other.post(node.other.put(1)) for _ in range(3)]
+    assert not node.coordinator.cut_hold.session
+    assert [node.other.take(call).first for call in calls] == [0, 1, 2]
+    assert node.part().error == "DeadlineExceeded"
+
+
+def test_a_hold_that_was_held_back_holds_what_came_after_it(node):
+    third = local(node)
+    node.hold()
+    calls = [third.post(m.HoldRequests(OTHER, 1.0)), node.other.post(node.other.put(1))]
+    node.leader.ask(m.EndHold(CUT))
+    assert third.take(calls[0]) == m.DoneReply()
+    assert node.other.take(calls[1]) is None
+    third.ask(m.EndHold(OTHER))
+    assert node.other.take(calls[1]).rows == 1
+
+
+# ---------------------------------------------------------------- parts
+
+
+def test_a_part_that_is_asked_for_again_is_begun_once(node):
+    node.hold()
+    call = node.leader.post(m.SnapshotPart("s", CUT))
+    work = node.leader.take(call).work
+    assert node.leader.take(node.leader.post(m.SnapshotPart("s", CUT), call)).work == work
+    refused = node.leader.ask(m.EndPart(work, finish=True))
+    if isinstance(refused, m.Failed):
+        assert "is not ready, so it cannot be completed" in refused.text
+    node.ended(work, "ready")
+    for _ in range(2):
+        node.leader.ask(m.EndPart(work, finish=True))
+    node.leader.ask(m.EndPart(work, finish=False))
+    assert node.ended(work).ended
+    assert [path.name for path in (node.root / "s").iterdir()] == ["000001"]
+
+
+def test_a_part_that_is_given_up_leaves_nothing(node):
+    node.hold()
+    work = node.part().work
+    node.leader.ask(m.EndPart(work, finish=False))
+    failed = node.ended(work)
+    assert (failed.error, "was given up: another part of the cut failed" in failed.text) == ("PeerError", True)
+    assert list((node.root / "s").iterdir()) == []
+    node.hold(cut=OTHER)
+    assert node.part(OTHER).cut == OTHER
+
+
+def test_a_part_that_nobody_asks_for_is_given_up(node, monkeypatch):
+    monkeypatch.setattr(snapshots, "PART_DECISION_S", 0.02)
+    node.hold()
+    work = node.part().work
+    node.coordinator.operations.snapshots._jobs[work].asked_at -= 1
+    while node.coordinator.operations.snapshots._running() is not None:
+        assert node.stirred.wait(ENDED_S)
+        node.stirred.clear()
+        node.coordinator.tick(node.now)
+    failed = node.ended(work)
+    assert failed.error == "DeadlineExceeded"
+    assert "it was ready, and nobody asked for it for 0.02 s" in failed.text
+    assert list((node.root / "s").iterdir()) == []
+
+
+def test_a_restored_part_is_visible_only_when_it_is_completed(node, tmp_path):
+    node.other.ask(node.other.put(3))
+    node.hold()
+    work = node.part().work
+    node.ended(work, "ready")
+    node.leader.ask(m.EndPart(work, finish=True))
+    node.ended(work)
+    other = Node(tmp_path)
+    for finish in (False, True):
+        part = other.leader.ask(m.RestorePart("s"))
+        ready = other.ended(part.work, "ready")
+        assert (ready.cut, ready.ready) == (CUT, True)
+        assert other.coordinator.ledger.table_names == []
+        other.leader.ask(m.EndPart(part.work, finish=finish))
+        other.ended(part.work)
+    assert other.rows() == 3
+    other.close()
