@@ -56,8 +56,10 @@ def bits(tensor: torch.Tensor) -> bytes:
 TORCH_DTYPES = [name for name in ITEM_BYTES if name not in BLOB_DTYPES and hasattr(torch, name)]
 
 
+@pytest.mark.parametrize("kind", ["registered", *only_long("the host", "staged")])
 @pytest.mark.parametrize("dtype", TORCH_DTYPES)
-def test_every_dtype_lands_bit_by_bit(queue: tq.Queue, device: Any, dtype: str) -> None:
+def test_every_dtype_lands_bit_by_bit(queue: tq.Queue, kind: str, dtype: str) -> None:
+    device = DEVICES[kind]()
     size = 24 * 4096 // ITEM_BYTES[dtype]
     raw = torch.from_numpy(np.random.default_rng(0).integers(0, 2, 24 * 4096).astype(np.uint8))
     values = raw.view(getattr(torch, dtype)).reshape(8, size // 8)
@@ -126,6 +128,18 @@ def test_what_is_no_tensor_stays_on_the_host_and_says_so(queue: tq.Queue) -> Non
             batch["text"].torch()
         with pytest.raises(tq.UsageError, match="does not fit"):
             batch["x"].nested()
+        assert batch["x"][1:].device == "cpu"
+        assert batch["x"][1:].torch().tolist() == [2.0]
+
+
+def test_a_tensordict_has_its_tensors_on_the_device(queue: tq.Queue, device: Any) -> None:
+    pytest.importorskip("tensordict")
+    table = table_of(queue, {"x": np.arange(8).reshape(2, 4), "r": [np.arange(2), np.arange(3)], "text": ["a", "b"]})
+    with table.lease("train", rows=2, device=device) as batch:
+        found = batch.tensordict()
+        assert found["x"].data_ptr() == batch["x"].torch().data_ptr()
+        assert found["r"].offsets().tolist() == [0, 2, 5]
+        assert found["text"] == ["a", "b"]
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+import transferqueue as tq
 from tests.devices.late import LateDevice
 from tests.devices.test_registered import Opened
 from transferqueue.limits import MIB
@@ -125,3 +126,31 @@ def test_an_error_half_way_waits_for_what_has_begun(opened: Opened) -> None:
         store(device, pack([torch.ones(2 * MIB, dtype=torch.uint8)]), out)
     assert waits == [1]
     assert not device.due
+
+
+class Elsewhere(torch.Tensor):
+    """A tensor that says that it is not on the host, so that a put takes the way of devices."""
+
+    is_cpu = False  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("kind", ["dense", "jagged", "rows", "scalars", "one of each row"])
+def test_a_put_of_tensors_on_a_device_is_what_a_lease_brings(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[int] = []
+    write = DeviceTensors.write
+    monkeypatch.setattr(DeviceTensors, "write", lambda self, out: written.append(len(out)) or write(self, out))
+    values = torch.arange(600_000, dtype=torch.int32).as_subclass(Elsewhere)
+    columns = {
+        "dense": values.reshape(6, -1),
+        "jagged": torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 1, 5, 9, 10, 600_000])),
+        "rows": [*values.reshape(6, -1)],
+        "scalars": values[:6],
+        "one of each row": list(values[:6]),
+    }
+    with tq.connect() as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        table.put(x=columns[kind])
+        with table.lease("train", rows=6) as batch:
+            found = np.concatenate([np.asarray(row).reshape(-1) for row in batch["x"]])
+    assert found.tolist() == list(range(600_000 if kind in {"dense", "jagged", "rows"} else 6))
+    assert written or kind == "jagged"

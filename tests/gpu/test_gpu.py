@@ -265,6 +265,37 @@ def test_g8_a_reader_that_is_killed_in_a_copy(device: Any, run_bytes: int, tmp_p
             assert bool((batch["x"].torch() == 7).all())
 
 
+WRITER = """
+import sys, torch, transferqueue as tq
+place = "cuda:0" if torch.cuda.is_available() else "cpu"
+with tq.connect(sys.argv[1]) as queue:
+    table = queue.table("t")
+    values = torch.full((256, int(sys.argv[2]) // 1024), -1, dtype=torch.int32, device=place)
+    print("writing", flush=True)
+    while True:
+        table.put(x=values, timeout_s=0.5)
+"""
+
+
+def test_g8_a_writer_that_is_killed_in_a_copy(device: Any, run_bytes: int, tmp_path: Any) -> None:
+    with served(tmp_path, "2GiB") as server, tq.connect(server.ipc) as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        rng = np.random.default_rng(0)
+        for _ in range(5):
+            command = [sys.executable, "-c", WRITER, server.ipc, str(run_bytes)]
+            with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as writer:
+                assert writer.stdout is not None
+                assert writer.stdout.readline() == "writing\n"
+                time.sleep(float(rng.uniform(0, 0.05)))  # anywhere in a copy
+                writer.send_signal(signal.SIGKILL)
+                values = rng.integers(0, 1 << 30, (256, run_bytes // 1024)).astype(np.int32)
+                rows = table.put(x=values)
+                writer.wait(60)
+            with table.read(rows) as found:
+                assert np.array_equal(found["x"].numpy(), values)
+            table.delete(table.read(fields=[]).rows)
+
+
 @pytest.mark.parametrize("dtype", ["bool", "int64", "float32", "bfloat16", "float8_e4m3fn", "float8_e5m2", "complex64"])
 def test_g9_dtypes_and_no_rows(device: Any, dtype: str) -> None:
     raw = torch.from_numpy(np.random.default_rng(0).integers(0, 2, 1 << 16).astype(np.uint8))

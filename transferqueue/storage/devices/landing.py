@@ -210,7 +210,8 @@ def _typed(memory: Any, column: Column, steps: int) -> Any:
 
 
 class DeviceColumn(Column):
-    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are those of the host, as of any column."""
+    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are those of the host, as of any column, and
+    so are all of rows that are chosen from it (``column[2:5]``)."""
 
     __slots__ = ("_device", "_event", "_landed")
 
