@@ -25,7 +25,8 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The outcome of one check of one subject. text: the text of the engine, or the traceback."""
+    """The outcome of one check of one subject. text: the text of the engine; or what a failed check says, such as the rule
+    that does not hold, and the traceback, which ends with it again."""
 
     check: str
     verdict: Verdict
@@ -53,8 +54,9 @@ def judge(check: Callable[[S], None], subject: S) -> CheckOutcome:
         check(subject)
     except Unsupported as error:
         return CheckOutcome(check.__name__, Verdict.UNSUPPORTED, str(error))
-    except Exception:  # noqa: BLE001  (it is the outcome)
-        return CheckOutcome(check.__name__, Verdict.FAILED, traceback.format_exc())
+    except Exception as error:  # noqa: BLE001  (it is the outcome)
+        said = str(error) or type(error).__name__
+        return CheckOutcome(check.__name__, Verdict.FAILED, f"{said}\n\n{traceback.format_exc()}")
     return CheckOutcome(check.__name__, Verdict.PASSED)
 
 
