@@ -39,6 +39,7 @@ from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
 
+_TOKEN_FIELDS: Final = frozenset({"input_ids", "prompt_ids", "response_ids"})
 CERTAIN: Final = (UsageError, FlowSignal)
 """Refusals after which nothing of a commit can be in the table."""
 
@@ -290,8 +291,13 @@ def _single(value: Any) -> bool:
 def _tokens(columns: Sequence[Prepared]) -> NDArray[np.int64] | None:
     """Tokens of each row if the caller did not say: the length of its `input_ids`, else of its `prompt_ids` and
     `response_ids`, as far as this call has them."""
-    found = {column.field.name: column for column in columns if column.field.shape}
+    found = dict[str, Prepared]()
+    for column in columns:
+        if column.field.shape and column.field.name in _TOKEN_FIELDS:
+            found[column.field.name] = column
+    if not found:
+        return None
     if "input_ids" in found:
         return found["input_ids"].row_lengths()
-    parts = [found[name].row_lengths() for name in ("prompt_ids", "response_ids") if name in found]
-    return np.sum(parts, axis=0, dtype=np.int64) if parts else None
+    summed: NDArray[np.int64] = np.sum([found[name].row_lengths() for name in sorted(found)], axis=0, dtype=np.int64)
+    return summed

@@ -43,7 +43,10 @@ class WrittenBlocks:
 
     def blocks(self) -> list[m.WrittenBlock]:
         """The blocks as a commit names them."""
-        return [block for region, blocks in self.regions for block in _placed(region, blocks)]
+        placed = list[m.WrittenBlock]()
+        for region, blocks in self.regions:
+            _place(region, blocks, placed)
+        return placed
 
     def done(self, outcome: CommitOutcome) -> None:
         """The commit has ended with this outcome."""
@@ -74,8 +77,10 @@ def write_columns(
         written = yield from _write_apart(client, groups, deadline, use, terms.replicas)
         if written is not None:
             return written
-    blocks = [block for group in groups for block in group.blocks]
-    lane = groups[0].lane if len(groups) == 1 else ROWS
+    if len(groups) == 1:
+        lane, blocks = groups[0]
+    else:
+        lane, blocks = ROWS, [block for group in groups for block in group.blocks]
     return WrittenBlocks(((yield from write(client, blocks, deadline, use, terms.replicas, lane)), blocks))
 
 
@@ -167,9 +172,8 @@ def fill(memory: memoryview, blocks: Sequence[BlockWriter], *, checksums: bool) 
         at += align(block.nbytes)
 
 
-def _placed(region: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.WrittenBlock]:
-    """How a commit names blocks that were written one after the other into a region."""
-    placed: list[m.WrittenBlock] = []
+def _place(region: WriteRegion, blocks: Sequence[BlockWriter], placed: list[m.WrittenBlock]) -> None:
+    """Add to `placed` how a commit names blocks that were written one after the other into a region."""
     at = region.offset
     for block in blocks:
         placed.append(
@@ -182,12 +186,13 @@ def _placed(region: WriteRegion, blocks: Sequence[BlockWriter]) -> list[m.Writte
                 counts=block.counts,
                 slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
                 checksum=block.sum,
-                copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies],
+                copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies]
+                if region.copies
+                else [],
                 content=block.content,
             )
         )
         at += align(block.nbytes)
-    return placed
 
 
 def reference(block: InternedBlock) -> m.WrittenBlock:

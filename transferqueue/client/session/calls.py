@@ -67,9 +67,9 @@ class Deadline:
         """Whether the time has passed."""
         return self._clock() >= self._at
 
-    def patience(self) -> float:
+    def patience(self, now: float | None = None) -> float:
         """Seconds for which the caller waits for the reply to a request that it sends now."""
-        return max(0.0, self._at - self._clock()) + self._late_s
+        return max(0.0, self._at - (self._clock() if now is None else now)) + self._late_s
 
     def waited(self, since: float) -> None:
         """Count the wait for another process from `since` until now."""

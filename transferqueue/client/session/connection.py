@@ -87,18 +87,20 @@ class Connection:
         release = once(io.role.lock.release)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             since = self.clock()
-            until = None if deadline is None else since + deadline.patience()
+            until = None if deadline is None else since + deadline.patience(since)
             if io.role.drivable is not None:
-                self._check_process()
+                if os.getpid() != self._pid:
+                    self._check_process()
                 drive_if_free(io, pending, until, taken, release)
             if not pending.is_settled:
                 if not pending.id:
                     self._submit(pending)
                 gate.acquire(timeout=-1 if until is None else max(0.0, until - self.clock()))
-            if deadline is None:
-                return _result(pending)
-            deadline.waited(since)
-            return _result(pending) if pending.is_settled else self._give_up(pending, deadline)
+            if deadline is not None:
+                deadline.waited(since)
+                if not pending.is_settled:
+                    self._give_up(pending, deadline)
+            return pending.reply if pending.reply is not None else _result(pending)
         except TransferQueueError:
             raise
         except BaseException:

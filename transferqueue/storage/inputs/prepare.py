@@ -211,8 +211,10 @@ def prepare(
     of rows.
     """
     if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
-        found = find_repeats(value) if share else None
-        array, slots = (value, None) if found is None else found
+        found = find_repeats(value) if share and len(value) > 1 else None
+        if found is None:
+            return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
+        array, slots = found
         return _shared(Prepared(field, len(array), Arrays([array], field.dtype), None, None), slots)
     if type(value) is Interned:
         prepared = prepare(name, value.values, field, rows, share=share)
