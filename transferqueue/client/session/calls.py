@@ -139,19 +139,20 @@ class PendingCalls:
         self._epoch = 0
         self.last = 0
         """The id given last."""
-        self._pending: dict[int, PendingCall] = {}
+        self.by_id: Final[dict[int, PendingCall]] = {}
+        """The unanswered calls, in order."""
         self._notices: dict[int, bytes] = {}
         self.greeting: int | None = None
         """Id of the greeting that is not answered yet: until then nothing else may be sent (rule 6)."""
         self._agenda: list[tuple[float, int]] = []
 
     def __len__(self) -> int:
-        return len(self._pending)
+        return len(self.by_id)
 
     @property
     def seen(self) -> int:
         """Every reply up to this id has arrived."""
-        unanswered = next(iter(self._pending), self.last + 1)
+        unanswered = next(iter(self.by_id), self.last + 1)
         return (min(unanswered, next(iter(self._notices))) if self._notices else unanswered) - 1
 
     def send(self, pending: PendingCall, now: float) -> bytes:
@@ -162,7 +163,7 @@ class PendingCalls:
         pending.deadline = max(pending.deadline, until + ANSWER_S)
         pending.next_send = until + RESEND_S
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
-        self._pending[pending.id] = pending
+        self.by_id[pending.id] = pending
         return self._frame(pending.id, pending.payload)
 
     def greet(self, hello: m.Hello, now: float) -> bytes:
@@ -171,16 +172,16 @@ class PendingCalls:
         A Hello that is unanswered is sent again as another call: by its id the server knows which Hello came last, and on which
         connection that is given up.
         """
-        waiting = [one for one in self._pending.values() if isinstance(one.request, m.Hello)]
+        waiting = [one for one in self.by_id.values() if isinstance(one.request, m.Hello)]
         for one in waiting:
-            del self._pending[one.id]
+            del self.by_id[one.id]
         frame = self.send(waiting[-1] if waiting else PendingCall(hello), now)
         self.greeting = self.last
         return frame
 
     def welcomed(self, now: float) -> list[bytes]:
         """A Hello was answered. If it was that of the present connection: the frames that the server may not have, in order."""
-        if self.greeting is None or self.greeting in self._pending:
+        if self.greeting is None or self.greeting in self.by_id:
             return []
         self.greeting = None
         return self.everything(now)
@@ -201,7 +202,7 @@ class PendingCalls:
     def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
         """The call that this answers, not settled yet; None if it was answered before. Not for an answer of an earlier server (`is_late`)."""
         self._epoch = answer.epoch
-        pending = self._pending.pop(answer.id, None)
+        pending = self.by_id.pop(answer.id, None)
         if pending is not None and not isinstance(
             pending.request, m.Hello
         ):  # a Hello overtakes calls that are sent again
@@ -211,7 +212,7 @@ class PendingCalls:
 
     def is_late(self, answer: m.AnswerFrame) -> bool:
         """Whether this answer is from an earlier life of the server."""
-        greeted = answer.id == self.greeting and answer.id in self._pending
+        greeted = answer.id == self.greeting and answer.id in self.by_id
         return answer.epoch < self._epoch and not greeted
 
     def late(self, now: float) -> tuple[list[bytes], list[PendingCall]]:
@@ -223,7 +224,7 @@ class PendingCalls:
         overdue: list[PendingCall] = []
         while self._agenda and self._agenda[0][0] <= now:
             _, call = heapq.heappop(self._agenda)
-            pending = self._pending.get(call)
+            pending = self.by_id.get(call)
             if pending is None:
                 continue
             if now >= pending.deadline and not pending.gave_up:
@@ -237,7 +238,7 @@ class PendingCalls:
 
     def hurried(self, pending: PendingCall, now: float) -> bytes | None:
         """The frame that ends the wait of a call at the server; None if it does not wait there."""
-        if pending.id not in self._pending or not wait_of(pending.request):
+        if pending.id not in self.by_id or not wait_of(pending.request):
             return None
         pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=0.0))
         pending.deadline = now + ANSWER_S
@@ -245,29 +246,29 @@ class PendingCalls:
 
     def next_late(self) -> float | None:
         """When `late` may have something; None if no call is unanswered."""
-        while self._agenda and self._agenda[0][1] not in self._pending:
+        while self._agenda and self._agenda[0][1] not in self.by_id:
             heapq.heappop(self._agenda)
         return self._agenda[0][0] if self._agenda else None
 
     def everything(self, now: float) -> list[bytes]:
         """The frames of all calls and notices that the server may not have, in order (rule 6)."""
-        for pending in self._pending.values():
+        for pending in self.by_id.values():
             if (waits := wait_of(pending.request)) > 0:
                 left = max(pending.deadline - ANSWER_S - now, min(waits, LAST_WAIT_S))
                 pending.payload = encode(msgspec.structs.replace(pending.request, wait_s=left))
         return [
-            self._frame(call, self._pending[call].payload if call in self._pending else self._notices[call])
-            for call in sorted([*self._pending, *self._notices])
+            self._frame(call, self.by_id[call].payload if call in self.by_id else self._notices[call])
+            for call in sorted([*self.by_id, *self._notices])
         ]
 
     def unanswered(self) -> list[PendingCall]:
         """All calls that have no answer yet, in order."""
-        return list(self._pending.values())
+        return list(self.by_id.values())
 
     def drain(self) -> list[PendingCall]:
         """Take out all unanswered calls: the session is over."""
-        left = list(self._pending.values())
-        self._pending.clear()
+        left = list(self.by_id.values())
+        self.by_id.clear()
         self._notices.clear()
         self._agenda.clear()
         self.greeting = None

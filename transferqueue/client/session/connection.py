@@ -92,13 +92,13 @@ class Connection:
                 if os.getpid() != self._pid:
                     self._check_process()
                 drive_if_free(io, pending, until, taken, release)
-            if not pending.is_settled:
+            if pending.reply is None:
                 if not pending.id:
                     self._submit(pending)
                 gate.acquire(timeout=-1 if until is None else max(0.0, until - self.clock()))
             if deadline is not None:
                 deadline.waited(since)
-                if not pending.is_settled:
+                if pending.reply is None and not pending.is_settled:
                     self._give_up(pending, deadline)
             return pending.reply if pending.reply is not None else _result(pending)
         except TransferQueueError:

@@ -94,7 +94,7 @@ def _drive(
     """
     role = io.role
     role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-    if len(io.calls) or _has_other_work(io) or not channel.begin_driving():
+    if io.calls.by_id or _has_other_work(io) or not channel.begin_driving():
         return
     now = io.clock()
     role.suspect = True
@@ -122,7 +122,7 @@ def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, u
         role.driver_waits, role.suspect = False, True
         if pins_wait and not has_frame:
             _send_pins(io, io.clock())
-        elif not has_frame or not _settle_own(io, channel, pending) or pending.is_settled:
+        elif not has_frame or not _settle_own(io, channel, pending) or pending.reply is not None:
             break
     role.suspect = False
 
@@ -168,7 +168,7 @@ def _settle_own(io: IoThread, channel: DrivableChannel, pending: PendingCall) ->
 def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, release: Callable[[], object]) -> None:
     role = io.role
     if role.driver is pending:
-        if not pending.is_settled or role.suspect or channel.peek() is not None:
+        if pending.reply is None or role.suspect or channel.peek() is not None:
             io.wakeup.set()  # the I/O thread does the rest
         role.driver_thread, role.driver_waits = 0, False
         role.driver = None
