@@ -109,6 +109,11 @@ def columns() -> None:
                     )
             after = sent(queue)
             assert after["one_sided"] - before["one_sided"] > 9 * MIB, (before, after)
+            half = tq.Slice((0, 1 << 14))
+            with table.read([ids[at] for at in order], fields={"w": half}) as found:
+                for at, row in zip(order, found["w"].numpy(), strict=True):
+                    assert np.array_equal(row, content(1 << 15, at % 16)[: 1 << 14])
+            assert sent(queue)["one_sided"] - after["one_sided"] >= len(order) << 14, "slices are named, too"
             assert after["stream"] - before["stream"] < 2 * MIB, "short rows and padding"
 
     deployment(work)

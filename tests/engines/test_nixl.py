@@ -33,6 +33,23 @@ def test_what_holds_of_one_sided_reads(carrier: Carrier, check: str) -> None:
     assert (ended.returncode, ended.stdout.splitlines()[-1:]) == (0, ["passed"]), ended.stdout + ended.stderr
 
 
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("carrier", [Carrier.NIXL_CMA, Carrier.NIXL_TCP])
+def test_three_minutes_of_chaos_keep_every_promise(carrier: Carrier) -> None:
+    """Remote roles read large rows one-sided, while server, workers and connections are killed, stopped, cut and garbled."""
+    ended = subprocess.run(
+        [sys.executable, "-m", "transferqueue.cli", "chaos", "--tcp", "--seconds", "180", "--seed", "4"],
+        env=os.environ | {BYTES_VARIABLE: str(carrier)},
+        capture_output=True,
+        text=True,
+        timeout=800,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "lost 0, duplicate effects 0, bounds broken 0" in ended.stdout
+
+
 @pytest.mark.skipif(bool(rdma_devices()), reason="this machine has RDMA")
 def test_production_refuses_a_machine_without_rdma() -> None:
     with pytest.raises(ValueError, match=r"no RDMA device with an active port .* use bytes 'stream' here"):

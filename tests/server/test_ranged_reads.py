@@ -102,6 +102,35 @@ def test_rows_that_lie_apart_are_named_if_they_are_long(bench: Named) -> None:
     assert named == sum(int(lengths[row]) for row in order if lengths[row] >= b.RANGE_BYTES_MIN)
 
 
+@pytest.mark.parametrize(
+    ("cut", "named"),
+    [
+        (b.BulkCut([1 * KIB, 5 * KIB], []), 64 * 4 * KIB * 8),
+        (b.BulkCut([1, 4, 1], []), 64 * 2 * 2 * KIB * 8),
+        (b.BulkCut([0, 1 * KIB], []), 0),
+        (b.BulkCut([], [[0, 4]]), 0),
+    ],
+    ids=["a range", "a zigzag share", "short runs", "inner ranges"],
+)
+def test_slices_are_named_if_their_runs_are_long(bench: Named, cut: b.BulkCut, named: int) -> None:
+    """Rows of 16 Ki steps of 8 bytes, all of a block and some that lie apart."""
+    steps = np.random.default_rng(2).integers(0, 255, (64, 16 * KIB, 8), np.uint8)
+    at = bench.put(x=steps)
+    whole, apart = np.arange(64), np.random.default_rng(3).permutation(64)
+    for order in (whole, apart):
+        asked = bench.read_ranges(at, order)
+        asked.parts[0].cuts["x"] = cut
+        bench.made = b""
+        bench.say(asked)
+        found = frames(bench)
+        streamed = bench.read(at, order)
+        streamed.parts[0].cuts["x"] = cut
+        bench.say(streamed)
+        assert bench.made == Bench.frames(bench), "as over the stream"
+        ranges = [each for frame in found for each in frame.ranges]
+        assert sum(each.nbytes for each in ranges if each.address) == named
+
+
 def test_few_bytes_come_as_content(bench: Named) -> None:
     at, bench.made = bench.put(x=np.arange(6000, dtype=np.float64)), b""
     bench.say(bench.read_ranges(at))

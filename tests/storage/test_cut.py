@@ -69,6 +69,10 @@ def test_a_cut_is_what_a_writer_of_it_would_have_made(
     assert b"".join(piece.tobytes() for piece in found) == block.tobytes()
     assert layout([fewer], len(rows), [count])[1] == len(block)
     assert max(map(len, found), default=0) <= piece_bytes
+    _, views = cut_stream(field, cut, placement, piece_bytes, ranges_from=1)
+    named = list(views)
+    assert b"".join(piece.tobytes() for piece in named) == block.tobytes()
+    assert max(map(len, named), default=0) <= piece_bytes
     loaded = load_cut(field, cut, placement)
     assert loaded.values.tobytes() == b"".join(np.ascontiguousarray(each).tobytes() for each in expected)
 

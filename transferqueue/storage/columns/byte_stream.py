@@ -41,7 +41,7 @@ def cut_column_stream(
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
-        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes))
+        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes, ranges_from))
         if field.name in cuts
         else column_stream([field], placement, piece_bytes, ranges_from)
         for field in fields

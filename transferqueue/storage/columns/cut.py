@@ -2,7 +2,8 @@
 
 A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a smaller shape. The first
 dimension costs nothing that is not wanted: the edges of each row move, and only the steps between them are read. Inner dimensions lie side by
-side in each step, so whole steps are read, a piece at a time, and copied once more: they save bytes that cross, not time.
+side in each step, so whole steps are read, a piece at a time, and copied once more: they save bytes that cross, not time. Who reads this memory
+itself gets long runs of whole steps as views where they lie.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, Share, Slice, cut_field
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
-from transferqueue.storage.columns.ranges import copy_ranges
+from transferqueue.storage.columns.ranges import copy_ranges, join
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 CutStream = tuple[int, Iterator[U8]]
@@ -71,10 +72,11 @@ def load_cut(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
     return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
 
 
-def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: int) -> CutStream:
+def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: int, ranges_from: int = 0) -> CutStream:
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
-    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long.
+    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long. ranges_from: as of
+    `column_stream`; inner ranges are gathered in any case.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -85,6 +87,12 @@ def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: i
         if field.ragged:
             yield from _padded(offsets.view(np.uint8), piece_bytes)
         read = offsets * _step_bytes(field)
+        if cut.inner is None and 0 < ranges_from * starts.size <= int(read[-1]):
+            for view in _views(field, placement, starts, ends):
+                for at in range(0, len(view), piece_bytes):
+                    yield view[at : at + piece_bytes]
+            yield from _padding(int(read[-1]))
+            return
         for start, stop in _groups(read, piece_bytes):
             values = _gathered(field, cut, placement, starts[start:stop], ends[start:stop], slice(start, stop))
             for at in range(0, len(values), piece_bytes):
@@ -129,6 +137,15 @@ def _gathered(
         return taken
     whole = taken.view(stored_dtype(field.dtype)).reshape(-1, *inner)
     return np.ascontiguousarray(whole[(slice(None), *inner_slices(cut))]).reshape(-1).view(np.uint8)
+
+
+def _views(field: Field, placement: RowPlacement, starts: I64, ends: I64) -> list[U8]:
+    """The wanted steps of all rows, in order, as views of their blocks; ranges that touch are one view."""
+    spans, step = placement.blocks.spans(field), _step_bytes(field)
+    low, stretch = placement.blocks.stretch()
+    base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row][:, None]
+    lows, highs = join((base + starts * step).reshape(-1), (base + ends * step).reshape(-1))
+    return [stretch[first:last] for first, last in zip(lows.tolist(), highs.tolist(), strict=True)]
 
 
 def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
