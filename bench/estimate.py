@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import statistics
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from bench.figures import OURS
 from bench.run_record import RECORDS, RunRecord, load_run
 from bench.table import insert, newest
 from bench.workloads import DENSE, KIB, MIB
+from transferqueue.client.session.io_thread import HEARTBEAT_PACES, heartbeat_s
 
 GIB = 1 << 30
 NODES = (8, 64, 1024)
@@ -40,7 +42,8 @@ class Load:
     requests_per_lease: float = 3
     """Lease, ack and half a renewal; half of what else a session says."""
     sessions: float = 16
-    heartbeat_s: float = 1.0
+    """With each coordinator."""
+    heartbeat_s: float = statistics.fmean(map(heartbeat_s, range(HEARTBEAT_PACES)))
     live_s: float = 600
     """From the put of a row to its end: two steps of training."""
 
@@ -63,7 +66,7 @@ class Load:
 
     @property
     def heartbeats_per_s(self) -> float:
-        """As if no session said anything else."""
+        """To each coordinator, as if no session said anything else."""
         return self.sessions / self.heartbeat_s
 
 
@@ -156,18 +159,28 @@ def scaling(load: Load, found: Costs) -> str:
     return "\n".join(lines)
 
 
-def busy(load: Load, found: Costs, rows: int) -> float:
-    """Share of one coordinator that a node takes, with one or with `BATCH` rows a put or update."""
+def busy(load: Load, found: Costs, rows: int, coordinators: int = 1) -> float:
+    """Share of one of so many coordinators that a node takes, with one or with `BATCH` rows a put or update. Requests divide over the
+    coordinators; heartbeats do not, since a queue has a session with each."""
+    return requests(load, found, rows) / coordinators + load.heartbeats_per_s * found.heartbeat_s
+
+
+def requests(load: Load, found: Costs, rows: int) -> float:
+    """Share of one coordinator that the requests of a node take."""
     request_s = found.request_s if rows == 1 else found.batched_s
-    requests = load.row_requests_per_s / rows * request_s + load.lease_requests_per_s * found.request_s
-    return requests + load.heartbeats_per_s * found.heartbeat_s
+    return load.row_requests_per_s / rows * request_s + load.lease_requests_per_s * found.request_s
 
 
 def verdict(load: Load, found: Costs, rows: int) -> str:
     """How many nodes one coordinator carries, and how many coordinators the largest cluster needs."""
-    most, share = int(BUSY_MAX / busy(load, found, rows)), busy(load, found, rows) * NODES[-1]
-    count = math.ceil(share / BUSY_MAX)
-    return f"at {rows} row{'s' * (rows > 1)} a request one coordinator is {BUSY_MAX:.0%} busy at {most:,} nodes, and {NODES[-1]:,} nodes need {count} ({share / count:.0%} each)"
+    most, beats = int(BUSY_MAX / busy(load, found, rows)), load.heartbeats_per_s * found.heartbeat_s * NODES[-1]
+    subject = f"at {rows} row{'s' * (rows > 1)} a request one coordinator is {BUSY_MAX:.0%} busy at {most:,} nodes, and {NODES[-1]:,} nodes"
+    if beats >= BUSY_MAX:
+        return f"{subject} fit into no number of coordinators: heartbeats alone take {beats:.0%} of each"
+    count = math.ceil(requests(load, found, rows) * NODES[-1] / (BUSY_MAX - beats))
+    return (
+        f"{subject} need {count} ({busy(load, found, rows, count) * NODES[-1]:.0%} each, {beats:.0%} of it heartbeats)"
+    )
 
 
 def markdown(record: RunRecord, busy_record: RunRecord) -> str:

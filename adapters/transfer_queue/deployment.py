@@ -20,6 +20,7 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
+from transferqueue.adapters.transfer_queue.direct_questions import DirectQuestions, QuestionServer
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.storage.elements.dtypes import imported_module
@@ -32,9 +33,9 @@ CONFIG: Final = Path(__file__).with_name("config.yaml")
 
 
 class DropInServer:
-    """The queue's server and the controller, in one process."""
+    """The queue's server and the controller, in one process. direct: clients in other processes may ask over a socket."""
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
+    def __init__(self, config: Mapping[str, Any], *, direct: bool = False) -> None:
         self._config = dict(config)
         control = config.get("controller") or {}
         with ExitStack() as ending:
@@ -47,6 +48,10 @@ class DropInServer:
             )
             ending.callback(self.controller.close)
             self._measure(config.get("metrics") or {}, ending)
+            self._questions: QuestionServer | None = None
+            if direct:
+                self._questions = QuestionServer(lambda name, *arguments: getattr(self, name)(*arguments))
+                ending.callback(self._questions.close)
             self._ending = ending.pop_all()
 
     def _measure(self, settings: Mapping[str, Any], ending: ExitStack) -> None:
@@ -56,9 +61,14 @@ class DropInServer:
             ending.callback(metrics.close)
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
-    def hello(self) -> tuple[str, dict[str, Any]]:
-        """Return the address of the queue and the configuration."""
-        return self._queue.address, self._config
+    def hello(self) -> tuple[str, dict[str, Any], str]:
+        """Return the address of the queue, the configuration, and the name of the socket for questions ("": there is none)."""
+        return self._queue.address, self._config, self._questions.name if self._questions else ""
+
+    def raised(self, number: int) -> None:
+        """Raise the exception that a question over the socket has raised."""
+        if self._questions is not None:
+            self._questions.raised(number)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.controller, name)
@@ -72,13 +82,17 @@ class DropInConnection:
     """A process's connection to the deployment. end: ends the deployment, in the process that started it."""
 
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
-        address, self.config = ask("hello")
+        address, self.config, name = ask("hello")
         self.queue = tq.connect(address, label="transfer_queue client")
-        self.client = TransferQueueClient(self.queue, ask, _rows_max(self.config), client_id=f"client-{os.getpid()}")
+        self._questions = DirectQuestions(name, ask)
+        self.client = TransferQueueClient(
+            self.queue, self._questions.ask, _rows_max(self.config), client_id=f"client-{os.getpid()}"
+        )
         self._end = end
 
     def close(self) -> None:
         """Detach, and end the deployment if this process started it."""
+        self._questions.close()
         self.queue.close()
         if self._end is not None:
             self._end()
@@ -177,7 +191,7 @@ class ServerActor:
     """`DropInServer` as a Ray actor."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        self._server = DropInServer(config)
+        self._server = DropInServer(config, direct=True)
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a method of the server or the controller."""

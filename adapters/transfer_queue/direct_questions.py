@@ -1,0 +1,311 @@
+"""Questions to the controller over a socket, without a call of a Ray actor, which takes several times as long as the answer.
+
+The process that has the controller listens at an abstract Unix socket: it has no file, disappears with the process, and is reached from the
+same node only. Both ends check that the other one runs as the same user. Rules:
+
+1. A frame is its length (4 bytes, little-endian) and MessagePack. A question is ``[name, arguments]`` for one of `NAMES`; nothing received
+   is executed. An answer is the metadata, or the number of the exception that the question raised.
+2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another node, another user,
+   too many connections, an argument that is no plain value) leaves the question to Ray, which gives the same answer.
+3. An exception stays in the server, and the client fetches it by its number over Ray: so callers see what they always saw.
+4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is gone: to ask again
+   could take samples twice.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import select
+import socket
+import struct
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import torch
+
+from transferqueue.adapters.transfer_queue.metadata import BatchMeta
+from transferqueue.errors import Corruption, Disconnected
+from transferqueue.limits import MESSAGE_BYTES_MAX
+
+NAMES: Final = frozenset({"get_meta", "describe"})
+CONNECTIONS_MAX: Final = 256
+"""Threads of clients that ask at one time. Others ask over Ray."""
+RAISED_MAX: Final = 1024
+"""Exceptions that wait to be fetched."""
+GREETING_S: Final = 5.0
+ANSWER_S: Final = 120.0
+"""Twice what a question may wait for its samples."""
+_HELLO: Final = b"\x01"
+_LENGTH: Final = struct.Struct("<I")
+_CREDENTIALS: Final = struct.Struct("3i")
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode_question: Final = msgspec.msgpack.Decoder(tuple[str, list[Any]]).decode
+_decode_answer: Final = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+class AskOtherwise(Exception):
+    """The question was not sent: it has to go over Ray."""
+
+
+# ---------------------------------------------------------------- frames
+
+
+def _send(connected: socket.socket, frame: bytes) -> None:
+    connected.sendall(_LENGTH.pack(len(frame)) + frame)
+
+
+def _receive(connected: socket.socket) -> bytes:
+    """The next frame. ``ConnectionError`` at the end, or for a frame that is too long."""
+    (size,) = _LENGTH.unpack(_exactly(connected, _LENGTH.size))
+    if size > MESSAGE_BYTES_MAX:
+        raise ConnectionError(f"a frame of {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed")
+    return _exactly(connected, size)
+
+
+def _exactly(connected: socket.socket, count: int) -> bytes:
+    parts: list[bytes] = []
+    while count:
+        part = connected.recv(count)
+        if not part:
+            raise ConnectionError("the other end is gone")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+def _is_same_user(connected: socket.socket) -> bool:
+    credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return bool(_CREDENTIALS.unpack(credentials)[1] == os.geteuid())
+
+
+# ---------------------------------------------------------------- metadata as plain values
+
+
+def encode_meta(meta: BatchMeta) -> list[Any]:
+    """Metadata as plain values for MessagePack. The list of partitions becomes one name if all are alike."""
+    partitions = meta.partition_ids
+    alike = len(set(partitions)) == 1
+    return [
+        np.array(meta.global_indexes, "<i8").tobytes(),
+        partitions[0] if alike else partitions,
+        {name: _encode_schema(schema) for name, schema in meta.field_schema.items()},
+        meta.production_status.astype("<i1").tobytes(),
+        meta.extra_info,
+        meta._tags,
+    ]
+
+
+def decode_meta(plain: list[Any]) -> BatchMeta:
+    """The metadata that `encode_meta` encoded. `Corruption` if it is none."""
+    try:
+        indexes, partitions, schema, status, extra, tags = plain
+        rows = np.frombuffer(indexes, "<i8").tolist()
+        return BatchMeta(
+            global_indexes=rows,
+            partition_ids=[partitions] * len(rows) if isinstance(partitions, str) else partitions,
+            field_schema={name: _decode_schema(each) for name, each in schema.items()},
+            production_status=np.frombuffer(status, np.int8).copy(),
+            extra_info=extra,
+            custom_meta=tags,
+        )
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise Corruption(
+            f"the controller's answer is no metadata: {error!r}; do both ends have one version?"
+        ) from error
+
+
+def _encode_schema(schema: dict[str, Any]) -> dict[str, Any]:
+    plain = dict(schema)
+    if isinstance(dtype := schema.get("dtype"), torch.dtype):
+        plain["dtype"] = str(dtype).removeprefix("torch.")
+    return plain
+
+
+def _decode_schema(plain: dict[str, Any]) -> dict[str, Any]:
+    schema = dict(plain)
+    if (dtype := plain.get("dtype")) is not None:
+        schema["dtype"] = getattr(torch, dtype)
+        if not isinstance(schema["dtype"], torch.dtype):
+            raise TypeError(f"{dtype!r} is no dtype")
+    if schema.get("shape") is not None:
+        schema["shape"] = tuple(schema["shape"])
+    if "per_sample_shapes" in schema:
+        schema["per_sample_shapes"] = [None if shape is None else tuple(shape) for shape in schema["per_sample_shapes"]]
+    return schema
+
+
+# ---------------------------------------------------------------- the controller's end
+
+
+class QuestionServer:
+    """Answers questions, each connection in a thread of its own. answer: calls a method of the controller by name."""
+
+    def __init__(self, answer: Callable[..., Any]) -> None:
+        self.name = f"transferqueue-{os.getpid()}-{secrets.token_hex(16)}"
+        self._answer = answer
+        self._raised: OrderedDict[int, BaseException] = OrderedDict()
+        self._numbers = itertools.count(1)
+        self._guard = threading.Lock()
+        self._connected: set[socket.socket] = set()
+        self._listening = socket.socket(socket.AF_UNIX)
+        self._listening.bind(f"\0{self.name}")
+        self._listening.listen(CONNECTIONS_MAX)
+        threading.Thread(target=self._accept, name="transfer_queue questions", daemon=True).start()
+
+    def raised(self, number: int) -> None:
+        """Raise the exception of this number."""
+        with self._guard:
+            error = self._raised.pop(number, None)
+        raise error or Disconnected(f"exception {number} was fetched already, or {RAISED_MAX} later ones were raised")
+
+    def close(self) -> None:
+        """End all connections."""
+        for each in (self._listening, *self._connected):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
+        self._listening.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connected, _ = self._listening.accept()
+            except OSError:  # closed, or no descriptor is left: clients are refused, and ask over Ray
+                self._listening.close()
+                return
+            if len(self._connected) >= CONNECTIONS_MAX or not _is_same_user(connected):
+                connected.close()
+                continue
+            self._connected.add(connected)
+            threading.Thread(target=self._serve, args=(connected,), name="transfer_queue question", daemon=True).start()
+
+    def _serve(self, connected: socket.socket) -> None:
+        try:
+            with connected:
+                connected.sendall(_HELLO)
+                while True:
+                    _send(connected, self._answered(_receive(connected)))
+        except OSError:
+            pass  # the client is gone
+        finally:
+            self._connected.discard(connected)
+
+    def _answered(self, question: bytes) -> bytes:
+        try:
+            name, arguments = _decode_question(question)
+            if name not in NAMES:
+                raise ValueError(f"question {name!r} is unknown; there are {', '.join(sorted(NAMES))}")
+            return _encode([0, encode_meta(self._answer(name, *arguments))])
+        except Exception as error:  # noqa: BLE001  (kept for the client, which fetches and raises it)
+            return _encode([self._keep(error), None])
+
+    def _keep(self, error: BaseException) -> int:
+        number = next(self._numbers)
+        with self._guard:
+            self._raised[number] = error
+            while len(self._raised) > RAISED_MAX:
+                self._raised.popitem(last=False)
+        return number
+
+
+# ---------------------------------------------------------------- the client's end
+
+
+class DirectQuestions:
+    """Asks the controller: directly what it may, everything else over `ask`. Callable from any thread; a thread that asks has a connection
+    of its own meanwhile. name: of the server's socket; "": there is none."""
+
+    def __init__(self, name: str, ask: Callable[..., Any]) -> None:
+        self._name, self._over_ray = name, ask
+        self._idle: deque[socket.socket] = deque()
+
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Call a method of the controller by name."""
+        if self._name and name in NAMES:
+            try:
+                return self._ask(name, arguments)
+            except AskOtherwise:
+                pass
+        return self._over_ray(name, *arguments)
+
+    def _ask(self, name: str, arguments: tuple[Any, ...]) -> BatchMeta:
+        question = _question(name, arguments)
+        connected = self._taken()
+        try:
+            _send(connected, question)
+            number, plain = _decode_answer(_receive(connected))
+        except TimeoutError as error:
+            connected.close()
+            raise Disconnected(
+                f"the controller did not answer {name} within {ANSWER_S:g} s; samples may count as consumed"
+            ) from error
+        except BaseException as error:
+            connected.close()
+            if not isinstance(error, ConnectionError):
+                raise
+            self._over_ray("hello")  # if the actor is gone, Ray says why
+            raise Disconnected(
+                f"the connection to the controller ended during {name}: {error}; samples may count as consumed, ask again for others"
+            ) from error
+        self._idle.append(connected)
+        return self._over_ray("raised", number) if number else decode_meta(plain)
+
+    def _taken(self) -> socket.socket:
+        """A connection that nobody uses: an earlier one that still stands, or a new one."""
+        while self._idle:
+            with suppress(IndexError):  # another thread was quicker
+                connected = self._idle.pop()
+                if _stands(connected):
+                    return connected
+                connected.close()
+        return self._dialled()
+
+    def _dialled(self) -> socket.socket:
+        connected = socket.socket(socket.AF_UNIX)
+        try:
+            connected.settimeout(GREETING_S)
+            connected.connect(f"\0{self._name}")
+            if not _is_same_user(connected) or connected.recv(1) != _HELLO:
+                raise ConnectionError("it is not the controller, or takes no more connections")
+            connected.settimeout(ANSWER_S)
+        except OSError as error:
+            connected.close()
+            if isinstance(error, TimeoutError):
+                self._name = ""  # nobody greets there any more: do not wait again
+            raise AskOtherwise from error
+        except BaseException:
+            connected.close()
+            raise
+        return connected
+
+    def close(self) -> None:
+        """Close the connections that nobody uses, and ask over Ray from now on."""
+        self._name = ""
+        while self._idle:
+            with suppress(IndexError):
+                self._idle.pop().close()
+
+
+def _question(name: str, arguments: tuple[Any, ...]) -> bytes:
+    """The frame of a question. `AskOtherwise` for arguments that would not arrive as they are."""
+    try:
+        frame = _encode((name, arguments))
+        is_same = _decode_question(frame) == (name, list(arguments))
+    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+        raise AskOtherwise from error
+    if not is_same or len(frame) > MESSAGE_BYTES_MAX:
+        raise AskOtherwise
+    return frame
+
+
+def _stands(connected: socket.socket) -> bool:
+    """Whether an idle connection can be used: nothing is readable there, not even its end."""
+    polled = select.poll()  # `recv` would wait as long as the socket's timeout, whatever its flags
+    polled.register(connected, select.POLLIN)
+    return not polled.poll(0)
