@@ -106,6 +106,9 @@ def test_memory_comes_back_from_a_shard_in_either_way(server: Served) -> None:
         while shards(near)[0]["used_bytes"] > 2 * MIB:
             assert time.monotonic() < deadline
         assert shards(near)[0]["backed_bytes"] <= 64 * MIB
+        assert shards(near)[0]["bulk_sent_bytes"]["stream"] > 0, (
+            "as of the poll that confirmed that nothing is read there any more"
+        )
 
 
 def test_a_shard_is_killed_and_work_goes_on(server: Served) -> None:

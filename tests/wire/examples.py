@@ -91,7 +91,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.Observe("row", "t", 3),
     m.ListShards(),
     m.Drain(1),
-    m.PollCommands(7, 4, [3], 1.5),
+    m.PollCommands(7, 4, [3], 1.5, (1 << 33, 5)),
     m.CreateTable("x", FIELDS, extra_fields=True),
     m.AckLeases("t", TWO, TWO, 3),
     m.FreeColumns("t", TWO, ["x"], True),

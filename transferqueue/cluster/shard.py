@@ -44,8 +44,8 @@ from transferqueue.transport.security.zap import AcceptAll
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.shard")
-ORDERS_S: Final = 60.0
-"""Longest wait of one poll for commands at the coordinator."""
+ORDERS_S: Final = 10.0
+"""Longest wait of one poll for commands at the coordinator: what the coordinator tells of the bytes that a shard has sent is not older."""
 
 
 class ShardProcess:
@@ -86,6 +86,7 @@ class ShardProcess:
             ring = None if chosen.one_sided or is_loopback(place) else AcceptAll()
             endpoint = Endpoint(self._backing, self._tickets, ring, _registered(self._backing, chosen))
             made.callback(endpoint.stop)
+            self._bulk: Final = endpoint
             port = endpoint.listen([f"tcp://{place}:0"])
             endpoint.start()
             offer = m.ShardOffer(
@@ -154,7 +155,9 @@ class ShardProcess:
         failed: list[int] = []
         while True:
             try:
-                reply = self._connection.call(m.PollCommands(epoch, done, failed, wait_s=ORDERS_S))
+                sent = self._bulk.sent_bytes
+                poll = m.PollCommands(epoch, done, failed, ORDERS_S, (sent["stream"], sent["one_sided"]))
+                reply = self._connection.call(poll)
             except DeadlineExceeded:
                 continue
             if not isinstance(reply, m.ShardCommands):

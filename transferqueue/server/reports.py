@@ -176,6 +176,7 @@ def _shard(shard: RemoteShard) -> Plain:
         "used_bytes": shard.used,
         "backed_bytes": shard.used + shard.allocator.warm,
         "drains": shard.draining,
+        "bulk_sent_bytes": shard.sent_bytes,
     }
 
 

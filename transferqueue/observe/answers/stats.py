@@ -99,7 +99,7 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A remote shard: its number, what people call it, its arena, and whether it is to leave."""
+    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it by carrier."""
 
     shard: int
     label: str
@@ -107,6 +107,7 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
     used_bytes: int
     backed_bytes: int
     drains: bool
+    bulk_sent_bytes: dict[str, int] = {}
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -54,12 +54,16 @@ class ShardCommands(Message, tag="Orders"):
 
 @request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="")
 class PollCommands(Message, tag="TakeOrders"):
-    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders."""
+    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders.
+
+    sent: bytes that clients have read from it since it started: over its stream, and one-sided.
+    """
 
     epoch: Count
     done: Count
     failed: Counts = []
     wait_s: Seconds = 0.0
+    sent: tuple[Count, Count] = (0, 0)
 
 
 class AllocatePages(Message, tag="Grow"):
