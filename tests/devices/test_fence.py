@@ -151,6 +151,24 @@ def test_a_lease_that_fails_half_way_keeps_what_its_copies_read_and_gives_the_ro
         assert len(table.lease("train", rows=8, timeout_s=10)) == 8
 
 
+def test_a_device_that_cannot_record_an_event_fails_the_lease_and_nothing_stays() -> None:
+    def fails() -> Any:
+        raise RuntimeError("CUDA error: device lost")
+
+    device = LateDevice(at_once=True)
+    device.record = fails  # type: ignore[method-assign]
+    with tq.connect() as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        table.put(x=np.arange(1 << 18).reshape(64, -1))
+        with pytest.raises(RuntimeError, match="device lost"):
+            table.lease("train", rows=64, device=device)
+        gc.collect()
+        assert queue.stats()["bytes"]["blocks_pinned"] == 0
+        give_up_idle(0)
+        assert not device.regions
+        assert len(table.lease("train", rows=64, timeout_s=10)) == 64
+
+
 def test_a_device_that_fails_ends_its_holds(caplog: pytest.LogCaptureFixture) -> None:
     class Failing:
         def done(self) -> bool:

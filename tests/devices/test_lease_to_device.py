@@ -20,6 +20,7 @@ from tests.devices.late import LateDevice
 from tests.scale import only_long
 from transferqueue.adapters.trainers.torch_data import QueueDataset, QueueLoader, tensors
 from transferqueue.schema import ITEM_BYTES
+from transferqueue.storage.devices.torch_device import TorchDevice
 from transferqueue.storage.elements.dtypes import BLOB_DTYPES
 
 DEVICES = {
@@ -252,6 +253,18 @@ def test_weights_in_slices_are_put_together_on_the_device(queue: tq.Queue, devic
     assert torch.equal(weights.pull().torch(device=device)["w"], whole)
     part = weights.pull(only={"w": range(20, 70)})
     assert torch.equal(part.torch(device=device)["w"], whole[20:70])
+
+
+def test_without_page_locked_memory_a_copy_is_made_from_other_memory(caplog: pytest.LogCaptureFixture) -> None:
+    """As where the machine has no more of it; here there is no accelerator to lock pages for."""
+    if torch.accelerator.is_available():
+        pytest.skip("this machine can lock pages")
+    device = TorchDevice.__new__(TorchDevice)
+    device._torch, device.name = torch, "xpu:0"  # type: ignore[misc]
+    staged = device.staging(12)
+    assert staged is not None
+    assert len(staged) == 12
+    assert "no 12 bytes can be page-locked for xpu:0" in caplog.text
 
 
 def test_without_a_device_nothing_of_devices_is_imported() -> None:

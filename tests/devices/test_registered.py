@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 
 import numpy as np
@@ -57,8 +58,6 @@ def test_only_pages_that_the_file_has_are_registered_and_none_is_made(opened: Op
     opened.range(8 * MIB, MIB).end()
     assert opened.registered() == [(0, 3), (8, 9)]
     assert opened.arena.backed == 4 * MIB
-    import os
-
     assert os.stat(opened.arena.path).st_blocks * 512 == 4 * MIB
 
 
@@ -169,6 +168,20 @@ def test_threads_register_each_page_once(opened: Opened) -> None:
     for thread in threads:
         thread.join(30)
     assert opened.registered() == [(0, 8)]
+
+
+def test_a_forked_child_ends_no_hold_of_its_parent(opened: Opened) -> None:
+    opened.write(0, b"x" * (4 * MIB))
+    opened.range(0, MIB).end()
+    child = os.fork()
+    if not child:
+        opened.pages.give_up()
+        opened.pages.close()
+        os._exit(opened.range(0, 64 * MIB) is not None)
+    assert os.waitpid(child, 0)[1] == 0
+    opened.arena.punch(0, 4 * MIB)
+    assert opened.arena.backed == 4 * MIB
+    assert opened.registered() == [(0, 4)]
 
 
 def test_places_are_told_of_pinned_and_granted_memory_and_of_nothing_else(opened: Opened) -> None:

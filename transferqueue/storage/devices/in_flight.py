@@ -62,9 +62,9 @@ class InFlight:
 
     def drain(self, timeout_s: float) -> bool:
         """Wait until no copy is under way, at most `timeout_s`. Returns whether that is so."""
+        if not self.of_this_process:
+            return True
         with self._guard:
-            if not self.of_this_process:
-                return True
             return self._ended.wait_for(lambda: not self._held, timeout_s)
 
     def _run(self) -> None:

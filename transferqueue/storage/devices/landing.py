@@ -99,7 +99,12 @@ class _Landing:
 
     def end(self) -> CopyEvent:
         """All copies have begun. The memory is held until they have ended."""
-        event = self._device.record()
+        try:
+            event = self._device.record()
+        except BaseException:  # the device has failed, and copies nothing any more
+            for used in self._used:
+                used.end()
+            raise
         in_flight(self._device).hold(event, self._memory, [used.end for used in self._used])
         return event
 

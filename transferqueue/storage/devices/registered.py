@@ -117,13 +117,16 @@ class RegisteredPages:
 
     def give_up(self, unused_s: float = 0.0) -> None:
         """Give up the regions that no copy has used for so many seconds."""
-        with self._guard:
-            self._give_up(0, time.monotonic() - unused_s)
+        if os.getpid() == self._pid:  # a forked child shares the holds with its parent, and would end them
+            with self._guard:
+                self._give_up(0, time.monotonic() - unused_s)
 
     def close(self) -> None:
-        """Give up all regions, and unmap. No copy may be under way."""
+        """Give up all regions, and unmap. No copy may be under way. In a forked child: nothing."""
+        if os.getpid() != self._pid:
+            return
         with self._guard:
-            if self._fd >= 0 and os.getpid() == self._pid:
+            if self._fd >= 0:
                 self._give_up(0)
                 unmap(self._address, self._capacity)
                 os.close(self._fd)

@@ -5,11 +5,14 @@ CUDA devices were written for without one: `docs/ENGINES.md` says what was never
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
 
 from transferqueue.errors import Forked, OutOfMemory, UsageError
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
@@ -20,14 +23,16 @@ if TYPE_CHECKING:
     import torch
 
 
+_log: Final = logging.getLogger("transferqueue.client")
+
+
 def device_of(device: Any) -> Accelerator:
     """The device that torch names so: ``"cuda:0"``, an index, a ``torch.device``. `UsageError` if there is none, or it holds no values."""
     torch = require_torch("torch")
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise UsageError(f"device={device!r} is no device of torch ({reason}); give {_choices()}") from None
+        raise UsageError(f"device={device!r} is no device of torch ({_reason(error)}); give {_choices()}") from None
     if place.type == "cpu":
         return _opened("cpu", 0, os.getpid())
     if place.type == "meta":
@@ -37,6 +42,10 @@ def device_of(device: Any) -> Accelerator:
     if index >= count:
         raise UsageError(f"device={device!r} is not here: there are {count} {place.type} devices; give {_choices()}")
     return _opened(place.type, index, os.getpid())
+
+
+def _reason(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _count(kind: str) -> int:
@@ -111,8 +120,15 @@ class TorchDevice:
         return memory
 
     def staging(self, nbytes: int) -> U8 | None:
-        """Page-locked memory of torch, which lends none anew before the copies out of it are done."""
-        locked: U8 = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        """Page-locked memory of torch, which lends none anew before the copies out of it are done. If there is no more of it, other memory, from
+        which a copy takes several times as long."""
+        try:
+            locked: U8 = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
+        except RuntimeError as error:
+            _log.warning(
+                "no %s bytes can be page-locked for %s, so a copy is slower: %s", nbytes, self.name, _reason(error)
+            )
+            return np.empty(nbytes, np.uint8)
         return locked
 
     def load(self, into: torch.Tensor, source: U8) -> None:
