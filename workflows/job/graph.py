@@ -259,6 +259,13 @@ def pacing(job: Job) -> tq.Pacing:
     )
 
 
+def retention(job: Job) -> tq.Retention:
+    """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the checkpoint of its row. Where stale rows are
+    generated again, all that this needs stays until they are trained, and nothing would end before its row."""
+    requeues = isinstance(pacing(job).on_stale, tq.Requeue)
+    return tq.Acked() if requeues else tq.AckedColumns()
+
+
 def limits(job: Job) -> tq.Limits:
     """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the bytes."""
     return tq.Limits(rows=rows_kept(job))
@@ -272,6 +279,7 @@ def create_table(queue: tq.Queue, job: Job) -> tq.Table:
         tasks=tasks(job),
         limits=limits(job),
         pacing=pacing(job),
+        retention=retention(job),
         exist_ok=True,
     )
 

@@ -34,10 +34,11 @@ def test_every_needed_column_is_put_or_given_by_an_earlier_task(kind):
         given |= set(task.gives)
 
 
+@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_rows_of_each_kind_reach_the_end(kind):
+def test_rows_of_each_kind_reach_the_end(kind, on_stale):
     """Puts one batch, lets each stage give plausible columns in its turn, and ends with every row done."""
-    settings = job(kind)
+    settings = job(kind, f"pacing.on_stale={on_stale}")
     types = {field.name: field for field in graph.fields(settings)}
     puts = [name for name in types if name in PUT or (kind == "sft" and name == "response_ids")]
     rows, size = batch_rows(settings), group_rows(settings)
@@ -66,6 +67,21 @@ def test_processes_travel_as_json_and_name_factories(kind):
         assert again == process
         assert msgspec.convert(again.settings, Job) == job(kind)
         assert process.factory.startswith("transferqueue.workflows.job.")
+
+
+@pytest.mark.parametrize(("on_stale", "freed"), [("requeue", 0), ("drop", 2)])
+def test_what_only_the_reward_reads_ends_with_it_unless_rows_may_be_generated_again(on_stale, freed):
+    settings = job("grpo", f"pacing.on_stale={on_stale}", "trainer.prompts_per_step=1")
+    types, rows = {field.name: field for field in graph.fields(settings)}, batch_rows(settings)
+    with tq.connect("embedded") as queue:
+        table = graph.create_table(queue, settings)
+        with table.reserve(rows) as reservation:
+            data = {name: values_for(types[name], rows) for name in ("prompt_ids", names.DATA)}
+            table.put(reservation=reservation, group_id=0, group_size=rows, **data)
+        for stage in graph.stages(settings)[:2]:
+            with stage.lease(table) as batch:
+                batch.ack(**{name: values_for(types[name], len(batch)) for name in stage.task.gives})
+        assert table.stats()["columns_freed"] == freed * rows  # data and finish_reason
 
 
 def test_processes_know_the_folder_of_the_run(tmp_path):

@@ -19,7 +19,7 @@ Equal means: the same bytes. So 0.0 and -0.0 differ, and NaNs of the same bits d
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from operator import eq
 from typing import Any, Final, NamedTuple
@@ -112,7 +112,9 @@ def _expanded(array: Any, nbytes: int) -> Repeats | None:
 
 def _of_matrix(array: Any, rows: U8) -> Repeats | None:
     """Repeats of an array whose rows have these bytes, ``uint8 [rows, bytes]``."""
-    if not _is_promising(len(rows), rows.__getitem__):
+    middle = rows[:, rows.shape[1] // 2 :][:, :_SAMPLE]
+    likely = [row for row in _probed_pairs(len(rows)) if middle[row].tobytes() == middle[row + 1].tobytes()]
+    if not likely or not _is_promising(likely, rows.__getitem__):
         return None
     alike = np.ones(len(rows) - 1, np.bool_)
     for at in _sample_starts(rows.shape[1]):
@@ -179,7 +181,7 @@ def _of_strings(parsed: BytesInput) -> SharedRows | None:
     if not isinstance(source, ByteStrings) or source.nbytes < max(SAVED_BYTES, rows * COMPARED_BYTES) or rows < 2:
         return None
     strings = source.strings
-    if not _is_promising(rows, strings.__getitem__, eq):
+    if not _is_promising(_probed_pairs(rows), strings.__getitem__, eq):
         return None
     firsts = _firsts(parsed.lengths[1:] == parsed.lengths[:-1], strings.__getitem__, eq)
     if firsts is None or not _saves(parsed.lengths[firsts], slots := _slots(firsts, rows)):
@@ -239,7 +241,7 @@ def _of_arrays(parsed: RaggedInput, source: Arrays) -> SharedRows | None:
     if any(array.dtype != first or not array.flags.c_contiguous for array in source.arrays):
         return None
     flat = [array.reshape(-1).view(np.uint8) for array in source.arrays]
-    if not _is_promising(len(flat), flat.__getitem__):
+    if not _is_promising(_probed_pairs(len(flat)), flat.__getitem__):
         return None
     alike = (parsed.shapes[1:] == parsed.shapes[:-1]).all(axis=1)
     for row in np.flatnonzero(alike).tolist():
@@ -269,7 +271,7 @@ def _alike_in(memory: U8, starts: I64, sizes: I64) -> I64 | None:
     def row_bytes(row: int) -> U8:
         return memory[starts[row] : starts[row] + sizes[row]]
 
-    if not _is_promising(len(sizes), row_bytes):
+    if not _is_promising(_probed_pairs(len(sizes)), row_bytes):
         return None
     alike = (sizes[1:] == sizes[:-1]) & (sizes[1:] >= _SAMPLE)
     sampled = np.where(sizes >= _SAMPLE, np.arange(len(sizes)), int(np.argmax(sizes)))  # no byte beside a row is read
@@ -297,11 +299,20 @@ def _may_be_equal(one: Any, other: Any) -> bool:
     )
 
 
-def _is_promising(rows: int, row_bytes: Callable[[int], Any], equal: Callable[[Any, Any], bool] = _same_bytes) -> bool:
-    """Whether one of a few rows, spread over all, equals the row before or after it. If every row had a neighbour like it, this would find one."""
-    probes = range(0, rows - 1, max(1, (rows - 1) // _PROBED_PAIRS))
+def _probed_pairs(rows: int) -> Iterable[int]:
+    """A few rows, spread over all but the last, two neighbours at each place."""
+    places = range(0, rows - 1, max(1, (rows - 1) // _PROBED_PAIRS))
+    return dict.fromkeys([at for place in places for at in (place, min(place + 1, rows - 2))])
+
+
+def _is_promising(
+    pairs: Iterable[int],
+    row_bytes: Callable[[int], Any],
+    equal: Callable[[Any, Any], bool] = _same_bytes,
+) -> bool:
+    """Whether one of a few rows equals the row after it. If every row had a neighbour like it, one of `_probed_pairs` would."""
     mistakes = 0
-    for row in dict.fromkeys(at for probe in probes for at in (probe, min(probe + 1, rows - 2))):
+    for row in pairs:
         one, other = row_bytes(row), row_bytes(row + 1)
         if _may_be_equal(one, other):
             if equal(one, other):
