@@ -16,6 +16,7 @@ import pytest
 import transferqueue as tq
 from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
 from transferqueue.client.session.connection import Connection
+from transferqueue.limits import HEARTBEAT_S
 from transferqueue.wire import messages as m
 
 CALLS = 200
@@ -59,6 +60,15 @@ def test_a_caller_alone_wakes_no_other_thread(queue: tq.Queue) -> None:
     for _ in range(CALLS):
         assert queue.tables() == []
     assert sleeps_of(connection) - before < OTHER_WAKES
+
+
+def test_large_calls_wait_for_no_heartbeat(queue: tq.Queue) -> None:
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=1 << 20))
+    values = np.zeros(1 << 16)  # scalars travel in the message: 512 KiB, more than the kernel takes at once
+    began = time.monotonic()
+    for _ in range(12):
+        table.put(x=values)
+    assert time.monotonic() - began < 2 * HEARTBEAT_S
 
 
 def test_pins_of_small_rows_travel_with_calls(queue: tq.Queue) -> None:

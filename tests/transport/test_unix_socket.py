@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import suppress
 
 import pytest
@@ -97,6 +98,18 @@ def test_frames_come_whole_however_their_bytes_are_cut(frames, cuts):
     with pytest.raises(PeerClosed):
         reader.read(arrived.append)
     reader.close()
+
+
+def test_a_client_that_sleeps_writes_on_as_soon_as_the_server_reads(port, address, wakeup):
+    channel = dial(address)
+    channel.send(bytes(MIB))  # more than the kernel takes
+    for _ in range(MIB // (64 * KIB)):
+        port.poll(0)
+    began = time.monotonic()
+    channel.sleep(wakeup, 20)
+    slept_s = time.monotonic() - began
+    channel.close()
+    assert slept_s < 10
 
 
 def test_frames_larger_than_the_kernel_takes_go_there_and_back(port, address, wakeup):

@@ -246,6 +246,8 @@ class UnixChannel:
         if self._stream.unsent:
             self._check(self._stream.is_full)
         self._stream.send(frame)
+        if self._stream.unsent:
+            self._watch_writing()
         self._sent += 1
         if self._sent % HEARD_AFTER == 0:
             self._hear()
@@ -256,6 +258,8 @@ class UnixChannel:
             self.send(frames[0])
             return 1
         count = self._stream.send_some(frames)
+        if self._stream.unsent:
+            self._watch_writing()
         if (self._sent + count) // HEARD_AFTER > self._sent // HEARD_AFTER:
             self._hear()
         self._sent += count
