@@ -330,6 +330,11 @@ class Ledger:
         extents = self.state.core.blocks.extents.values()
         return [extent for extent in extents if extent.shard == shard and not extent.lost]
 
+    def shard_of_extent(self, extent: int) -> int | None:
+        """The shard in which an extent is; None if it is freed, or was never granted."""
+        state = self.state.core.blocks.extents.get(extent)
+        return None if state is None else state.shard
+
     def blocks_of(self, shard: int) -> list[m.BlockLocation]:
         """The blocks whose first copy is in this shard."""
         blocks = self.state.core.blocks.blocks.values()

@@ -46,7 +46,12 @@ from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeW
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports
-from transferqueue.server.durability.state_directory import Durability, NoDurability, without_checksum
+from transferqueue.server.durability.state_directory import (
+    Durability,
+    NoDurability,
+    without_checksum,
+    without_own_copy,
+)
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.life_events import TABLE_EVENTS, life_event, table_event
 from transferqueue.server.operations import Operations
@@ -118,11 +123,13 @@ class Coordinator:
         self.counters: Final = Counters()
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
+        self._durability = durability or NoDurability()
         self.shards: Final = ShardRegistry(
             memory,
             self.tickets,
             identity.epoch,
             last=ledger.last_shard,
+            own_first=self._durability.keeps_own_copy,
             wake=self.waiting.wake,
             live_set=self._live_set,
         )
@@ -143,7 +150,6 @@ class Coordinator:
         self._watcher = watcher
         self._open_process = open_process
         self._authorizer = authorizer or authorization.Authorizer()
-        self._durability = durability or NoDurability()
         self.has_journal: Final = durability is not None
         """Whether `commit` has something to do."""
         self._report_sources: Final = reports.ReportSources(
@@ -399,7 +405,6 @@ class Coordinator:
             raise UsageError(f"session refused: client id has {len(hello.client)} bytes; send 16 random ones")
         authorization.check_lock(peer, hello)
         authorization.check_offer(role, hello)
-        self._durability.check_offer(hello)
         self.sessions.check_room()
         hello = self.shards.assign_number(hello, keyed=bool(authorization.key_of(peer)))
         session = self.sessions.open(hello, self._open_process(hello), peer, now)
@@ -528,9 +533,15 @@ class Coordinator:
         """Why a request is refused before it is tried; None: it is not."""
         if self._durability.checksums and (unchecked := without_checksum(request)) is not None:
             return unchecked
+        if self.shards.own_first and self.shards.remote and (elsewhere := self._without_own_copy(request)) is not None:
+            return elsewhere
         if role not in declared.roles:
             return authorization.not_allowed(role, declared)
         return None if declared.home is None else wrong_coordinator(self.index, request)
+
+    def _without_own_copy(self, request: m.Request) -> TransferQueueError | None:
+        """Why a request is refused whose blocks need a copy in the coordinator's own memory, and lack it."""
+        return without_own_copy(request, self.ledger.shard_of_extent)
 
     def _accept_call(
         self, session: OpenSession, call: int, request: m.Request, declared: Declaration, now: float

@@ -25,13 +25,14 @@ import itertools
 import logging
 import os
 import time
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from transferqueue.errors import AddressInUse, Corruption, UsageError
+from transferqueue.errors import AddressInUse, Corruption, UsageError, listing
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT
 from transferqueue.server.durability import recovery
@@ -67,8 +68,9 @@ class Durability(Protocol):
     def sessions_stay(self) -> bool:
         """Whether sessions continue with the next server."""
 
-    def check_offer(self, hello: m.Hello) -> None:
-        """`UsageError` if a shard that joins cannot keep the promise of this level."""
+    @property
+    def keeps_own_copy(self) -> bool:
+        """Whether each block must have a copy in the coordinator's own memory, since what further shards have is lost sooner."""
 
     @property
     def checksums(self) -> bool:
@@ -92,14 +94,28 @@ def without_checksum(request: m.Request) -> UsageError | None:
     return None
 
 
+def without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) -> UsageError | None:
+    """Why a server that keeps a copy of each block in its own memory refuses a request: it has none of a block. None if the request is fine.
+
+    shard_of: the shard of an extent; None: there is no such extent, which the ledger refuses, or the block refers to another one.
+    """
+    columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
+    for block in getattr(columns, "blocks", ()):
+        shards = {shard_of(extent) for extent in (block.extent, *(copy.extent for copy in block.copies))}
+        if not shards & {SHARD, None}:
+            return UsageError(
+                f"block of {', '.join(block.fields[:12])} lies in remote shards alone ({listing(shards)}): this server survives a reboot, and "
+                "they do not; write it into a grant of the server's own memory too, in a table with replicas"
+            )
+    return None
+
+
 class NoDurability:
     """Level ``memory``: nothing outlives the process."""
 
     sessions_stay: Final = False
     checksums: Final = False
-
-    def check_offer(self, hello: m.Hello) -> None:
-        """Accept any."""
+    keeps_own_copy: Final = False
 
     def commit(self) -> None:
         """Do nothing."""
@@ -155,13 +171,10 @@ class StateDirectory:
 
     # ------------------------------------------------------------ while it serves
 
-    def check_offer(self, hello: m.Hello) -> None:
-        """`UsageError` for a shard at level ``disk``: the memory of another process does not survive a reboot."""
-        if hello.shard is not None and self.level.survives_reboot:
-            raise UsageError(
-                "shard refused: durability disk survives a reboot, and the memory of a remote shard does not; serve with "
-                "--durability process, or give the server itself a larger --arena-bytes"
-            )
+    @property
+    def keeps_own_copy(self) -> bool:
+        """See `Durability`. At level ``disk``: the memory of another process does not survive a reboot."""
+        return self.level.survives_reboot
 
     def _checksum(self, offset: int, nbytes: int) -> int:
         if not 0 <= offset <= offset + nbytes <= self.allocator.capacity:

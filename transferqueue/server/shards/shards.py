@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -40,7 +40,8 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class ShardRegistry:
-    """The own shard and all remote ones. last: the highest number given so far. wake, live_set: see `RemoteShard`."""
+    """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block is in the own shard,
+    so an extent elsewhere is granted only for further copies. wake, live_set: see `RemoteShard`."""
 
     def __init__(
         self,
@@ -49,10 +50,12 @@ class ShardRegistry:
         epoch: int,
         *,
         last: int = SHARD,
+        own_first: bool = False,
         wake: Callable[[WakeKey], None],
         live_set: Callable[[int], m.LiveSet],
     ) -> None:
         self.own: Final = own
+        self.own_first: Final = own_first
         self._tickets = tickets
         self._epoch = epoch
         self._wake = wake
@@ -170,9 +173,11 @@ class ShardRegistry:
         """Take an extent of at least `nbytes` from a shard that is not in `apart`. Returns shard, offset and size; None if no shard
         has room now. `Impossible` if no shard could ever have it; errors as in `OwnShardMemory.take`.
         """
-        if use == "rows":
-            self._check_rows(nbytes)
         candidates = [shard for shard in self._ranked(session, use) if shard.number not in apart]
+        if self.own_first and SHARD not in apart:
+            candidates = [self.own]
+        if use == "rows":
+            self._check_rows(nbytes, [self.own] if self.own_first else self._lending)
         if not candidates:
             raise Impossible(
                 f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start further "
@@ -209,12 +214,13 @@ class ShardRegistry:
         }
         return {number: room for number, room in rooms.items() if room > 0}
 
-    def _check_rows(self, nbytes: int) -> None:
-        """`Impossible` if no shard could ever grant so much to new rows."""
-        lending: list[OwnShardMemory | RemoteShard] = [
-            self.own,
-            *(shard for shard in self.remote.values() if not shard.draining),
-        ]
+    @property
+    def _lending(self) -> list[OwnShardMemory | RemoteShard]:
+        """The shards that grant memory."""
+        return [self.own, *(shard for shard in self.remote.values() if not shard.draining)]
+
+    def _check_rows(self, nbytes: int, lending: Sequence[OwnShardMemory | RemoteShard]) -> None:
+        """`Impossible` if none of these shards could ever grant so much to new rows."""
         room, capacity = max((_for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
             raise Impossible(

@@ -149,14 +149,12 @@ class SimDurability:
 
     sessions_stay: Final = True
     checksums: Final = False
+    keeps_own_copy: Final = False
     rebooted: Final = False
 
     def __init__(self, ledger: RecordedLedger, clock: Callable[[], float]) -> None:
         self._ledger = ledger
         self.clock = clock
-
-    def check_offer(self, hello: m.Hello) -> None:
-        """Any will do."""
 
     def commit(self) -> None:
         """See `Durability.commit`."""
