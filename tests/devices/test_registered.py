@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 
@@ -11,6 +12,7 @@ import pytest
 from tests.devices.late import LateDevice
 from transferqueue.limits import ARENA_STEP_BYTES, MIB
 from transferqueue.storage.devices.registered import RegisteredPages, close_unused
+from transferqueue.storage.memory import page_holds
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.mapping import Mapping, granted_place, pinned_place
 
@@ -144,6 +146,25 @@ def test_a_device_that_cannot_register_is_asked_once(opened: Opened, caplog: pyt
     assert "cannot register" in caplog.text
     opened.arena.punch(0, MIB)
     assert opened.arena.backed == 0, "what was refused is not held"
+
+
+def test_where_pages_cannot_be_held_none_is_registered_and_all_are_returned(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a kernel without these locks (gVisor)."""
+
+    def lacks_locks(*_: object) -> object:
+        raise OSError(errno.EINVAL, "Invalid argument")
+
+    monkeypatch.setattr(page_holds.fcntl, "fcntl", lacks_locks)
+    opened = Opened()
+    opened.write(0, b"x" * MIB)
+    assert opened.range(0, MIB) is None
+    assert "no open file description locks" in caplog.text
+    opened.arena.punch(0, MIB)
+    assert opened.arena.backed == 0
+    opened.pages.close()
+    opened.arena.close()
 
 
 def test_two_devices_of_a_class_share_pages_and_each_ends_what_it_registered(opened: Opened) -> None:

@@ -34,7 +34,7 @@ from transferqueue.schema import align
 from transferqueue.storage.devices.accelerator import Accelerator
 from transferqueue.storage.memory.intervals import Intervals
 from transferqueue.storage.memory.mapping import ArenaPlace
-from transferqueue.storage.memory.page_holds import hold, let_go, open_again
+from transferqueue.storage.memory.page_holds import can_hold, hold, let_go, open_again
 from transferqueue.storage.memory.private_pages import map_shared, unmap
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -87,7 +87,11 @@ class RegisteredPages:
             raise
         self._guard = threading.Lock()
         self._regions: list[_Region] = []  # ascending, apart
-        self._refused = False
+        self._refused = not can_hold(self._fd)
+        if self._refused:
+            _log.warning(
+                "this system has no open file description locks, so no page is registered: columns are copied twice"
+            )
         self._pid = os.getpid()
 
     @property

@@ -38,6 +38,14 @@ def hold(fd: int, start: int, end: int) -> bool:
     return _locked(fd, fcntl.F_RDLCK, start, end) is True
 
 
+def can_hold(fd: int) -> bool:
+    """Whether this kernel and file system have such locks."""
+    if _locked(fd, fcntl.F_RDLCK, 0, 1) is None:
+        return False
+    let_go(fd, 0, 1)
+    return True
+
+
 def let_go(fd: int, start: int, end: int) -> None:
     """End the holds of `fd` on these pages."""
     _locked(fd, fcntl.F_UNLCK, start, end)
