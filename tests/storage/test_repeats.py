@@ -51,6 +51,7 @@ REPEATED: dict[str, tuple[Callable[[], Any], int]] = {
     "tensors in any order": (lambda: [IDS[at] for at in (0, 1, 0, 1, 1, 0, 2, 2)], 3),
     "texts in any order": (lambda: [TEXTS[at] for at in (0, 1, 0, 1, 1, 0, 2, 2)], 3),
     "lists in any order": (lambda: grouped([IDS[0].tolist()], 8), 1),
+    "a list of one dict": (lambda: [{"prompt": TEXTS[0], "answer": "2"}] * 4, 1),
     "repeat_interleave": (lambda: torch.from_numpy(IMAGE[:4]).repeat_interleave(4, 0), 4),
     "an array indexed": (lambda: IMAGE[[0, 0, 0, 1, 2, 2, 2, 2]], 3),
     "the rows of an array": (lambda: RowsOf(torch.from_numpy(IMAGE[:2]).repeat_interleave(4, 0)), 2),

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from itertools import islice
 from operator import eq
 from typing import Any, Final, NamedTuple
 
@@ -152,6 +153,8 @@ def _nbytes(row: Any) -> int:
         return len(row)
     if isinstance(row, list | tuple):
         return 8 * sum(len(each) if isinstance(each, list | tuple) else 1 for each in row[:_LISTED_MAX])
+    if isinstance(row, dict):
+        return sum(_nbytes(each) for each in islice(row.values(), _LISTED_MAX) if not isinstance(each, dict))
     torch = imported_torch()
     known = isinstance(row, np.ndarray) or (torch is not None and type(row) in (torch.Tensor, torch.nn.Parameter))
     return int(row.nbytes) if known and not getattr(row, "is_nested", False) else 0
