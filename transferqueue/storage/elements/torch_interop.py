@@ -37,9 +37,19 @@ def as_jagged(values: Any, offsets: I64) -> Any:
 
     It knows its shortest and longest row: torch computes neither when it pads, and would pad to the length of all rows together.
     """
-    torch, lengths = require_torch("torch"), np.diff(offsets)
-    ends = {"min_seqlen": int(lengths.min()), "max_seqlen": int(lengths.max())} if len(lengths) else {}
-    return torch.nested.nested_tensor_from_jagged(values, torch.from_numpy(offsets), **ends)
+    from_jagged, from_numpy = _jagged_makers()
+    if len(offsets) == 1:
+        return from_jagged(values, from_numpy(offsets))
+    lengths = offsets[1:] - offsets[:-1]  # as np.diff, in a tenth of the time: a batch may have hundreds of columns
+    shortest, longest = int(np.minimum.reduce(lengths)), int(np.maximum.reduce(lengths))
+    return from_jagged(values, from_numpy(offsets), min_seqlen=shortest, max_seqlen=longest)
+
+
+@cache
+def _jagged_makers() -> tuple[Callable[..., Any], Callable[[np.ndarray[Any, Any]], Any]]:
+    """Torch's constructor of jagged tensors, and of tensors over arrays. Cached as `_maker`."""
+    torch = require_torch("torch")
+    return torch.nested.nested_tensor_from_jagged, torch.from_numpy
 
 
 @cache
