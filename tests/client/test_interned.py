@@ -15,6 +15,7 @@ from tests.client.deployments import Served, served
 from tests.client.test_remote import Between
 from tests.client.test_restart import Supervised
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards
+from tests.scale import only_long
 
 IMAGE = torch.from_numpy(np.random.default_rng(1).integers(0, 255, (3, 128, 128), np.uint8))
 OTHER = torch.from_numpy(np.random.default_rng(2).integers(0, 255, (3, 128, 128), np.uint8))
@@ -89,7 +90,7 @@ def test_a_batch_of_several_groups_receives_each_value_once(server: Served, name
         assert torch.equal(part["image"].torch()[0], OTHER[:1])
 
 
-@pytest.mark.parametrize("data", ["", "remote"])
+@pytest.mark.parametrize("data", ["remote", *only_long("")])
 def test_values_of_every_kind_and_of_many_writers(server: Served, name: str, data: Any) -> None:
     values = {
         "text": ["a prompt " * 2000],

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.scale import only_long
 from tests.workflows.job.jobs import KINDS, job
 from transferqueue.errors import NotFound
 from transferqueue.workflows.flow.processes.stage_process import StageJob
@@ -34,7 +35,7 @@ def test_every_needed_column_is_put_or_given_by_an_earlier_task(kind):
         given |= set(task.gives)
 
 
-@pytest.mark.parametrize("on_stale", ["requeue", "drop"])
+@pytest.mark.parametrize("on_stale", ["requeue", *only_long("drop")])
 @pytest.mark.parametrize("kind", KINDS)
 def test_rows_of_each_kind_reach_the_end(kind, on_stale):
     """Puts one batch, lets each stage give plausible columns in its turn, and ends with every row done."""
