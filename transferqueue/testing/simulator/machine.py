@@ -90,6 +90,8 @@ class SimArena:
     """An arena in one bytearray. in_sight: returns the ranges that a process may still read or write."""
 
     path: Final = "simulated"
+    held: Final = False
+    """No device has registered pages of it."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity: Final = capacity
