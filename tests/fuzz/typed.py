@@ -51,6 +51,7 @@ RARE: Final = {
     "Restore": 0.15,
     "Snapshot": 0.15,
     "RestorePart": 0.15,
+    "SnapshotPart": 0.15,
     "HoldRequests": 0.05,
     "Drain": 0.2,
     "Seal": 0.05,
@@ -63,7 +64,7 @@ WORDS: Final = {
     "table": TABLES, "name": [*TABLES, *TABLES, "extra"], "task": TASKS, "channel": CHANNELS, "host": [this_host(), "elsewhere"],
     "what": ["stats", "audit", "row", "doctor", "sessions", "tables"], "path": ["kept", ".", "kept/x"], "endpoint": ["tcp://127.0.0.1:9"],
     "keys": [f"k{number}" for number in range(40)], "field": [one.name for one in FIELDS], "fields": [one.name for one in FIELDS],
-    "needs": ["x", "y"], "gives": ["r"], "tags": ["a", "b"], "reason": ["bad", "old"],
+    "cut": ["0" * 32, "ab" * 16], "needs": ["x", "y"], "gives": ["r"], "tags": ["a", "b"], "reason": ["bad", "old"],
 }  # fmt: skip
 _ANY_WORDS: Final = ["", "a", "worker"]
 LARGEST_BYTES: Final = 1 << 18

@@ -301,6 +301,26 @@ def test_a_part_that_nobody_asks_for_is_given_up(node, monkeypatch):
     assert list((node.root / "s").iterdir()) == []
 
 
+def test_a_part_ends_with_the_session_that_began_it(node):
+    node.hold()
+    work = node.part().work
+    node.ended(work, "ready")
+    path = node.coordinator.operations.snapshots._jobs[work].path
+    node.coordinator.process_exited(node.leader.session, node.now)
+    node.leader = local(node)
+    failed = node.ended(work)
+    assert (failed.error, failed.text) == ("PeerError", f"{path} was given up: the session that began it is over")
+    assert list((node.root / "s").iterdir()) == []
+    plain = local(node)
+    work = plain.ask(m.SnapshotRequest("p")).work
+    node.coordinator.process_exited(plain.session, node.now)
+    while not (reply := node.leader.ask(m.WatchJob(work))).ended:
+        assert node.stirred.wait(ENDED_S)
+        node.stirred.clear()
+        node.coordinator.tick(node.now)
+    assert reply.path == str(node.root / "p/000001")
+
+
 def test_a_restored_part_is_visible_only_when_it_is_completed(node, tmp_path):
     node.other.ask(node.other.put(3))
     node.hold()

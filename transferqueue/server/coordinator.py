@@ -450,6 +450,8 @@ class Coordinator:
                 self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
+        if (jobs := self.operations.snapshots) is not None:
+            self._guard("end of parts", partial(jobs.session_ended, number))
         self._guard("end of a shard", partial(self.shards.close, session, now))
         lingers = self.sessions.close(session, now)
         self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))

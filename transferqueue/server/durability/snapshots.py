@@ -240,10 +240,20 @@ class SnapshotJobs:
         if request.finish:
             job.decided.set()
         elif not (job.ended or job.decided.is_set()):
-            error = PeerError(f"{job.path} was given up: another part of the cut failed, or its client ended the call")
-            job.give_up(error)
-            self._fetches.fail(error)
+            self._give_up_part(job, "another part of the cut failed, or its client ended the call")
         return job.reply()
+
+    def session_ended(self, session: int) -> None:
+        """Nobody completes the part of a cut that this session began: give it up. Other jobs go on without their client."""
+        for (beginner, _), number in self._begun.items():
+            job = self._jobs[number]
+            if beginner == session and job.is_part and not (job.ended or job.decided.is_set()):
+                self._give_up_part(job, "the session that began it is over")
+
+    def _give_up_part(self, job: SnapshotJob, why: str) -> None:
+        error = PeerError(f"{job.path} was given up: {why}")
+        job.give_up(error)
+        self._fetches.fail(error)
 
     def _job(self, number: int) -> SnapshotJob:
         job = self._jobs.get(number)
