@@ -221,6 +221,9 @@ FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
 frames in halves of its mark."""
 BYTES_QUEUED_MAX: Final = GIB
 """Bytes of these frames, over the socket file: sixteen of the largest."""
+WAITERS_AT_ONCE: Final = 4
+"""Waiting requests that the server serves before it sends their answers, where no commit to a disk comes before: when a put serves many, the first
+clients work while the others are served."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47

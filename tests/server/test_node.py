@@ -312,6 +312,38 @@ def test_a_lease_waits_until_rows_come(bench):
     assert rows_of(client.take(waiting)) == [0, 1]
 
 
+def test_a_few_waiters_are_served_at_once_and_the_rest_by_going_on(bench):
+    bench.coordinator.waiters_at_once = 2
+    client, others = bench.client(), [bench.client() for _ in range(5)]
+    client.create_table()
+    waiting = [other.post(lease(wait_s=60.0)) for other in others]
+    assert not isinstance(client.ask(client.put(5)), m.Failed)
+    served = []
+    while bench.coordinator.unfinished:
+        served.append(
+            [rows_of(reply) for each in zip(others, waiting, strict=True) if (reply := each[0].take(each[1]))]
+        )
+        bench.coordinator.go_on(bench.now)
+        bench.deliver()
+    served.append([rows_of(reply) for each in zip(others, waiting, strict=True) if (reply := each[0].take(each[1]))])
+    assert served == [[[0], [1]], [[2], [3]], [[4]]]
+    assert audit(client)["balanced"]
+
+
+def test_waiters_that_are_due_are_served_before_any_of_them_expires(bench):
+    bench.coordinator.waiters_at_once = 1
+    client, others = bench.client(), [bench.client() for _ in range(3)]
+    client.create_table()
+    waiting = [other.post(lease(wait_s=1.0)) for other in others]
+    client.post(client.put(3))
+    assert bench.coordinator.unfinished
+    bench.now = 2.0
+    bench.coordinator.tick(bench.now)
+    bench.deliver()
+    assert [rows_of(other.take(call)) for other, call in zip(others, waiting, strict=True)] == [[0], [1], [2]]
+    assert not bench.coordinator.unfinished
+
+
 def test_a_wait_ends_at_its_deadline_and_says_why(bench):
     client = bench.client()
     client.create_table()

@@ -12,7 +12,8 @@ It opens no socket, reads no clock and starts no thread. The loop brings events 
   connection and may deliver them before that Hello: such frames are ignored.
 - A call that arrives twice is carried out once. While it waits it keeps its place, and its deadline can only become earlier.
   Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
-- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is read.
+- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is read. The loop sends the
+  answers of a few before the next few are tried.
 - No defect of this code ends the server. An unexpected exception while a request is carried out is logged once with a number and
   its traceback, the sender gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted;
   only that part is tried again, after `DEFECT_PAUSE_S`. The change may be incomplete: the journal records that, so a restart
@@ -44,7 +45,7 @@ from transferqueue.errors import (
 )
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import CALLS_PARKED_MAX, DEFECT_PAUSE_S
+from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import (
     Durability,
@@ -139,6 +140,10 @@ class Coordinator:
         self.bulk_plain = False
         self.bulk_sent: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
+        self.waiters_at_once = COUNT_MAX
+        """How many requests that waited `receive` serves before it returns. The loop lowers it, to send their answers before the others are served."""
+        self.unfinished = False
+        """Whether `go_on` has something to do."""
         self.turns: Final = Turns()
         """Filled by the loop, which has the clock."""
         self.handled = ""
@@ -184,9 +189,13 @@ class Coordinator:
             session, call = codec.call_of(frame)
             failed = self._defect(self.handled, error, self._session_of(peer, session))
             self._answer(peer, call, failed)
-        self._run_until_idle(now)
+        self._run_until_idle(now, COUNT_MAX if self.cut_hold.kept else self.waiters_at_once)
         if self.cut_hold.kept and not self.cut_hold.session:
             self._catch_up(now)
+
+    def go_on(self, now: float) -> None:
+        """Serve the next due requests that waited. Call it while `unfinished`, before the next frame is handled."""
+        self._run_until_idle(now, self.waiters_at_once)
 
     def _receive(self, peer: Peer, frame: bytes, now: float) -> None:
         self.handled = "none"
@@ -594,8 +603,9 @@ class Coordinator:
 
     # ------------------------------------------------------------ waiting requests
 
-    def _run_until_idle(self, now: float) -> None:
-        """Apply the ledger's effects and try due requests, until nothing is left to do."""
+    def _run_until_idle(self, now: float, most: int = COUNT_MAX) -> None:
+        """Apply the ledger's effects and try due requests, until nothing is left to do, or so many were served."""
+        self.unfinished = False
         try:
             while True:
                 if effects := self.ledger.take_effects():
@@ -607,19 +617,24 @@ class Coordinator:
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
                     return
-                self._try_again(waiting, now)
+                most -= self._try_again(waiting, now)
+                if not most:
+                    self.unfinished = True
+                    return
         except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
             self._defect(f"what follows {self.handled}", error)
 
-    def _try_again(self, waiting: WaitingRequest, now: float) -> None:
+    def _try_again(self, waiting: WaitingRequest, now: float) -> bool:
+        """Whether the request was served or refused."""
         session = self.sessions.of_call(waiting.session)
         outcome = self._execute(session, waiting.call, waiting.request, now)
         if isinstance(outcome, MustWait):
             self.waiting.wait_on(waiting, outcome.keys)
-        else:
-            self._complete_waiting(waiting, outcome)
+            return False
+        self._complete_waiting(waiting, outcome)
+        return True
 
     def _apply_effects(self, effects: Iterable[WakeWaiters | FreeExtent | LeaseEnded], now: float) -> None:
         for effect in effects:

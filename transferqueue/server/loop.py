@@ -15,7 +15,7 @@ from typing import Final
 
 import zmq
 
-from transferqueue.limits import FRAMES_DRAINED_MAX
+from transferqueue.limits import FRAMES_DRAINED_MAX, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.turn_times import Meter
@@ -90,6 +90,8 @@ class Loop:
         self._meter = Meter(clock, processor)
         self._batch = batch
         coordinator.on_hello = self._admit
+        if not batch:
+            coordinator.waiters_at_once = WAITERS_AT_ONCE
         self._poller = zmq.Poller()
         """Polls the sockets of the tcp port together with the socket file. Without a tcp port it is not used."""
         self._stopping = False
@@ -181,7 +183,7 @@ class Loop:
             else:
                 self._coordinator.receive(peer, frame, now)
             self._meter.took(self._coordinator.turns.requests, now, self._coordinator.handled)
-            if not self._batch and self._coordinator.outbox:
+            if not self._batch and (self._coordinator.outbox or self._coordinator.unfinished):
                 self._send()  # at once: requests that this frame served do not wait for the next frames
         return FRAMES_DRAINED_MAX
 
@@ -192,7 +194,7 @@ class Loop:
             self._port.admit(peer)
 
     def _send(self) -> None:
-        while self._coordinator.outbox:
+        while self._coordinator.outbox or self._coordinator.unfinished:
             if self._coordinator.has_journal:
                 began = self._clock()
                 self._coordinator.commit()
@@ -201,6 +203,10 @@ class Loop:
             for peer, frame in answers if len(answers) == 1 else _waiters_first(answers):
                 if not self._send_frame(peer, frame):
                     self._coordinator.peer_lost(peer, self._clock())
+            if self._coordinator.unfinished:
+                began = self._clock()
+                self._coordinator.go_on(began)
+                self._meter.took(self._coordinator.turns.requests, began, self._coordinator.handled)
 
     def _send_frame(self, peer: Peer, frame: bytes) -> bool:
         """False if the peer does not read. A peer that is gone may reconnect and send its call again, so that is no failure."""
@@ -212,8 +218,8 @@ class Loop:
 
 
 def _waiters_first(answers: list[tuple[Peer, bytes]]) -> list[tuple[Peer, bytes]]:
-    """The answers in the order in which they are sent: those to requests that waited come before that to the request which served them, as their
-    callers have waited longer. Answers to one peer keep their order."""
+    """The answers in the order in which they are sent: those to requests that waited, of which there are a few, come before that to the request
+    which served them, as their callers have waited longer. Answers to one peer keep their order."""
     first, *others = answers
     return answers if any(peer == first[0] for peer, _ in others) else [*others, first]
 
