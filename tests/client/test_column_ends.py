@@ -82,7 +82,7 @@ def test_free_columns_returns_the_memory_of_a_large_column_at_once() -> None:
             full = used(queue)
             assert table.free_columns(rows, ["image"]) == 4
             assert full - used(queue) == freed
-            with pytest.raises(tq.ColumnFreed, match=r'column "image" of row 0, 1, 2, 3 .* by free_columns'):
+            with pytest.raises(tq.ColumnFreed, match=r'column "image" of rows 0, 1, 2, 3 .* by free_columns'):
                 table.read(rows, fields=["image"])
             read = table.read(rows)
             assert read.left_out == ("image",)

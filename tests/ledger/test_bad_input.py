@@ -390,7 +390,7 @@ def test_update_of_a_row_that_was_dropped_and_stays_readable(client: Driver, wor
     client.put(2, inline={"y": 1.0}, table="kept")
     client.drop([0], table="kept")
     act = lambda: client.update([0], inline={"z": 1.0}, table="kept")  # noqa: E731
-    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped; it cannot be changed any more', act)
+    refused(world, NotFound, 'row 0 of table "kept" has ended: it was dropped, and cannot be changed any more', act)
 
 
 def test_update_of_a_field_already_set(world: World, client: Driver) -> None:

@@ -89,7 +89,7 @@ BAD: list[tuple[str, Callable[[m.RowsRead], m.RowsRead], type[Exception], str]] 
         "another block",
         lambda seen: m.RowsRead([], [m.BlocksRead(["ids"], i64([99]))]),
         RowsChanged,
-        "of row 0, 1, 2, 3",
+        "of rows 0, 1, 2, 3",
     ),
     ("a negative block", lambda seen: m.RowsRead([], [m.BlocksRead(["ids"], i64([-1]))]), RowsChanged, 'field "ids"'),
 ]
@@ -118,7 +118,7 @@ def test_only_the_first_of_two_that_read_the_same_updates(world: World) -> None:
     update(first, both[0], inline={"score": 2.0})
     before = state(first)
     with pytest.raises(
-        RowsChanged, match=r"row 0, 1, 2, 3 in table \"open\" changed after the read.*read the rows again"
+        RowsChanged, match=r"rows 0, 1, 2, 3 in table \"open\" changed after the read.*read the rows again"
     ):
         update(second, both[1], inline={"score": 3.0})
     assert state(first) == before

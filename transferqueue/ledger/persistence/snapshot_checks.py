@@ -17,7 +17,7 @@ from transferqueue.errors import Corruption, UsageError
 from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSnapshot, TableSnapshot, VersionSnapshot
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import check_fields, check_whole
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, some
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, numbered
 from transferqueue.ledger.rows.facts import DTYPES, check_ranges, check_tags_of_rows
 from transferqueue.ledger.rows.indexes import SPANS_MAX
 from transferqueue.ledger.rows.pages import DROPPED, LIVE, SHIFT
@@ -135,7 +135,7 @@ class _Checks:
 
     def _rows(self, wrong: BoolArray, what: str) -> None:
         if wrong.any():
-            raise self._wrong(f"row {some(self._ids[wrong])} {what}")
+            raise self._wrong(f"{numbered(self._ids[wrong])}: {what}")
 
     def _numbers(self, what: str, values: Iterable[int], lowest: int = 0, highest: int = COUNT_MAX) -> None:
         _within(f'table "{self._terms.name}": {what}', values, lowest, highest)
@@ -219,7 +219,7 @@ class _Checks:
         at = order[np.minimum(at, known.size - 1)] if known.size else at
         missing = np.ones(at.size, np.bool_) if not known.size else known[at] != ids[members]
         if missing.any():
-            raise self._wrong(f"row {some(self._ids[members][missing])} is in a group that is not listed")
+            raise self._wrong(f"the group of {numbered(self._ids[members][missing])} is not listed")
         if (sizes[at] != self._snapshot.rows["group_size"][members]).any():
             raise self._wrong("a row and its group state different group sizes")
         members_live = np.bincount(at, minlength=known.size)

@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import LeaseExpired, UsageError, listing
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, decode_ids, decode_rows, some
+from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, agreed, decode_ids, decode_rows, numbered
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
@@ -49,7 +49,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     held = named[lease.held[named]]
     if named.size and not held.size:
         raise LeaseExpired(
-            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to ack"
+            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped meanwhile; there is nothing to ack"
         )
     staged = _check_results(table, lease, request, session, named)
     if lease.replicas > 1:
@@ -163,7 +163,7 @@ def _check_whole_groups(table: TableState, task: TaskState, lease: LeaseState, n
     cut = np.intersect1d(_units(table, rows), _units(table, lease.rows[left]))
     if cut.size:
         raise UsageError(
-            f'task "{task.task.name}" takes whole groups: {verb} all rows of group {some(cut)} together, '
+            f'task "{task.task.name}" takes whole groups: {verb} all rows of {numbered(cut, "group")} together, '
             "or drop single rows"
         )
 
@@ -342,7 +342,7 @@ def _check_progress(
         )
     if not lease.held[named].any():
         raise LeaseExpired(
-            f"row {some(lease.rows[named])} of lease {lease.id} was dropped meanwhile; there is nothing to release"
+            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped meanwhile; there is nothing to release"
         )
     return staged
 

@@ -7,7 +7,7 @@ import numpy as np
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
-from transferqueue.ledger.rows.arrays import Index, IntArray, decode_rows, some
+from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode_rows, numbered
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
@@ -278,7 +278,7 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
         leased = task.state.a[at] == LEASED
         if leased.any():
             raise UsageError(
-                f'row {some(rows[leased])} of table "{table.name}" is leased by task "{task.task.name}"; '
+                f'{numbered(rows[leased])} of table "{table.name}" {agreed(rows[leased], "is", "are")} leased by task "{task.task.name}"; '
                 "wait for its ack, or drop it"
             )
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)

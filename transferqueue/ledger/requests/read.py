@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import ColumnFreed, NotFound
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import IntArray, decode_rows, run_of, some
+from transferqueue.ledger.rows.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.rows.pages import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.table import TableState
@@ -82,5 +82,5 @@ def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Seq
                 raise ColumnFreed(why_freed(table, name, rows[freed], now))
             lacking = rows[~table.rows.has_all(at, table.rows.mask((name,)))]
             raise NotFound(
-                f'row {some(lacking)} of table "{table.name}" does not have "{name}" yet; read rows that have it'
+                f'{numbered(lacking)} of table "{table.name}" {agreed(lacking, "does", "do")} not have "{name}" yet; read rows that have it'
             )

@@ -78,9 +78,19 @@ def are_equal(values: AnyArray) -> bool:
 
 
 def some(rows: IntArray, limit: int = 5) -> str:
-    """Row ids for a message: ``3, 4, 5 and 9 more``."""
+    """Ids for a message: ``3, 4, 5 and 9 more``."""
     shown = ", ".join(str(int(row)) for row in rows[:limit])
     return shown if rows.size <= limit else f"{shown} and {rows.size - limit} more"
+
+
+def numbered(rows: IntArray, noun: str = "row") -> str:
+    """Ids with their noun: ``row 3``, or ``rows 3, 4``."""
+    return f"{agreed(rows, noun, f'{noun}s')} {some(rows)}"
+
+
+def agreed(rows: IntArray, one: str, many: str) -> str:
+    """The word that agrees with the number of these rows: ``is`` or ``are``."""
+    return one if rows.size == 1 else many
 
 
 def tally_in_order(values: IntArray) -> list[tuple[int, int]]:

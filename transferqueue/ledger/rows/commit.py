@@ -18,7 +18,7 @@ from functools import cache
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageError
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, some
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
 from transferqueue.ledger.rows.facts import NO_FACTS, CheckedFacts, check_facts
@@ -103,7 +103,7 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
         has_field: BoolArray = rows.has_any(at, rows.mask((name,)))
         if has_field.any():
             raise AlreadyExists(
-                f'field "{name}" of row {some(ids[has_field])} in table "{rows.table}" is already set; '
+                f'field "{name}" of {numbered(ids[has_field])} in table "{rows.table}" is already set; '
                 "table.update(rows, overwrite=True, ...) replaces it"
             )
 

@@ -12,7 +12,7 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, listing
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, some
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, agreed, numbered
 from transferqueue.ledger.rows.facts import DTYPES, UNSET, CheckedFacts
 from transferqueue.ledger.rows.pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
@@ -207,9 +207,11 @@ class RowStore:
             never = gone[(gone < 0) | (gone >= self.pages.next_row)]
             if never.size:
                 raise NotFound(
-                    f'row {some(never)} was never put into table "{self.table}"; ids so far end at {self.pages.next_row - 1}'
+                    f'{numbered(never)} {agreed(never, "was", "were")} never put into table "{self.table}"; ids so far end at {self.pages.next_row - 1}'
                 )
-            raise NotFound(f'row {some(gone)} of table "{self.table}" is finished and was freed, or was deleted')
+            raise NotFound(
+                f'{numbered(gone)} of table "{self.table}" {agreed(gone, "is finished and was freed, or was deleted", "are finished and were freed, or were deleted")}'
+            )
         return at
 
     def live_places(self, rows: IntArray) -> IntArray:
@@ -219,7 +221,7 @@ class RowStore:
         if ended.any():
             fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
             raise NotFound(
-                f'row {some(rows[ended])} of table "{self.table}" has ended: it was {fate}; it cannot be changed any more'
+                f'{numbered(rows[ended])} of table "{self.table}" {agreed(rows[ended], "has ended: it was", "have ended: they were")} {fate}, and cannot be changed any more'
             )
         return at
 

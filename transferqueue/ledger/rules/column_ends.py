@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 
 from transferqueue.errors import UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, numbered
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.task_state import ABSENT, ACKED_WITH_STEP, DONE, OPEN, STATES, TaskState
 from transferqueue.policies import AckedColumns
@@ -98,7 +98,7 @@ def check_not_needed(table: TableState, fields: Sequence[str], rows: IntArray, a
             needed = has_field & np.isin(state, _AT_WORK)
             if needed.any():
                 raise UsageError(
-                    f'column "{field}" of row {some(rows[needed])} in table "{table.name}" is not freed: task "{name}" may still need it '
+                    f'column "{field}" of {numbered(rows[needed])} in table "{table.name}" is not freed: task "{name}" may still need it '
                     f"(the row is {STATES[int(state[needed][0])]} there). Nothing was changed: free it when the task is done with the row, or "
                     "pass again=True, and the task waits until the column is written again"
                 )
@@ -108,7 +108,7 @@ def why_freed(table: TableState, field: str, rows: IntArray, now: float) -> str:
     """When and by whom the column of these rows, which had it, was freed: a sentence for the reader."""
     row = int(rows[0])
     events = [event for event in table.history.of(row) if event.what == FREED and _may_name(event.detail, field)]
-    text = f'column "{field}" of row {some(rows)} in table "{table.name}" was freed'
+    text = f'column "{field}" of {numbered(rows)} in table "{table.name}" was freed'
     if not events:
         return f"{text} (when, is no longer recorded); its rows live on without it"
     event = events[-1]

@@ -19,7 +19,7 @@ from difflib import get_close_matches
 import numpy as np
 
 from transferqueue.errors import UsageError, listing
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, some
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, numbered
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.task_state import LEASED, OPEN, PENDING, READY, TaskState
@@ -58,7 +58,7 @@ def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[
     came = f'; it has "{near[0]}", and "{name}" is meant' if near else f"; it has {listing(columns)}" if columns else ""
     drop = "table.drop(rows, reason)" if isinstance(task, GroupTaskState) else "batch.drop(reason, rows)"
     return (
-        f'the ack of row {some(lacking)} by task "{mine}" of table "{table.name}" has no "{name}", which task '
+        f'the ack of {numbered(lacking)} by task "{mine}" of table "{table.name}" has no "{name}", which task '
         f'"{mine}" gives and task {needing} needs{came}. Nothing was changed, and the rows stay leased: ack them with '
         f"{name}=..., or end rows that have no result by {drop} (a result that update() brings after the ack does not belong in gives)"
     )

@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.msgpack import encode
 
 from transferqueue.errors import RowsChanged, UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, some
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, numbered
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.text import counted
@@ -87,6 +87,6 @@ def _refuse(table: TableState, what: str, rows: IntArray, changed: BoolArray) ->
     if changed.any():
         subject = "the tags" if what == "tags" else f'field "{what}"'
         raise RowsChanged(
-            f'{subject} of row {some(rows[changed])} in table "{table.name}" changed after the read; nothing was updated: '
+            f'{subject} of {numbered(rows[changed])} in table "{table.name}" changed after the read; nothing was updated: '
             "read the rows again, and update what they have now"
         )

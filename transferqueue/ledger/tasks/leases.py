@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.errors import LeaseExpired, UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, all_true, some
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, agreed, all_true, numbered
 from transferqueue.ledger.rows.commit import StagedCommit
 from transferqueue.limits import LEASES_REMEMBERED_MAX
 from transferqueue.wire.messages import Leased
@@ -95,7 +95,7 @@ class LeaseState:
         ended = ~self.open[at]
         if ended.any():
             raise LeaseExpired(
-                f"row {some(rows[ended])} of lease {self.id} was acked or released before; it ended there"
+                f"{numbered(rows[ended])} of lease {self.id} {agreed(rows[ended], 'was', 'were')} acked or released before, and ended there"
             )
         return at
 
@@ -103,12 +103,14 @@ class LeaseState:
         if self._sorter is None:
             self._sorter = np.argsort(self.rows, kind="stable")
         if not self.rows.size:
-            raise UsageError(f"row {some(rows)} is not in lease {self.id}, which has no rows")
+            raise UsageError(f"{numbered(rows)} {agreed(rows, 'is', 'are')} not in lease {self.id}, which has no rows")
         slot = np.searchsorted(self.rows, rows, sorter=self._sorter).clip(max=self.rows.size - 1)
         at: IntArray = self._sorter[slot]
         strange = self.rows[at] != rows
         if strange.any():
-            raise UsageError(f"row {some(rows[strange])} is not in lease {self.id}; name rows of that lease")
+            raise UsageError(
+                f"{numbered(rows[strange])} {agreed(rows[strange], 'is', 'are')} not in lease {self.id}; name rows of that lease"
+            )
         return at
 
     def begin(self, now: float) -> None:
