@@ -19,8 +19,7 @@ import xxhash
 import transferqueue as tq
 from tests.devices.late import LateDevice, LateEvent
 from tests.scale import sizes
-from transferqueue.storage.devices.in_flight import InFlight
-from transferqueue.storage.devices.landing import in_flight
+from transferqueue.storage.devices.in_flight import InFlight, in_flight
 from transferqueue.storage.devices.registered import give_up_idle
 
 BEHIND = 3
@@ -197,3 +196,63 @@ def test_an_idle_device_gives_up_and_its_thread_ends_and_starts_again() -> None:
         event.passed.set()
         assert copies.drain(60)
         assert idle.wait(60)
+
+
+class Passed:
+    """An event of a copy that has ended, or has failed with `error`."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+
+    def done(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        if self.error is not None:
+            raise self.error
+
+
+def raises() -> None:
+    raise KeyError("no such region")
+
+
+def test_an_error_of_any_type_is_logged_and_ends_the_holds_of_its_copy_alone(caplog: pytest.LogCaptureFixture) -> None:
+    ended: list[int] = []
+    copies, memory = InFlight("npu:0", lambda: None), [[object()], [object()], [object()]]
+    copies.hold(Passed(ValueError("code 507899")), memory[0], [lambda: ended.append(1)])
+    copies.hold(Passed(), memory[1], [raises, lambda: ended.append(2)])
+    copies.hold(Passed(), memory[2], [lambda: ended.append(3)])
+    assert copies.drain(60)
+    assert ended == [1, 2, 3]
+    assert memory == [[], [], []]
+    assert "device npu:0 failed while it copied: code 507899" in caplog.text
+    assert "device npu:0 cannot end the use of registered pages: 'no such region'" in caplog.text
+
+
+def test_an_idle_device_that_cannot_give_up_says_so_and_copies_again(caplog: pytest.LogCaptureFixture) -> None:
+    copies = InFlight("late:0", raises, idle_s=0.01)
+    for _ in range(2):
+        copies.hold(Passed(), [])
+        assert copies.drain(60)
+        thread = copies._thread
+        if thread is not None:
+            thread.join(60)
+        assert copies._thread is None
+    assert caplog.text.count("device late:0 cannot give up its registered pages") == 2
+
+
+def test_memory_is_kept_until_a_thread_can_start(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copies, memory = InFlight("late:0", lambda: None), [object()]
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", fails)
+        copies.hold(Passed(), memory)
+    assert "stays until the next copy: can't start new thread" in caplog.text
+    assert len(memory) == copies.held == 1
+    copies.hold(Passed(), [])
+    assert copies.drain(60)
+    assert memory == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,10 @@ import transferqueue as tq
 from tests.devices.late import LateDevice
 from tests.devices.test_registered import Opened
 from transferqueue.limits import MIB
+from transferqueue.storage.devices import in_flight as in_flight_module
+from transferqueue.storage.devices.in_flight import InFlight, in_flight
 from transferqueue.storage.devices.packing import pack, store
+from transferqueue.storage.devices.registered import give_up_idle
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.sources import DeviceTensors
 
@@ -126,6 +130,29 @@ def test_an_error_half_way_waits_for_what_has_begun(opened: Opened) -> None:
         store(device, pack([torch.ones(2 * MIB, dtype=torch.uint8)]), out)
     assert waits == [1]
     assert not device.due
+
+
+def raises(*_: object) -> None:
+    raise RuntimeError("CUDA error")
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["a put", "a put that fails"])
+def test_pages_that_only_puts_registered_are_given_up_when_idle(
+    opened: Opened, fails: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(in_flight_module, "InFlight", lambda name, idle: InFlight(name, lambda: give_up_idle(0), 0.01))
+    device = Counting()
+    if fails:
+        device.store = raises  # type: ignore[method-assign]
+    with suppress(RuntimeError):
+        store(device, torch.zeros(4 * MIB, dtype=torch.uint8), granted(opened, 4 * MIB))
+    assert device.registered_ever == 1
+    copies = in_flight(device)
+    if (thread := copies._thread) is not None:
+        thread.join(60)
+    assert device.regions == {}
+    opened.arena.punch(0, 4 * MIB)
+    assert opened.arena.backed == 0
 
 
 class Elsewhere(torch.Tensor):

@@ -12,8 +12,6 @@ Every copy's memory is held until the device says that it has ended (`in_flight`
 
 from __future__ import annotations
 
-import threading
-import weakref
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
@@ -26,8 +24,8 @@ from transferqueue.storage.columns.gather import row_edges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import copy_ranges
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent
-from transferqueue.storage.devices.in_flight import InFlight
-from transferqueue.storage.devices.registered import RegisteredRange, give_up_idle, registered_range
+from transferqueue.storage.devices.in_flight import in_flight
+from transferqueue.storage.devices.registered import RegisteredRange, registered_range
 from transferqueue.storage.elements.dtypes import I64, U8, torch_dtype
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.storage.memory.mapping import pinned_place
@@ -262,16 +260,3 @@ class DeviceColumn(Column):
             raise InternalError(f"{self!r} is not on its device, and its batch has not ended")
         self._device.hand_over([landed.memory], self._event)
         return landed
-
-
-_in_flight: Final[weakref.WeakKeyDictionary[Accelerator, InFlight]] = weakref.WeakKeyDictionary()
-_guard: Final = threading.Lock()
-
-
-def in_flight(device: Accelerator) -> InFlight:
-    """The copies of a device that this process has begun."""
-    with _guard:
-        copies = _in_flight.get(device)
-        if copies is None or not copies.of_this_process:
-            copies = _in_flight[device] = InFlight(device.name, give_up_idle)
-    return copies

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from transferqueue.limits import MIB
 from transferqueue.storage.devices.accelerator import Accelerator
+from transferqueue.storage.devices.in_flight import in_flight
 from transferqueue.storage.devices.registered import RegisteredRange, registered_range
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.elements.torch_interop import require_torch
@@ -46,10 +47,13 @@ def store(device: Accelerator, packed: Any, out: U8) -> None:
             at += len(piece)
     finally:
         try:
-            device.record().wait()
+            event = device.record()
+            event.wait()
         finally:
             if registered is not None:
                 registered.end()
+        if registered is not None:
+            in_flight(device).hold(event, [])  # it has passed: this starts the thread that gives idle pages up
 
 
 def _registered(device: Accelerator, out: U8) -> RegisteredRange | None:
