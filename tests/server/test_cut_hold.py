@@ -8,7 +8,7 @@ from tests.server.nodes import Bench, lease
 from tests.server.test_shards import local
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import CUT_HOLD_S
-from transferqueue.server.durability import snapshots
+from transferqueue.server.durability import snapshot_job, snapshots
 from transferqueue.server.sessions import cut_hold
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -287,7 +287,7 @@ def test_a_part_that_is_given_up_leaves_nothing(node):
 
 
 def test_a_part_that_nobody_asks_for_is_given_up(node, monkeypatch):
-    monkeypatch.setattr(snapshots, "PART_DECISION_S", 0.02)
+    monkeypatch.setattr(snapshot_job, "PART_DECISION_S", 0.02)
     node.hold()
     work = node.part().work
     node.coordinator.operations.snapshots._jobs[work].asked_at -= 1
