@@ -222,3 +222,21 @@ def test_a_value_with_copies_outlives_the_death_of_its_shard(tmp_path: Path, nam
         with table.lease("train", rows=8, timeout_s=PATIENCE_S) as batch:
             assert batch["prompt"].list() == [value] * 8
         assert queue.audit()["tables"][name]["rows_lost"] == 0
+
+
+def test_a_pipeline_copies_what_it_is_given_and_keeps_the_order():
+    image = np.random.default_rng(0).integers(0, 255, 48 << 10, np.uint8)
+    with tq.connect("embedded") as queue:
+        fields = [tq.Field("image", "uint8", (image.size,)), tq.Field("ids", "int64", (4096,))]
+        table = queue.create_table("t", fields=fields, retention=tq.Manual())
+        ids = np.full((1, 4096), 7, np.int64)
+        with table.pipeline() as pipeline:
+            promises = [pipeline.put(image=tq.Interned([image]), ids=ids)]
+            ids[:] = 8
+            promises.append(pipeline.put(image=tq.Interned([image]), ids=ids))
+            ids[:] = 9
+            promises.append(pipeline.put(image=[image + 1], ids=ids))
+        rows = [int(promise.result()[0]) for promise in promises]
+        assert rows == [0, 1, 2]
+        assert table.read(rows)["ids"].numpy()[:, 0].tolist() == [7, 8, 9]
+        assert queue.stats()["tables"]["t"]["bytes"] < 3 * (image.size + ids.nbytes)

@@ -10,6 +10,7 @@ from transferqueue.errors import ProtocolError
 from transferqueue.limits import CUT_HOLD_S
 from transferqueue.server.durability import snapshot_job, snapshots
 from transferqueue.server.sessions import cut_hold
+from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -152,7 +153,47 @@ def test_parts_and_other_jobs_are_told_apart(node):
     assert "is part of a cut; ask for it with WatchPart" in node.leader.ask(m.WatchJob(work)).text
 
 
+def test_a_hold_that_is_asked_for_again_lasts_no_longer(node):
+    node.hold()
+    waiting = node.other.post(node.other.put(1))
+    node.pass_time(CUT_HOLD_S - 1)
+    node.hold()
+    node.pass_time(1)
+    assert node.other.take(waiting) == m.PutRows(0, 1)
+    assert node.leader.ask(m.HoldRequests(CUT, CUT_HOLD_S)).error == "DeadlineExceeded", "there was a break"
+
+
 # ---------------------------------------------------------------- what is held back
+
+
+def test_an_ack_that_came_in_time_is_in_time(node):
+    node.other.ask(node.other.put(2))
+    leased = node.other.ask(lease(2))
+    node.pass_time(leased.lease_s - 1)
+    node.hold()
+    ack = node.other.post(m.Ack("t", leased.lease, leased.token))
+    node.pass_time(2)  # the lease would have ended a second ago
+    work = node.part().work
+    assert node.other.take(ack) == m.DoneReply(2)
+    node.leader.ask(m.EndPart(work, finish=False))
+
+
+def test_nothing_of_a_stranger_is_kept(node):
+    node.hold()
+    for _ in range(3):
+        node.receive(KeyedPeer(b"nobody", "unknown"), b"no message")
+    assert not node.coordinator.cut_hold.kept
+    assert node.coordinator.counters.strangers == 3
+
+
+def test_a_part_that_was_given_up_is_not_completed(node, monkeypatch):
+    monkeypatch.setattr(snapshots, "PART_DECISION_S", 0.2)
+    node.hold()
+    work = node.part().work
+    assert isinstance(node.ended(work), m.Failed), "nobody decided"
+    refused = node.leader.ask(m.EndPart(work, finish=True))
+    assert isinstance(refused, m.Failed)
+    assert list(node.root.glob("s/0*")) == []
 
 
 def test_what_others_ask_and_what_the_leader_asks_besides_waits_in_order(node):

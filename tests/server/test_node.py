@@ -244,6 +244,37 @@ def test_a_call_answered_before_is_answered_the_same_and_not_carried_out_again(b
     assert audit(client)["tables"]["t"]["rows_put"] == 2
 
 
+def test_a_call_refused_before_is_refused_the_same_and_not_carried_out_later(bench):
+    """Its frame came twice: the client heard the refusal and may have made the call anew."""
+    client = bench.client()
+    client.create_table(limits=Limits(rows=1))
+    client.ask(client.put(1))
+    put = client.put(1)
+    refused = client.ask(put)
+    failed(refused, "Full")
+    call = client.ids
+    leased = client.ask(lease(1))
+    client.ask(m.Ack("t", leased.lease, leased.token))
+    assert client.ask(put, call=call) == refused
+    assert audit(client)["tables"]["t"]["rows_put"] == 1
+    assert client.ask(put) == m.PutRows(1, 1), "as a new call"
+
+
+def test_a_wait_that_ended_without_room_is_not_carried_out_later(bench):
+    client = bench.client()
+    client.create_table(limits=Limits(rows=1))
+    client.ask(client.put(1))
+    put = msgspec.structs.replace(client.put(1), wait_s=1.0)
+    call = client.post(put)
+    bench.pass_time(1)
+    refused = client.take(call)
+    failed(refused, "DeadlineExceeded")
+    leased = client.ask(lease(1))
+    client.ask(m.Ack("t", leased.lease, leased.token))
+    assert client.ask(put, call=call) == refused
+    assert audit(client)["tables"]["t"]["rows_put"] == 1
+
+
 def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     client, other = bench.client(), bench.client()
     client.create_table()

@@ -339,7 +339,9 @@ class Coordinator:
     # ------------------------------------------------------------ a cut over several coordinators
 
     def _held_back(self, peer: Peer, frame: bytes, now: float) -> bool:
-        """Keep a frame for after the hold, unless it is about the cut. Returns whether it was kept."""
+        """Keep a frame for after the hold, unless it is about the cut or of a stranger. Returns whether it was kept."""
+        if type(peer) is not UnixPeer and self._authorizer.role(peer) is None:
+            return False
         try:
             request = type(codec.decode_call(frame).request)
         except ProtocolError:
@@ -350,7 +352,7 @@ class Coordinator:
         return True
 
     def _hold_back(self, event: Event, nbytes: int, now: float) -> None:
-        self.cut_hold.keep(event, nbytes)
+        self.cut_hold.keep(event, now, nbytes)
         if not self.cut_hold.session:
             self._catch_up(now)
 
@@ -360,8 +362,8 @@ class Coordinator:
 
     def _catch_up(self, now: float) -> None:
         """What was held back happens now, in order. If one of it begins a hold, the rest is held back again."""
-        for event in self.cut_hold.take():
-            event(now)
+        for event, came_at in self.cut_hold.take():
+            event(came_at)
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
@@ -581,7 +583,7 @@ class Coordinator:
 
     def _execute(self, session: OpenSession, call: int, request: m.Request, now: float) -> m.Reply | MustWait:
         """Carry out a request. Returns its reply, which may be a refusal, or the keys on which it must wait."""
-        if (refused := session.too_large.get(call)) is not None:
+        if (refused := session.refused.get(call)) is not None:
             return refused
         try:
             operation = self.operations.by_type.get(type(request))
@@ -676,6 +678,8 @@ class Coordinator:
 
     def _reply(self, session: OpenSession, call: int, request: m.Request, reply: m.Reply) -> None:
         """Answer a call of a session. A reply too large to travel is undone and refused instead."""
+        if type(reply) is m.Failed and DECLARED[type(request)].repeat != "again":
+            session.refuse(call, reply)
         if session.remote or self.shards.remote:
             reply = self.shards.issue(session, reply)
         try:

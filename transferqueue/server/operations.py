@@ -134,7 +134,7 @@ class Operations:
 
     def _hold_requests(self, session: OpenSession, call: int, request: m.HoldRequests, now: float) -> Answer:
         self._jobs().check_idle()
-        self._cut_hold.begin(session, request.cut, now + request.hold_s)
+        self._cut_hold.begin(session, request.cut, now, request.hold_s)
         return m.DoneReply()
 
     def _end_hold(self, session: OpenSession, call: int, request: m.EndHold, now: float) -> Answer:
@@ -145,13 +145,14 @@ class Operations:
     def _snapshot_part(self, session: OpenSession, call: int, request: m.SnapshotPart, now: float) -> Answer:
         if not self._jobs().has_begun(session.number, call):
             self._cut_hold.check(session.number, request.cut)
+        held_since = self._cut_hold.since  # the moment of the cut: what came since is in time for it, and is not in it
         try:
-            return self._jobs().snapshot(session.number, call, request.path, request.keep, now, request.cut)
+            return self._jobs().snapshot(session.number, call, request.path, request.keep, held_since, request.cut)
         finally:
             self._end_hold(session, call, m.EndHold(request.cut), now)
 
     def _end_part(self, session: OpenSession, call: int, request: m.EndPart, now: float) -> Answer:
-        return self._jobs().end_part(request)
+        return _shown(partial(self._jobs().end_part, request))
 
     # ------------------------------------------------------------ before or after the ledger
 

@@ -63,10 +63,10 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         if table is not None:
             facts, columns = facts.with_table(table, columns)
         if reservation is None:
-            return await self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
+            return await self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
         number = reservation_id(self._terms, reservation)
         return await self._start(
-            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used)
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used, refers=False)
         )
 
     async def update(

@@ -64,8 +64,13 @@ def put(
     reservation: int,
     timeout_s: float | None,
     used: Callable[[int], object] | None = None,
+    *,
+    refers: bool = True,
 ) -> Operation[NDArray[np.int64]]:
-    """Put new rows. Returns their ids. used: called with the number of rows, if they come out of a reservation."""
+    """Put new rows. Returns their ids. used: called with the number of rows, if they come out of a reservation.
+
+    refers: see `commit`.
+    """
     deadline: Deadline
     if timeout_s is None:
         deadline = Deadline(client.clock, 0.0)
@@ -75,7 +80,9 @@ def put(
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
         return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
 
-    put_rows = yield from commit(client, terms, facts, columns, None, deadline, request, m.PutRows, "put")
+    put_rows = yield from commit(
+        client, terms, facts, columns, None, deadline, request, m.PutRows, "put", refers=refers
+    )
     if used is not None:
         used(put_rows.rows)
     return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
@@ -113,16 +120,19 @@ def commit(
     request: Request,
     kind: type[R],
     call: str,
+    *,
+    refers: bool = True,
 ) -> Operation[R]:
     """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
 
-    call: put, update, ack or release, whose columns are compared with what they may have been meant for.
+    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers: interned columns are first
+    referred to. False: they are written at once, as a pipeline needs it, whose caller may change its arrays before the answer comes.
     """
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False
     interned: dict[str, InternedBlock] = {}
-    referring = True
+    referring = refers
     while True:
         try:
             return (

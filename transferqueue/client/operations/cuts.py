@@ -147,9 +147,15 @@ def _until_ready(parts: Parts, deadline: Deadline, progress: Progress | None) ->
 
 
 def _complete(parts: Parts, deadline: Deadline) -> Steps[str]:
-    """All parts are ready: complete each."""
-    for client, part in parts.items():
-        parts[client] = yield from _ask(client, m.EndPart(part.work, finish=True), m.PartProgress)
+    """All parts are ready: complete each. One that cannot be reached does not keep the others from theirs."""
+    failed: TransferQueueError | None = None
+    for client, part in list(parts.items()):
+        try:
+            parts[client] = yield from _ask(client, m.EndPart(part.work, finish=True), m.PartProgress)
+        except TransferQueueError as error:
+            failed = failed or error
+    if failed is not None:
+        raise failed
     while waiting := [client for client, part in parts.items() if not part.ended]:
         yield from _watch(parts, waiting, deadline)
     return ",".join(part.path for part in parts.values())

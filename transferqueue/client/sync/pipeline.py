@@ -64,9 +64,11 @@ class Pipeline(PipelineBase[Promise[Any]]):
         if table is not None:
             facts, columns = facts.with_table(table, columns)
         if reservation is None:
-            return self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s))
+            return self._start(commit.put(self._client, self._terms, facts, columns, 0, timeout_s, refers=False))
         number = reservation_id(self._terms, reservation)
-        return self._start(commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used))
+        return self._start(
+            commit.put(self._client, self._terms, facts, columns, number, timeout_s, reservation.used, refers=False)
+        )
 
     def update(
         self, /, rows: Any, *, overwrite: bool = False, if_unchanged: RowsBase | None = None, **columns: Any

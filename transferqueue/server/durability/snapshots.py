@@ -179,9 +179,11 @@ class SnapshotJobs:
         return MustWait((("work", str(job.number)),))
 
     def end_part(self, request: m.EndPart) -> m.JobProgress | m.PartProgress:
-        """Complete a part that is ready, or give it up. Again: nothing."""
+        """Complete a part that is ready, or give it up. Again: nothing. Raises what ended a part that is to be completed."""
         job = self._job(request.work)
         _check_kind(job, is_part=True)
+        if request.finish and job.error is not None:
+            raise job.error
         if request.finish and not (job.ready or job.ended):
             raise UsageError(
                 f"part {job.path} is not ready, so it cannot be completed; wait until it is, or give it up"

@@ -35,23 +35,26 @@ class CutHold:
     def __init__(self) -> None:
         self.session = 0
         """Who holds; 0: nobody."""
-        self.until = 0.0
-        """When the hold ends by itself."""
-        self.kept: deque[Event] = deque()
-        """What was held back and has not happened yet, in order."""
+        self.since = self.until = 0.0
+        """When the hold began, and when it ends by itself."""
+        self.kept: deque[tuple[Event, float]] = deque()
+        """What was held back and has not happened yet, in order, and when it came."""
         self._cut = ""
         self._over: deque[str] = deque(maxlen=_CUTS_REMEMBERED)
         """Cuts for which it has held."""
         self._peer: Peer = NOWHERE
         self._nbytes = 0
 
-    def begin(self, session: OpenSession, cut: str, until: float) -> None:
-        """The session holds for this cut until this time. `Full` if somebody holds for another one."""
+    def begin(self, session: OpenSession, cut: str, now: float, hold_s: float) -> None:
+        """The session holds for this cut for so long, at the most. `Full` if somebody holds for another one."""
         if cut in self._over:
             self.check(session.number, cut)
         if self.session and (self.session, self._cut) != (session.number, cut):
             raise Full("somebody takes another snapshot of all coordinators at this moment; take this one after it")
-        self.session, self._cut, self._peer, self.until = session.number, cut, session.peer, until
+        if not self.session:
+            self.since, self.until = now, now + hold_s
+        self.until = min(self.until, now + hold_s)  # a request that comes again lengthens nothing
+        self.session, self._cut, self._peer = session.number, cut, session.peer
 
     def end(self) -> None:
         """Nobody holds any more."""
@@ -79,15 +82,15 @@ class CutHold:
         """Whether the session that holds is at this connection."""
         return peer == self._peer
 
-    def keep(self, event: Event, nbytes: int = 0) -> None:
+    def keep(self, event: Event, now: float, nbytes: int = 0) -> None:
         """Hold an event back. If that is too much, the hold ends."""
-        self.kept.append(event)
+        self.kept.append((event, now))
         self._nbytes += nbytes
         if len(self.kept) > CUT_HELD_EVENTS or self._nbytes > CUT_HELD_BYTES:
             self.end()
 
-    def take(self) -> list[Event]:
-        """What was held back, which happens now."""
+    def take(self) -> list[tuple[Event, float]]:
+        """What was held back, with the time at which it came. It happens now, as of that time: an ack that came in time is in time."""
         events = list(self.kept)
         self.kept.clear()
         self._nbytes = 0

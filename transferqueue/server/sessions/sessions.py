@@ -62,8 +62,8 @@ def decode_hello(session: int, stored: bytes) -> m.Hello:
 
 class OpenSession:
     """One open session. `process`: tells whether its client is alive. `seen`: the client has all replies up to this call. `hello_call`:
-    the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `too_large`: calls whose replies were too large to send,
-    with the refusal that each got instead, until the client has seen it."""
+    the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `refused`: the refusals of calls that are not
+    carried out again, until the client has seen them."""
 
     __slots__ = (
         "hello",
@@ -73,9 +73,9 @@ class OpenSession:
         "opened_at",
         "peer",
         "process",
+        "refused",
         "remote",
         "seen",
-        "too_large",
     )
 
     def __init__(self, number: int, hello: m.Hello, process: ProcessHandle, peer: Peer, now: float) -> None:
@@ -87,7 +87,7 @@ class OpenSession:
         self.last_message_at = now
         self.seen = self.hello_call = 0
         self.remote = hello.remote or not process.is_local
-        self.too_large: dict[int, m.Failed] = {}
+        self.refused: dict[int, m.Failed] = {}
 
     @property
     def label(self) -> str:
@@ -99,8 +99,8 @@ class OpenSession:
         self.peer, self.last_message_at = peer, now
         if seen > self.seen:
             self.seen = seen
-        if self.too_large:
-            self.too_large = {call: refused for call, refused in self.too_large.items() if call > self.seen}
+        if self.refused:
+            self.refused = {call: refused for call, refused in self.refused.items() if call > self.seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
         """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
@@ -110,10 +110,11 @@ class OpenSession:
         return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
-        """Remember that the reply to `call` was too large to send, so that it is refused again if it is sent again."""
-        self.too_large[call] = refused
-        if len(self.too_large) > CALLS_PARKED_MAX:
-            del self.too_large[next(iter(self.too_large))]
+        """Remember how `call` was refused. If its frame comes once more, the answer is the same: what the client was told has not happened does not
+        happen later."""
+        self.refused[call] = refused
+        if len(self.refused) > CALLS_PARKED_MAX:
+            del self.refused[next(iter(self.refused))]
 
 
 class SessionTable:
