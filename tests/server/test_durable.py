@@ -496,7 +496,7 @@ def test_rows_that_were_kept_lack_their_values_and_weights_are_gone(lives, monke
     client = second.client()
     table = second.coordinator.ledger.state.tables["t"]
     assert (table.rows_done, table.rows_dropped, table.rows.pages.resident) == (2, {}, 2)
-    assert 'does not have "x"' in client.ask(m.ReadRequest("t", np.arange(2).tobytes(), ["x"])).text
+    assert 'do not have "x"' in client.ask(m.ReadRequest("t", np.arange(2).tobytes(), ["x"])).text
     assert "version 3" in client.ask(m.Pull("policy", version=3)).text
     assert second.coordinator.memory.extents == 0
 
