@@ -16,6 +16,8 @@ from tests.client.test_remote import Between
 from tests.client.test_restart import Supervised
 from tests.cluster.shards import PATIENCE_S, ShardProcess, await_shards
 from tests.scale import only_long
+from transferqueue.client.memory import shards
+from transferqueue.client.memory.received import ReceivedValues
 
 IMAGE = torch.from_numpy(np.random.default_rng(1).integers(0, 255, (3, 128, 128), np.uint8))
 OTHER = torch.from_numpy(np.random.default_rng(2).integers(0, 255, (3, 128, 128), np.uint8))
@@ -88,6 +90,37 @@ def test_a_batch_of_several_groups_receives_each_value_once(server: Served, name
         assert passed[False] < 2 * IMAGE.nbytes + 2 * SLACK
         part = table.read([1], fields={"image": tq.Slice((0, 1))})  # a slice is cut at the shard, as ever
         assert torch.equal(part["image"].torch()[0], OTHER[:1])
+
+
+PIXELS = 1 << 17
+"""Bytes of a row in the blocks below."""
+
+
+def leased(server: Served, name: str, rows: int, sizes: list[int]) -> list[float]:
+    """How many rows crossed in each of several leases of these sizes, of one block of `rows` interned rows."""
+    images = [np.full(PIXELS, row, np.uint8) for row in range(rows)]
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        fields, tasks = [tq.Field("image", "uint8", (PIXELS,))], [tq.Task("train", needs=["image"])]
+        table = queue.create_table(name, fields=fields, tasks=tasks, retention=tq.Manual())
+        table.put(image=tq.Interned(images))
+        passed, crossed, first = counted(between), list[float](), 0
+        for size in sizes:
+            with table.lease("train", rows=size) as batch:
+                assert np.array_equal(batch["image"].numpy(), images[first : first + size])
+            crossed.append(passed[False] / PIXELS)
+            passed[False], first = 0, first + size
+        return crossed
+
+
+def test_a_few_rows_of_many_cross_alone_and_larger_parts_bring_the_block(server: Served, name: str) -> None:
+    crossed = leased(server, name, 17, [1, 4, 5, 7])
+    assert crossed == pytest.approx([1, 4, 17, 0], abs=0.1)
+
+
+def test_a_block_too_large_to_keep_crosses_by_row(server: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shards, "ReceivedValues", lambda: ReceivedValues(16 * PIXELS))
+    assert leased(server, name, 5, [1, 1, 3]) == pytest.approx([1, 1, 3], abs=0.1)
+    assert leased(server, name + "kept", 4, [1, 1, 2]) == pytest.approx([4, 0, 0], abs=0.1)
 
 
 @pytest.mark.parametrize("data", ["remote", *only_long("")])

@@ -6,7 +6,8 @@ Rules:
   the same time. A column may have blocks of several shards.
 - Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once; the server
   never sends the list unasked.
-- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a copy (`received`).
+- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a copy (`received`). What is too large
+  for that crosses as other columns do, each time.
 - Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
@@ -206,9 +207,11 @@ class ShardClients:
     def _columns_with_interned(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
     ) -> Operation[FoundColumns]:
-        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were not."""
+        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were not and are worth it."""
         are_kept = [
-            part.fields[0] not in slices and all(at.content and self._place(at.shard) != _MAPPED for at in part.blocks)
+            part.fields[0] not in slices
+            and all(at.content and self._place(at.shard) != _MAPPED for at in part.blocks)
+            and self._received.serves(part, rows)
             for part in parts
         ]
         others = [part for part, is_kept in zip(parts, are_kept, strict=True) if not is_kept]
