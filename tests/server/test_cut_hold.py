@@ -187,7 +187,7 @@ def test_nothing_of_a_stranger_is_kept(node):
 
 
 def test_a_part_that_was_given_up_is_not_completed(node, monkeypatch):
-    monkeypatch.setattr(snapshots, "PART_DECISION_S", 0.2)
+    monkeypatch.setattr(snapshot_job, "PART_DECISION_S", 0.2)
     node.hold()
     work = node.part().work
     assert isinstance(node.ended(work), m.Failed), "nobody decided"
