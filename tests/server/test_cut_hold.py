@@ -178,6 +178,30 @@ def test_an_ack_that_came_in_time_is_in_time(node):
     node.leader.ask(m.EndPart(work, finish=False))
 
 
+def test_whom_one_event_serves_comes_before_the_next(node):
+    """Also where a put serves one waiter at a time, and where what is kept begins another hold."""
+    waiting = [local(node) for _ in range(3)]
+    leases = [client.post(lease(1, wait_s=30.0)) for client in waiting]
+    node.coordinator.waiters_at_once = 1
+    third = local(node)
+    node.hold()
+    node.other.post(node.other.put(3))
+    held = third.post(m.HoldRequests(OTHER, 1.0))
+    node.leader.ask(m.EndHold(CUT))
+    assert third.take(held) == m.DoneReply()
+    assert all(client.take(call) is not None for client, call in zip(waiting, leases, strict=True))
+    third.ask(m.EndHold(OTHER))
+
+
+def test_a_hold_ends_with_its_session(node):
+    node.hold()
+    waiting = node.other.post(node.other.put(1))
+    node.coordinator._failed_sessions.append((node.leader.session, "a defect"))
+    node.leader.post(m.HoldRequests(CUT, 1.0))
+    assert not node.coordinator.cut_hold.session
+    assert node.other.take(waiting) == m.PutRows(0, 1)
+
+
 def test_nothing_of_a_stranger_is_kept(node):
     node.hold()
     for _ in range(3):

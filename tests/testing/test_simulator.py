@@ -37,6 +37,13 @@ def test_seeds_take_the_courses_that_were_recorded(seeds: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [5037, 5132])
+def test_a_put_whose_rows_have_ended_is_not_repeated(seed: int):
+    """The painter of these seeds does not hear of its put, and tries again when both tasks are done with its rows: no key holds them any more."""
+    SimRun(seed).whole()
+
+
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seeds", sizes(50, 2000))
 def test_no_seed_breaks_a_promise_under_a_hundred_faults_each(seeds: int):

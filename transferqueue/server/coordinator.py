@@ -364,6 +364,7 @@ class Coordinator:
         """What was held back happens now, in order. If one of it begins a hold, the rest is held back again."""
         for event, came_at in self.cut_hold.take():
             event(came_at)
+            self._run_until_idle(came_at)  # whom one event serves comes before the next one
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
@@ -453,6 +454,8 @@ class Coordinator:
         """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the reason that
         reports give; "": the same."""
         number, shard = session.number, session.hello.shard
+        if self.cut_hold.session == number:
+            self.cut_hold.end()
         ending, pidfd = how or reason or CUT, session.process.pidfd
         life_event("session_ended", session=number, label=session.label, why=ending)
         self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))

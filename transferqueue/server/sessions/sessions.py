@@ -99,8 +99,8 @@ class OpenSession:
         self.peer, self.last_message_at = peer, now
         if seen > self.seen:
             self.seen = seen
-        if self.refused:
-            self.refused = {call: refused for call, refused in self.refused.items() if call > self.seen}
+            if self.refused:
+                self.refused = {call: refused for call, refused in self.refused.items() if call > seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
         """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
