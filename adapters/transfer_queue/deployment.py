@@ -65,10 +65,9 @@ class DropInServer:
         """Return the address of the queue, the configuration, and the name of the socket for questions ("": there is none)."""
         return self._queue.address, self._config, self._questions.name if self._questions else ""
 
-    def raised(self, number: int) -> None:
-        """Raise the exception that a question over the socket has raised."""
-        if self._questions is not None:
-            self._questions.raised(number)
+    def kept(self, number: int) -> Any:
+        """Raise the exception that a question over the socket has raised, or return its answer, which that did not carry."""
+        return self._questions.kept(number) if self._questions is not None else None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.controller, name)

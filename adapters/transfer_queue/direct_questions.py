@@ -4,12 +4,14 @@ The process that has the controller listens at an abstract Unix socket: it has n
 same node only. Both ends check that the other one runs as the same user. Rules:
 
 1. A frame is its length (4 bytes, little-endian) and MessagePack. A question is ``[name, arguments]`` for one of `NAMES`; nothing received
-   is executed. An answer is the metadata, or the number of the exception that the question raised.
+   is executed. An answer is the metadata, or the number of what the server keeps instead.
 2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another node, another user,
    too many connections, an argument that is no plain value) leaves the question to Ray, which gives the same answer.
-3. An exception stays in the server, and the client fetches it by its number over Ray: so callers see what they always saw.
+3. An exception stays in the server, and so does metadata that is too large for a frame or no plain value: the client fetches it by its
+   number over Ray. So callers see what they always saw, and no sample is lost that the question counted as consumed.
 4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is gone: to ask again
    could take samples twice.
+5. A forked process uses none of its parent's connections: two processes would get each other's answers.
 """
 
 from __future__ import annotations
@@ -39,15 +41,22 @@ CONNECTIONS_MAX: Final = 256
 """Threads of clients that ask at one time. Others ask over Ray."""
 RAISED_MAX: Final = 1024
 """Exceptions that wait to be fetched."""
+LARGE_MAX: Final = 8
+"""Metadata that waits to be fetched."""
 GREETING_S: Final = 5.0
-ANSWER_S: Final = 120.0
-"""Twice what a question may wait for its samples."""
+ANSWER_S: Final = 600.0
+"""A question waits a minute for its samples, and one about millions of them is at work for minutes. A controller that is gone ends the
+connection at once; this ends the wait for one that is stopped."""
 _HELLO: Final = b"\x01"
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode_question: Final = msgspec.msgpack.Decoder(tuple[str, list[Any]]).decode
 _decode_answer: Final = msgspec.msgpack.Decoder(list[Any]).decode
+
+
+_NOT_PLAIN: Final = (TypeError, ValueError, AttributeError, OverflowError, RecursionError, msgspec.MsgspecError)
+"""What encoding raises of a value that MessagePack does not carry."""
 
 
 class AskOtherwise(Exception):
@@ -151,6 +160,7 @@ class QuestionServer:
         self.name = f"transferqueue-{os.getpid()}-{secrets.token_hex(16)}"
         self._answer = answer
         self._raised: OrderedDict[int, BaseException] = OrderedDict()
+        self._large: OrderedDict[int, Any] = OrderedDict()
         self._numbers = itertools.count(1)
         self._guard = threading.Lock()
         self._connected: set[socket.socket] = set()
@@ -159,11 +169,13 @@ class QuestionServer:
         self._listening.listen(CONNECTIONS_MAX)
         threading.Thread(target=self._accept, name="transfer_queue questions", daemon=True).start()
 
-    def raised(self, number: int) -> None:
-        """Raise the exception of this number."""
+    def kept(self, number: int) -> Any:
+        """Raise the exception of this number, or return the metadata."""
         with self._guard:
+            if number in self._large:
+                return self._large.pop(number)
             error = self._raised.pop(number, None)
-        raise error or Disconnected(f"exception {number} was fetched already, or {RAISED_MAX} later ones were raised")
+        raise error or Disconnected(f"answer {number} was fetched already, or too many others were kept after it")
 
     def close(self) -> None:
         """End all connections."""
@@ -176,14 +188,23 @@ class QuestionServer:
         while True:
             try:
                 connected, _ = self._listening.accept()
+            except ConnectionError:  # the client is gone already
+                continue
             except OSError:  # closed, or no descriptor is left: clients are refused, and ask over Ray
                 self._listening.close()
                 return
-            if len(self._connected) >= CONNECTIONS_MAX or not _is_same_user(connected):
+            try:
+                self._begin(connected)
+            except (OSError, RuntimeError):  # gone, or no thread is left: this client asks over Ray
+                self._connected.discard(connected)
                 connected.close()
-                continue
-            self._connected.add(connected)
-            threading.Thread(target=self._serve, args=(connected,), name="transfer_queue question", daemon=True).start()
+
+    def _begin(self, connected: socket.socket) -> None:
+        if len(self._connected) >= CONNECTIONS_MAX or not _is_same_user(connected):
+            connected.close()
+            return
+        self._connected.add(connected)
+        threading.Thread(target=self._serve, args=(connected,), name="transfer_queue question", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
         try:
@@ -201,16 +222,23 @@ class QuestionServer:
             name, arguments = _decode_question(question)
             if name not in NAMES:
                 raise ValueError(f"question {name!r} is unknown; there are {', '.join(sorted(NAMES))}")
-            return _encode([0, encode_meta(self._answer(name, *arguments))])
+            meta = self._answer(name, *arguments)
         except Exception as error:  # noqa: BLE001  (kept for the client, which fetches and raises it)
-            return _encode([self._keep(error), None])
+            return _encode([self._keep(self._raised, error.with_traceback(None), RAISED_MAX), None])
+        try:
+            frame = _encode([0, encode_meta(meta)])
+        except _NOT_PLAIN:
+            frame = b""
+        if 0 < len(frame) <= MESSAGE_BYTES_MAX:
+            return frame
+        return _encode([self._keep(self._large, meta, LARGE_MAX), None])
 
-    def _keep(self, error: BaseException) -> int:
+    def _keep(self, among: OrderedDict[int, Any], value: Any, most: int) -> int:
         number = next(self._numbers)
         with self._guard:
-            self._raised[number] = error
-            while len(self._raised) > RAISED_MAX:
-                self._raised.popitem(last=False)
+            among[number] = value
+            while len(among) > most:
+                among.popitem(last=False)
         return number
 
 
@@ -224,6 +252,7 @@ class DirectQuestions:
     def __init__(self, name: str, ask: Callable[..., Any]) -> None:
         self._name, self._over_ray = name, ask
         self._idle: deque[socket.socket] = deque()
+        self._pid = os.getpid()
 
     def ask(self, name: str, *arguments: Any) -> Any:
         """Call a method of the controller by name."""
@@ -254,10 +283,11 @@ class DirectQuestions:
                 f"the connection to the controller ended during {name}: {error}; samples may count as consumed, ask again for others"
             ) from error
         self._idle.append(connected)
-        return self._over_ray("raised", number) if number else decode_meta(plain)
+        return self._over_ray("kept", number) if number else decode_meta(plain)
 
     def _taken(self) -> socket.socket:
         """A connection that nobody uses: an earlier one that still stands, or a new one."""
+        self._leave_to_parent()
         while self._idle:
             with suppress(IndexError):  # another thread was quicker
                 connected = self._idle.pop()
@@ -284,8 +314,14 @@ class DirectQuestions:
             raise
         return connected
 
+    def _leave_to_parent(self) -> None:
+        """After a fork: forget the connections, which are the parent's. To close them here does not end them there."""
+        if self._pid != os.getpid():
+            self._idle, self._pid = deque(), os.getpid()
+
     def close(self) -> None:
         """Close the connections that nobody uses, and ask over Ray from now on."""
+        self._leave_to_parent()
         self._name = ""
         while self._idle:
             with suppress(IndexError):
@@ -297,7 +333,7 @@ def _question(name: str, arguments: tuple[Any, ...]) -> bytes:
     try:
         frame = _encode((name, arguments))
         is_same = _decode_question(frame) == (name, list(arguments))
-    except (TypeError, ValueError, OverflowError, RecursionError, msgspec.MsgspecError) as error:
+    except _NOT_PLAIN as error:
         raise AskOtherwise from error
     if not is_same or len(frame) > MESSAGE_BYTES_MAX:
         raise AskOtherwise

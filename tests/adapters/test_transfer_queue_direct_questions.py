@@ -86,9 +86,9 @@ def test_an_exception_is_the_one_that_was_raised(server: service.DropInServer) -
     with pytest.raises(ValueError, match="mode 'no' is unknown") as raised:
         connection.client.get_meta(["x"], 1, "p", mode="no")
     assert type(raised.value) is ValueError
-    assert actor.asked == ["hello", "raised"]
+    assert actor.asked == ["hello", "kept"]
     with pytest.raises(Disconnected, match="was fetched already"):
-        server.raised(1)
+        server.kept(1)
     connection.close()
 
 
@@ -108,6 +108,59 @@ def test_without_a_socket_everything_goes_over_the_actor(name: str) -> None:
     assert questions.ask("describe", [3], "p") is META
     assert asked == [("describe", [3], "p")]
     questions.close()
+
+
+@pytest.mark.parametrize("tags", [[{"n": 1}, {"n": 2}], [{"n": 1 << 70}, {}]], ids=["too large", "no plain value"])
+def test_an_answer_that_no_frame_carries_is_not_lost(
+    tags: list[dict[str, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The question has counted its samples as consumed."""
+    meta = BatchMeta([3, 5], ["p", "p"], META.field_schema, custom_meta=tags)
+    server = QuestionServer(lambda name: meta)
+    actor = Actor(server)
+    client = DirectQuestions(server.name, actor.ask)
+    if tags[0]["n"] == 1:
+        monkeypatch.setattr(direct_questions, "MESSAGE_BYTES_MAX", 40)
+    assert client.ask("describe") is meta
+    assert actor.asked == ["kept"]
+    with pytest.raises(Disconnected, match="was fetched already"):
+        server.kept(1)
+    client.close()
+    server.close()
+
+
+def test_a_forked_process_leaves_the_connections_of_its_parent_alone() -> None:
+    server = QuestionServer(lambda name: META)
+    client = DirectQuestions(server.name, Actor(server).ask)
+    client.ask("describe")
+    (connected,) = client._idle
+    client._pid = -1  # as in a child
+    client.ask("describe")
+    assert connected not in client._idle
+    assert len(client._idle) == 1
+    client.close()
+    connected.close()
+    server.close()
+
+
+def test_a_client_that_cannot_be_served_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    server = QuestionServer(lambda name: META)
+    actor = Actor(QuestionServer(lambda name: META))
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_serve", None)
+        patch.setattr(direct_questions.threading, "Thread", _no_thread)
+        with pytest.raises(direct_questions.AskOtherwise):
+            DirectQuestions(server.name, actor.ask)._dialled()
+    client = DirectQuestions(server.name, actor.ask)
+    assert same(client.ask("describe"), META)
+    assert actor.asked == []
+    client.close()
+    server.close()
+    actor.server.close()
+
+
+def _no_thread(*_: Any, **__: Any) -> None:
+    raise RuntimeError("can't start new thread")
 
 
 def test_threads_ask_together_and_reuse_connections() -> None:
@@ -204,7 +257,7 @@ def test_what_is_no_question_calls_nothing(make: Callable[[], bytes]) -> None:
             assert number
             assert plain is None
             with pytest.raises(Exception) as raised:  # noqa: PT011  (whatever the decoder says)
-                server.raised(number)
+                server.kept(number)
             assert not isinstance(raised.value, AssertionError)
     server.close()
 

@@ -89,7 +89,7 @@ def test_kl_brings_a_reference_stage(synchronous: RunOutcome) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [*only_long("rollout"), "train"])
+@pytest.mark.parametrize("stage", only_long("rollout", "train"))
 def test_the_job_survives_the_death_of_a_process(stage: str, tmp_path: Path) -> None:
     """Killed at the second step: the trainer between publishing weights and acknowledging the rows they come from."""
     flows: list[Flow] = []

@@ -77,6 +77,7 @@ def test_the_command_refuses_a_site_with_what_is_for_whole_runs(words: list[str]
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 def test_a_job_of_two_sites_trains_every_row_and_each_version_comes_by_the_relay(tmp_path) -> None:
     pytest.importorskip("transformers", exc_type=ImportError)
