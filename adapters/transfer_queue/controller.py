@@ -37,6 +37,7 @@ from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE,
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.server.process.embedded import running
 
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
@@ -62,9 +63,16 @@ class PartitionSnapshot:
 class Partition:
     """One partition: its table, and the samples that each task has consumed."""
 
-    def __init__(self, queue: tq.Queue, partition_id: str, rows_max: int, guard: threading.RLock) -> None:
+    def __init__(
+        self,
+        queue: tq.Queue,
+        partition_id: str,
+        rows_max: int,
+        guard: threading.RLock,
+        times_ready: Callable[[str, str], int | None] | None = None,
+    ) -> None:
         self.partition_id = partition_id
-        self._guard = guard
+        self._guard, self._times_ready = guard, times_ready
         self._partitions = Partitions(queue, rows_max)
         self.table = self._partitions.find(partition_id) or self._partitions.make(partition_id)[0]
         self.consumed: dict[str, IndexSet] = {}
@@ -74,7 +82,9 @@ class Partition:
         """Return the ready samples of a set of fields, as far as they are known."""
         names = tuple(sorted(fields))
         if names not in self._ready:
-            self._ready[names] = ReadySamples(self.table, f"ready.{len(self._ready)}", names, self._guard)
+            self._ready[names] = ReadySamples(
+                self.table, f"ready.{len(self._ready)}", names, self._guard, self._times_ready
+            )
         return self._ready[names]
 
     def have(self, fields: Iterable[str]) -> IndexSet:
@@ -185,6 +195,8 @@ class Controller:
 
     def __post_init__(self) -> None:
         self._queue = tq.connect(self.address, label="transfer_queue controller")
+        server = running(self.address)  # None: it is another process's
+        self._times_ready = None if server is None else server.times_ready
         self._partitions: dict[str, Partition] = {}
         self._guard = threading.RLock()
 
@@ -213,15 +225,16 @@ class Controller:
         if mode != "fetch":
             raise ValueError(f"mode {mode!r} is unknown; it is one of fetch, force_fetch, insert")
         task, config = task_name or "", dict(sampling_config or {})
-        deadline, needed = time.monotonic() + (0.0 if self.polling_mode else WAIT_S), max(batch_size, 1)
+        deadline, needed, more = time.monotonic() + (0.0 if self.polling_mode else WAIT_S), max(batch_size, 1), False
         while True:
-            partition, ready = self._heard(partition_id, data_fields, needed)
+            partition, ready = self._heard(partition_id, data_fields, needed, more)
             with self._guard:
                 meta, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
                 has_more = ready.bound is not None
             if has_more and batch_size > 0 and not len(meta):
-                needed *= _MORE
+                needed, more = needed * _MORE if more else needed, True
                 continue
+            more = False
             left_s = deadline - time.monotonic()
             if len(meta) or batch_size <= 0 or left_s <= 0:
                 break
@@ -242,12 +255,12 @@ class Controller:
         task: str,
         config: dict[str, Any],
     ) -> BatchMeta:
-        waiting: Sequence[int] = partition.waiting(ready, task)
-        if type(self.sampler) is SequentialSampler and len(waiting[: max(batch_size, 0)]) < batch_size:
-            waiting = []
+        waiting = partition.waiting(ready, task)
         context = {"task_name": task, "partition_id": partition.partition_id, "partition": partition, **config}
         offered: Any = waiting if type(self.sampler) in _OF_A_VIEW else list(waiting)
         chosen, consumed = self.sampler.sample(offered, batch_size, **context)
+        if type(self.sampler) is SequentialSampler and len(chosen) < batch_size:
+            chosen = consumed = []
         partition.consume(task, consumed)
         return partition.describe(chosen, fields, None)
 
@@ -280,35 +293,41 @@ class Controller:
         self, data_fields: Sequence[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
         """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
-        deadline, needed = time.monotonic() + wait_s, max(batch_size, 1)
+        deadline, needed, more = time.monotonic() + wait_s, max(batch_size, 1), False
         while (left_s := deadline - time.monotonic()) > 0:
-            partition, ready = self._heard(partition_id, data_fields, needed)
+            partition, ready = self._heard(partition_id, data_fields, needed, more)
             with self._guard:
                 changes, has_more = ready.changes, ready.bound is not None
                 if len(partition.waiting(ready, task_name)[: max(batch_size, 0)]) >= batch_size:
                     return
             if has_more:
-                needed *= _MORE
+                needed, more = needed * _MORE if more else needed, True
             else:
+                more = False
                 self._wait(partition, ready, changes, left_s)
 
-    def _heard(self, partition_id: str, fields: Sequence[str], needed: int) -> tuple[Partition, ReadySamples]:
-        """Return a partition and its samples that are ready now: for a sampler that takes lists all, else `needed` more than were known."""
+    def _heard(
+        self, partition_id: str, fields: Sequence[str], needed: int, more: bool
+    ) -> tuple[Partition, ReadySamples]:
+        """Return a partition and its samples that are ready now: for a sampler that takes lists all, else, with `more` or if some became ready,
+        at least `needed` more than were known."""
         with self._guard:
             partition = self._partition(partition_id)
         try:
-            return partition, self._ready(partition, fields, needed)
+            return partition, self._ready(partition, fields, needed, more)
         except NotFound:  # its table was dropped under it
             partition = self._anew(partition)
-            return partition, self._ready(partition, fields, needed)
+            return partition, self._ready(partition, fields, needed, more)
 
-    def _ready(self, partition: Partition, fields: Sequence[str], needed: int) -> ReadySamples:
+    def _ready(self, partition: Partition, fields: Sequence[str], needed: int, more: bool) -> ReadySamples:
         with self._guard:
             ready = partition.ready(fields)
-        if type(self.sampler) in _OF_A_VIEW:
+        if type(self.sampler) not in _OF_A_VIEW:
+            ready.collect_all()
+        elif more:
             ready.collect(min(needed, AT_ONCE))
         else:
-            ready.collect_all()
+            ready.refresh(min(needed, AT_ONCE))
         return ready
 
     def _wait(self, partition: Partition, ready: ReadySamples, changes: int, wait_s: float) -> None:
@@ -456,6 +475,6 @@ class Controller:
         partition = self._partitions.get(partition_id)
         if partition is None:
             partition = self._partitions[partition_id] = Partition(
-                self._queue, partition_id, self.rows_max, self._guard
+                self._queue, partition_id, self.rows_max, self._guard, self._times_ready
             )
         return partition

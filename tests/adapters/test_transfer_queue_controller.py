@@ -14,10 +14,12 @@ torch = pytest.importorskip("torch")
 tensordict = pytest.importorskip("tensordict")
 pytest.importorskip("omegaconf", reason="make test-shim has it")
 
+import transferqueue as tq
 from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD
 from transferqueue.errors import Disconnected, SchemaError
 
 DEADLINE_S = 50.0
@@ -219,19 +221,57 @@ def test_metadata_by_key_tells_shapes(client: Any) -> None:
     assert (empty.field_names, empty.production_status.tolist()) == ([], [0])
 
 
-def test_a_batch_reads_as_many_samples_as_it_names(server: service.DropInServer, client: Any) -> None:
+def leases(server: service.DropInServer) -> int:
+    """How often the controller has leased samples of partition p."""
+    with tq.connect(server.hello()[0]) as queue:
+        return sum(event["what"] == "leased" for event in queue.events("p.p", after=0)["events"])
+
+
+def test_a_batch_reads_a_few_samples_of_a_backlog(server: service.DropInServer, client: Any) -> None:
     """The backlog of a partition is not read for a batch of a few, whoever asks; a question about all reads all."""
     put(client, "x", rows=5000)
     for turn in range(3):
         assert client.get_meta(["x"], 64, "p", task_name=f"task {turn}").global_indexes == list(range(64))
     assert client.get_meta(["x"], 64, "p", task_name="task 0").global_indexes == list(range(64, 128))
     ready = server.controller._partitions["p"].ready(["x"])
-    assert len(ready.rows) == 4 * 64
+    assert len(ready.rows) == AHEAD
     client.reset_consumption("p", "task 0")
     assert client.get_meta(["x"], 64, "p", task_name="task 0").global_indexes == list(range(64))
     assert client.get_meta(["x"], 4000, "p", task_name="many").global_indexes == list(range(4000))
     assert client.get_production_status(["x"], "p")[1].sum() == 5000
     assert len(ready.rows) == 5000
+
+
+def test_the_table_is_asked_again_when_something_became_ready(server: service.DropInServer, client: Any) -> None:
+    made = put(client, "x", rows=100)
+    for turn in range(3):
+        assert len(client.get_meta(["x"], 20, "p", task_name=f"task {turn}")) == 20
+    asked = leases(server)
+    put(client, "y", rows=100)  # nothing of what was asked for
+    assert client.get_meta(["x"], 80, "p", task_name="task 0").global_indexes == made.global_indexes[20:]
+    assert leases(server) == asked
+    later = put(client, "x", rows=3)
+    assert client.get_meta(["x"], 3, "p", task_name="task 0").global_indexes == later.global_indexes
+    assert leases(server) == asked + 1
+
+
+def test_a_controller_whose_server_is_in_another_process_asks_it_each_time() -> None:
+    server = service.DropInServer({"controller": {"polling_mode": True}})
+    server.controller._times_ready = None  # as where TRANSFERQUEUE_ADDRESS names a server
+    attached = attach(server)
+    try:
+        for rows in (3, 4):
+            made = put(attached.client, "x", rows=rows)
+            assert attached.client.get_meta(["x"], rows, "p", task_name="t").global_indexes == made.global_indexes
+        asked = leases(server)
+        made = put(attached.client, "x", rows=5)
+        for task in ("one", "two"):
+            assert len(attached.client.get_meta(["x"], 12, "p", task_name=task)) == 12
+        assert not len(attached.client.get_meta(["x"], 1, "p", task_name="one"))
+        assert leases(server) == asked + 1
+    finally:
+        attached.close()
+        server.shutdown()
 
 
 def test_samples_come_in_the_order_of_their_indexes_whichever_was_ready_first(client: Any) -> None:

@@ -176,6 +176,20 @@ def test_a_forked_child_does_not_stop_the_server_of_its_parent(server, clients):
     assert clients(server.address).ask(m.ListTables()) == m.Tables([])
 
 
+def test_a_server_of_this_process_is_found_by_its_address(server, clients):
+    assert embedded.running(server.address) is server
+    assert embedded.running("ipc:///nowhere.sock") is None
+    client = clients(server.address)
+    create(client)
+    assert (server.times_ready("t", "train"), server.times_ready("t", "other")) == (0, None)
+    client.ask(m.PutRequest("t", 1, ONE_ROW))
+    assert server.times_ready("t", "train") == 1
+    child = os.fork()
+    if child == 0:
+        os._exit(embedded.running(server.address) is not None)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
 def test_two_embedded_servers_share_a_runtime_directory(tmp_path, clients):
     first, second = embedded.start(MIB, tmp_path), embedded.start(MIB, tmp_path)
     first.stop()

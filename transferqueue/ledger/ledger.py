@@ -309,6 +309,14 @@ class Ledger:
         """Whether the table exists and has this task."""
         return table in self.state.tables and task in self.state.tables[table].tasks
 
+    def times_ready(self, table: str, task: str) -> int | None:
+        """How often rows became ready to a task, returned to it or were ranked again; None if table or task do not exist. It only grows, and
+        reads one number: another thread may call this while a request is applied.
+        """
+        state = self.state.tables.get(table)
+        known = None if state is None else state.tasks.get(task)
+        return None if known is None else known.times_ready
+
     def has_leased(self, table: str, task: str) -> bool:
         """Whether rows of the task are leased."""
         return bool(self.state.task(table, task)[1].counts[LEASED])

@@ -1,14 +1,17 @@
 """The ready samples of a partition, collected by leasing them in the order of their indexes.
 
-A question takes from the table only as many as it may need: the backlog of a partition with many samples is not read for a batch of a few.
-All ready samples up to `bound` are known; so whoever looks only at these sees what a reader of everything would see first.
+A question takes from the table only as many as it may need, or a few questions: the backlog of a partition with many samples is not read for
+a batch of a few. All ready samples up to `bound` are known; so whoever looks only at these sees what a reader of everything would see first.
+
+Where the server is in this process, a number of its own says whether anything became ready since the last lease. If nothing did, what
+is known is what a lease would tell, and the server is not asked (decision 62).
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -18,6 +21,8 @@ from transferqueue.errors import DeadlineExceeded, LeaseExpired, NotFound
 
 AT_ONCE: Final = 1 << 16
 """Most samples that one lease takes."""
+AHEAD: Final = 512
+"""Samples that a lease takes at least, where the server is asked only when samples became ready: the next questions find them known."""
 _LEASES_MAX: Final = 16
 _HEARING_S: Final = 0.05
 """How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not waited for."""
@@ -28,36 +33,71 @@ class ReadySamples:
 
     rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts additions.
 
+    times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: nobody can say.
+
     One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`.
     """
 
-    def __init__(self, table: tq.Table, name: str, fields: Sequence[str], guard: threading.RLock) -> None:
+    def __init__(
+        self,
+        table: tq.Table,
+        name: str,
+        fields: Sequence[str],
+        guard: threading.RLock,
+        times_ready: Callable[[str, str], int | None] | None = None,
+    ) -> None:
         self.rows = IndexSet()
         self.bound: int | None = None
         self.changes = 0
         self._table, self._name, self._guard = table, name, guard
+        self._times_ready = times_ready
+        self._heard: int | None = None
+        """How often samples had become ready when the last lease began: nothing that it could miss is counted."""
         self._ear = threading.Lock()
         self._leased: list[tq.Batch] = []
         """Leases of samples that were added: acked several at once, which is one request less for most calls."""
         table.add_task(tq.Task(name, needs=tuple(fields), selector=tq.PutOrder()))
 
+    def refresh(self, most: int = AT_ONCE) -> None:
+        """Add the lowest samples as `collect` does, unless none became ready since the last time: then the known ones are still those up to
+        `bound`."""
+        if not self._is_current():
+            self._collect(most, self._is_current)
+
     def collect(self, most: int = AT_ONCE) -> None:
-        """Add the lowest `most` samples that are ready now and not known. Returns early if another thread, which waits for more, will
-        add them."""
-        if self._ear.acquire(timeout=_HEARING_S):
-            try:
-                self._listen(0.0, most)
-            finally:
-                self._ear.release()
+        """Add the lowest `most` samples, or more, that are ready now and not known. Returns early if another thread, which waits for more,
+        will add them."""
+        if not self._is_all():
+            self._collect(most, self._is_all)
 
     def collect_all(self) -> None:
         """Add all samples that are ready now. Returns early as `collect` does."""
-        if self._ear.acquire(timeout=_HEARING_S):
+        if not self._is_all() and self._ear.acquire(timeout=_HEARING_S):
             try:
                 while self._listen(0.0, AT_ONCE) == AT_ONCE:
                     pass
             finally:
                 self._ear.release()
+
+    def _collect(self, most: int, is_done: Callable[[], bool]) -> None:
+        if self._ear.acquire(timeout=_HEARING_S):
+            try:
+                if not is_done():  # another thread was quicker
+                    self._listen(0.0, most if self._times_ready is None else max(most, AHEAD))
+            finally:
+                self._ear.release()
+
+    def _now(self) -> int | None:
+        return None if self._times_ready is None else self._times_ready(self._table.name, self._name)
+
+    def _is_current(self) -> bool:
+        """Whether nothing became ready since the last lease began."""
+        heard = self._heard
+        return heard is not None and heard == self._now()
+
+    def _is_all(self) -> bool:
+        """Whether every sample that is ready now is known."""
+        return self._is_current() and self.bound is None
 
     def wait(self, changes: int, wait_s: float) -> None:
         """Return when samples were added since `changes` additions, or after `wait_s`. Does not hold the guard."""
@@ -71,16 +111,17 @@ class ReadySamples:
 
     def _listen(self, wait_s: float, most: int) -> int:
         """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how many."""
+        times_ready = self._now()
         try:
             batch = self._table.lease(self._name, rows=most, at_least=1, timeout_s=wait_s, fields=())
         except DeadlineExceeded:
             with self._guard:
-                self.bound = None
+                self.bound, self._heard = None, times_ready
             return 0
         with self._guard:
             self.changes += 1
             self.rows.add(batch.rows)
-            self.bound = int(batch.rows[-1]) if len(batch) == most else None
+            self.bound, self._heard = int(batch.rows[-1]) if len(batch) == most else None, times_ready
             self._leased.append(batch)
             if len(self._leased) >= _LEASES_MAX:
                 self.settle()

@@ -164,6 +164,11 @@ class TaskState:
         self.counts[to] += at.size
         self.state.a[at] = to
 
+    @property
+    def times_ready(self) -> int:
+        """How often a unit became ready, was returned, or was ranked again: only grows."""
+        return self._stamp
+
     def stamps(self, count: int) -> IntArray:
         """Return `count` new stamps."""
         self._stamp += count

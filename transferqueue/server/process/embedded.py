@@ -18,12 +18,15 @@ from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
 
 _numbers: Final = itertools.count(1)
+_running: Final[weakref.WeakValueDictionary[tuple[int, str], EmbeddedServer]] = weakref.WeakValueDictionary()
+"""By process and address: a forked child has none."""
 
 
 class EmbeddedServer:
     """A running server. It stops at `stop`, when it is garbage collected, or when the interpreter ends."""
 
     def __init__(self, server: ServerProcess) -> None:
+        self._ledger: Final = server.coordinator.ledger
         self.address: Final = server.address
         """For other processes."""
         self.inproc_address: Final = server.inproc_address
@@ -31,6 +34,14 @@ class EmbeddedServer:
         thread = threading.Thread(target=server.run, name=f"transferqueue server {self.address}", daemon=True)
         self._end = weakref.finalize(self, _stop, server, thread, os.getpid())
         thread.start()
+        _running[os.getpid(), self.address] = self
+
+    def times_ready(self, table: str, task: str) -> int | None:
+        """How often rows became ready to a task, or returned to it; None if table or task do not exist. Callable from any thread; asks none.
+
+        It only grows, and counts whatever a call made ready that was answered before. So between two equal numbers nothing became ready.
+        """
+        return self._ledger.times_ready(table, task)
 
     def stop(self) -> None:
         """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in a forked child."""
@@ -50,6 +61,11 @@ def start(arena_bytes: int | str | None = None, runtime: str | Path | None = Non
     return EmbeddedServer(
         ServerProcess(socket, private_arena(parse_bytes(arena_bytes) if arena_bytes is not None else None))
     )
+
+
+def running(address: str) -> EmbeddedServer | None:
+    """The server that runs in this process at `address`; None if there is none."""
+    return _running.get((os.getpid(), address))
 
 
 def _stop(server: ServerProcess, thread: threading.Thread, pid: int) -> None:

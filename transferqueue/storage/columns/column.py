@@ -174,7 +174,9 @@ class Column(ProcessBound):
         if self.field.dense:
             return np.tile(np.array(self.field.fixed, np.int64), (self._rows, 1))
         if self.field.ragged:
-            return np.column_stack([self.lengths, *(np.full(self._rows, size, np.int64) for size in self.field.fixed)])
+            shapes = np.empty((self._rows, 1 + len(self.field.fixed)), np.int64)
+            shapes[:, 0], shapes[:, 1:] = self.lengths, self.field.fixed
+            return shapes
         placement, loaded = self._placement, self._cell.get("rows")
         if loaded is None and placement is not None and self._cut is None and self._rows:
             return row_shapes(self._whole, placement)

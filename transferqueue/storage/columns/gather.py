@@ -87,15 +87,22 @@ def _view(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: in
     if field.dense:
         values = memory[start + first * step : start + (first + rows) * step].view(stored_dtype(field.dtype))
         return LoadedColumn(rows, values, None, None)
-    offsets, shapes = _int64(memory, int(spans.offsets[block]) + 8 * first, rows + 1), None
-    low, high = int(offsets[0]), int(offsets[-1])
-    if low < 0 or high > spans.counts[block] or (offsets[1:] < offsets[:-1]).any():
-        _refuse_offsets(field)
+    offsets, shapes = _offsets_of_run(field, placement, spans, block, first), None
+    low, high = offsets.item(0), offsets.item(-1)
     if field.varied:
         width = len(field.shape)
         shapes = _int64(memory, int(spans.shapes[block]) + 8 * first * width, rows * width).reshape(rows, width)
     values = memory[start + low * step : start + high * step].view(stored_dtype(field.dtype))
     return _checked(field, LoadedColumn(rows, values, offsets if low == 0 else offsets - low, shapes))
+
+
+def _offsets_of_run(field: Field, placement: RowPlacement, spans: ColumnOffsets, block: int, first: int) -> I64:
+    """A view of the offsets of rows that are a run of one block, checked against the block: int64 ``[rows + 1]``."""
+    start = spans.offsets.item(block) + 8 * first
+    offsets = _int64(placement.blocks.live_memory()[block], start, len(placement) + 1)
+    if offsets.item(0) < 0 or offsets.item(-1) > spans.counts.item(block) or (offsets[1:] < offsets[:-1]).any():
+        _refuse_offsets(field)
+    return offsets
 
 
 def _int64(memory: U8, start: int, count: int) -> I64:
@@ -188,6 +195,9 @@ def row_shapes(field: Field, placement: RowPlacement) -> I64:
 
 
 def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEdges:
+    if placement.run is not None:
+        offsets = _offsets_of_run(field, placement, spans, *placement.run)
+        return RowEdges(offsets[:-1], offsets[1:])
     blocks, slots = placement.block_of_row, placement.slot_of_row
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)

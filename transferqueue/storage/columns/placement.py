@@ -144,7 +144,7 @@ class MappedBlocks:
         return self._stretch
 
     def _lay_out(self) -> None:
-        if len(self.shapes) == 1 and self._lay_out_dense(self.shapes[0]):
+        if len(self.shapes) == 1 and (self._lay_out_dense(self.shapes[0]) or self._lay_out_one(self.shapes[0])):
             return
         blocks_by_fields: dict[tuple[str, ...], list[int]] = {}
         for at, shape in enumerate(self.shapes):
@@ -162,6 +162,19 @@ class MappedBlocks:
         if size > self._sizes[0]:
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
         self._spans = spans
+        return True
+
+    def _lay_out_one(self, shape: BlockLayout) -> bool:
+        """Lay out one block by plain numbers, which cannot overflow. False if its numbers are not those of a block."""
+        names, counts = shape.fields, shape.counts
+        if len(counts) != len(names) or min(counts, default=0) < 0 or not 1 <= shape.rows <= ROWS_PER_REQUEST_MAX:
+            return False
+        spans, size = layout([self.fields[name] for name in names], shape.rows, counts)
+        if size > self._sizes[0]:
+            raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
+        for name, span, count in zip(names, spans, counts, strict=True):
+            numbers = np.array([[span.values], [span.offsets], [span.shapes], [count]], np.int64)
+            self._spans[name] = ColumnOffsets._make(numbers)
         return True
 
     def _lay_out_alike(self, names: Sequence[str], members: Sequence[int]) -> None:
