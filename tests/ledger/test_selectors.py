@@ -18,7 +18,8 @@ from transferqueue.ledger import Ledger, UnitFacts
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.tasks.ready_queue import ReadyQueue, in_order
 from transferqueue.ledger.tasks.selectors import sortable
-from transferqueue.limits import Limits
+from transferqueue.ledger.tasks.task_state import ABSENT
+from transferqueue.limits import PAGE_ROWS, Limits
 from transferqueue.policies import (
     Compare,
     Complete,
@@ -406,3 +407,22 @@ def test_times_ready_grows_with_every_row_that_becomes_ready_or_returns() -> Non
     assert times_ready("t", "x") == 7
     client.release(second)
     assert times_ready("t", "x") == 9
+
+
+@pytest.mark.parametrize("selector", [Fifo(), PutOrder(), Freshest()])
+def test_a_task_that_is_declared_late_gets_the_rows_of_all_pages(selector: Selector) -> None:
+    """Two pages and a bit, with rows that have ended, rows that lack the field, and pages of which nothing is left."""
+    client = World().client()
+    client.create(tasks=[Task("kept", ["never"])], limits=Limits(rows=1 << 16))
+    for _ in range(3):
+        client.put(PAGE_ROWS // 2, inline={"r": 1.0})
+        client.put(PAGE_ROWS // 2)
+    late = client.put(5, inline={"r": 1.0})
+    client.drop([*range(3), 7, *range(PAGE_ROWS, 2 * PAGE_ROWS)])
+    client.add_task(Task("x", ["r"], selector=selector))
+    wanted = [3, 4, 5, 6, *range(8, PAGE_ROWS // 2), *range(2 * PAGE_ROWS, 2 * PAGE_ROWS + PAGE_ROWS // 2), *late]
+    assert client.lease("x", len(wanted)).rows == (wanted[::-1] if selector == Freshest() else wanted)
+    counts = client.world.table().tasks["x"].counts
+    assert (sum(counts), min(counts)) == (client.world.table().rows.pages.resident, 0)
+    client.add_task(Task("now", ["r"], from_="now"))
+    assert client.world.table().tasks["now"].counts[ABSENT] == client.world.table().rows.pages.resident

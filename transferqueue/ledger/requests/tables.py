@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
@@ -14,7 +15,7 @@ from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stal
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
 from transferqueue.ledger.tasks.task_order import downstream
-from transferqueue.ledger.tasks.task_state import ABSENT, PENDING
+from transferqueue.ledger.tasks.task_state import ABSENT, PENDING, TaskState
 from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
 from transferqueue.policies import Acked, Pacing, Requeue, Task
 from transferqueue.wire.messages import CreateTable, TableTerms
@@ -163,21 +164,37 @@ def _check_not_freed(table: TableState, task: Task, now: float) -> None:
 
 
 def _introduce(table: TableState, task: Task, now: float) -> None:
-    """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once."""
-    state = table.add_task(task)
-    rows = table.rows.pages.resident_rows()
-    at = table.rows.pages.index(rows)
-    live = table.rows.pages.fate.a[at] == LIVE
+    """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once; page by page, since arrays of all rows would cost
+    more than what is done with them.
+    """
+    state, pages = table.add_task(task), table.rows.pages
+    for rows in [pages.resident_rows()] if task.groups is not None else map(pages.rows_of, pages.pages()):
+        _introduce_rows(table, state, rows, now)
+    table.wake_task(task.name)
+
+
+def _introduce_rows(table: TableState, state: TaskState, rows: IntArray, now: float) -> None:
+    pages, task = table.rows.pages, state.task
+    at = pages.where(rows)
+    live = pages.fate.a[at] == LIVE
     state.state.a[at] = ABSENT
-    state.counts[ABSENT] = rows.size
+    state.counts[ABSENT] += rows.size
     if task.from_ == "now" or not live.any():
         return
-    rows, at = rows[live], at[live]
+    rows, at = _chosen(table, rows, at, live)
     state.move(at, rows.size, ABSENT, PENDING)
     table.rows.tasks_left.a[at] += 1
     ready = state.completed(at) if task.needs else np.ones(rows.size, np.bool_)
-    state.complete(rows[ready], at[ready], now)
-    table.wake_task(task.name)
+    if ready.any():
+        state.complete(*_chosen(table, rows, at, ready), now)
+
+
+def _chosen(table: TableState, rows: IntArray, at: Index, which: BoolArray) -> tuple[IntArray, Index]:
+    """Some of the rows, and their positions."""
+    if which.all():
+        return rows, at
+    rows = rows[which]
+    return rows, table.rows.pages.where(rows)
 
 
 def drop_table(table: TableState, now: float) -> None:
