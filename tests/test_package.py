@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import tarfile
-import tomllib
 import venv
 import zipfile
 from collections import Counter
@@ -16,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from tests.markdown import ROOT, scripts
+from transferqueue.wire.versions import VERSION
 
 PACKAGE = ROOT / "transferqueue"
-INFO = f"asyncflow_transferqueue-{tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['version']}.dist-info"
+INFO = f"asyncflow_transferqueue-{VERSION}.dist-info"
 REPOSITORY_ONLY = ("testing/faults.py", "testing/simulate.py", "testing/simulator/")
 """Test this package itself: the simulator, its planted faults and its command."""
 CORE = {"msgspec", "numpy", "pyarrow", "pyzmq", "xxhash"}

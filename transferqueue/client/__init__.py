@@ -4,20 +4,25 @@
 `handles` has what both APIs share; `sync` is the API for threads, `aio` the one for asyncio.
 """
 
-from transferqueue.client.aio.batch import AsyncBatch
-from transferqueue.client.aio.loader import AsyncLoader
-from transferqueue.client.aio.queue import AsyncQueue
-from transferqueue.client.aio.reservation import AsyncReservation
-from transferqueue.client.aio.table import AsyncTable
-from transferqueue.client.aio.weight_channel import AsyncWeightChannel
-from transferqueue.client.operations.rows import Rows
-from transferqueue.client.operations.weights import Weights
-from transferqueue.client.sync.batch import Batch
-from transferqueue.client.sync.loader import Loader
-from transferqueue.client.sync.queue import Queue
-from transferqueue.client.sync.reservation import Reservation
-from transferqueue.client.sync.table import Table
-from transferqueue.client.sync.weight_channel import WeightChannel
+from typing import TYPE_CHECKING
+
+from transferqueue.lazy import lazy_names
+
+if TYPE_CHECKING:
+    from transferqueue.client.aio.batch import AsyncBatch
+    from transferqueue.client.aio.loader import AsyncLoader
+    from transferqueue.client.aio.queue import AsyncQueue
+    from transferqueue.client.aio.reservation import AsyncReservation
+    from transferqueue.client.aio.table import AsyncTable
+    from transferqueue.client.aio.weight_channel import AsyncWeightChannel
+    from transferqueue.client.operations.rows import Rows
+    from transferqueue.client.operations.weights import Weights
+    from transferqueue.client.sync.batch import Batch
+    from transferqueue.client.sync.loader import Loader
+    from transferqueue.client.sync.queue import Queue
+    from transferqueue.client.sync.reservation import Reservation
+    from transferqueue.client.sync.table import Table
+    from transferqueue.client.sync.weight_channel import WeightChannel
 
 __all__ = [
     "AsyncBatch",
@@ -35,3 +40,23 @@ __all__ = [
     "WeightChannel",
     "Weights",
 ]
+
+__getattr__ = lazy_names(
+    __name__,
+    {
+        "aio.batch": "AsyncBatch",
+        "aio.loader": "AsyncLoader",
+        "aio.queue": "AsyncQueue",
+        "aio.reservation": "AsyncReservation",
+        "aio.table": "AsyncTable",
+        "aio.weight_channel": "AsyncWeightChannel",
+        "operations.rows": "Rows",
+        "operations.weights": "Weights",
+        "sync.batch": "Batch",
+        "sync.loader": "Loader",
+        "sync.queue": "Queue",
+        "sync.reservation": "Reservation",
+        "sync.table": "Table",
+        "sync.weight_channel": "WeightChannel",
+    },
+)

@@ -12,7 +12,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from importlib import metadata
 from typing import Final, Literal, Protocol, get_args
 
 import msgspec
@@ -35,6 +34,7 @@ from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys, KeyPair
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.versions import VERSION
 
 Data = Literal["auto", "remote"]
 """auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
@@ -146,7 +146,7 @@ def open_client(
             pid=os.getpid(),
             host=this_host(),
             lock=str(lock.path) if lock else "",
-            version=metadata.version("asyncflow-transferqueue"),
+            version=VERSION,
             label=label,
             remote=data == "remote",
         )

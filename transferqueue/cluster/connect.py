@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from transferqueue.client.aio.awaitable import AwaitableContext
-from transferqueue.client.aio.queue import AsyncQueue
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
 from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
@@ -19,6 +17,9 @@ from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError
 from transferqueue.transport.security.keys import ClientKeys
+
+if TYPE_CHECKING:
+    from transferqueue.client.aio.queue import AsyncQueue
 
 CONNECT_S: Final = 10.0
 """Long enough for a server that is starting, short enough to notice one that is missing."""
@@ -89,6 +90,10 @@ def aconnect(
     """
 
     async def make() -> AsyncQueue:
+        import asyncio
+
+        from transferqueue.client.aio.queue import AsyncQueue
+
         return AsyncQueue(
             *await asyncio.to_thread(_clients, address, key, timeout_s, label, arena_bytes, runtime, data, verify)
         )

@@ -20,7 +20,6 @@ import socket
 import struct
 from collections.abc import Callable
 from contextlib import ExitStack
-from importlib import metadata
 from typing import Final, Self
 
 from transferqueue.client.session.connection import Connection
@@ -42,6 +41,7 @@ from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.transport.security.zap import AcceptAll
 from transferqueue.wire import messages as m
+from transferqueue.wire.versions import VERSION
 
 _log: Final = logging.getLogger("transferqueue.shard")
 ORDERS_S: Final = 10.0
@@ -129,7 +129,7 @@ class ShardProcess:
             pid=os.getpid(),
             host=this_host(),
             lock=str(lock.path) if lock else "",
-            version=metadata.version("asyncflow-transferqueue"),
+            version=VERSION,
             label=label,
             shard=offer,
         )

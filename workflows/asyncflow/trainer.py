@@ -21,6 +21,7 @@ from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.service import AsyncFlowService, announcement
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import create_table, stage_jobs
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder
 from transferqueue.workflows.job.run.preflight import importable, preflight
@@ -79,7 +80,7 @@ class JobTrainer:
         """Start the server and the processes, and return the service: `put_prompts_data`, `get_experience_data` and the others."""
         if self._service is not None:
             raise UsageError("the engines of this trainer were started; make another one for another run")
-        preflight(self.job, code=self._code)
+        tokenizer = preflight(self.job, code=self._code).renderer.tokenizer
         folder = self._folder or new_folder(self.job)
         self._stack.enter_context(folder.locked())
         folder.begin(self.job, self._code)
@@ -88,7 +89,8 @@ class JobTrainer:
         self._service = JobService(table, queue.weights(names.POLICY, keep=self.job.weights.keep))
         played = [stage for stage in stage_jobs(self.job, folder.path) if stage.name not in self._plays]
         record = self._stack.enter_context(RunRecord(folder.path))
-        logs, environment = folder.path / "logs", importable(self._code)
+        logs = folder.path / "logs"
+        environment = importable(self._code) | class_environment(self.job.model, tokenizer)
         flow = Flow(queue, played, directory=logs, observe=record.add, environment=environment)
         self._flow = self._stack.enter_context(flow)
         return self._service

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.aio.batch import AsyncBatch
-from transferqueue.client.aio.loader import AsyncLoader
 from transferqueue.client.aio.pipeline import AsyncPipeline
 from transferqueue.client.aio.reservation import AsyncReservation
-from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
@@ -24,6 +22,9 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
+
+if TYPE_CHECKING:
+    from transferqueue.client.aio.loader import AsyncLoader
 
 
 class AsyncTable(TableBase):
@@ -324,6 +325,9 @@ class AsyncTable(TableBase):
 
         Example: ``async with table.loader("train", rows=64) as batches: async for batch in batches: async with batch: ...``
         """
+        from transferqueue.client.aio.loader import AsyncLoader  # loads asyncio, in both APIs
+        from transferqueue.client.handles.prefetch import Prefetcher
+
         spec = lease.lease_spec(
             self._terms.name,
             task,

@@ -8,7 +8,6 @@ APIs cannot differ.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Generator
 from typing import Any, Final, Generic, TypeVar, overload
 
@@ -224,6 +223,8 @@ async def _work(work: BlockingWork) -> None:
     if work.nbytes <= INLINE_WORK_BYTES and work.abandon is None:
         work.run()
         return
+    import asyncio
+
     running = asyncio.get_running_loop().run_in_executor(None, work.run)
     try:
         await asyncio.shield(running)

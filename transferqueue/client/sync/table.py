@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from transferqueue.client.handles.prefetch import Prefetcher
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
@@ -17,13 +16,15 @@ from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys
 from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
-from transferqueue.client.sync.loader import Loader
 from transferqueue.client.sync.pipeline import Pipeline
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
+
+if TYPE_CHECKING:
+    from transferqueue.client.sync.loader import Loader
 
 
 class Table(TableBase):
@@ -322,6 +323,9 @@ class Table(TableBase):
 
         Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
         """
+        from transferqueue.client.handles.prefetch import Prefetcher
+        from transferqueue.client.sync.loader import Loader  # loads asyncio, in both APIs
+
         spec = lease.lease_spec(
             self._terms.name,
             task,

@@ -27,7 +27,6 @@ import sqlite3
 from collections.abc import Iterable
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -35,6 +34,7 @@ import msgspec
 import xxhash
 
 from transferqueue.errors import Corruption, JournalFailed, TransferQueueError, UsageError
+from transferqueue.wire.versions import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -131,7 +131,7 @@ class Origin(msgspec.Struct, frozen=True, array_like=True):
 
 def new_origin(state: bytes = b"") -> Origin:
     """The origin of a new journal."""
-    version = metadata.version("asyncflow-transferqueue")
+    version = VERSION
     return Origin(secrets.token_bytes(IDENTITY_BYTES), secrets.token_bytes(SECRET_BYTES), version, state)
 
 

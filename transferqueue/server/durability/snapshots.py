@@ -32,7 +32,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Final, TypeVar
 
@@ -77,6 +76,7 @@ from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.versions import VERSION
 
 _log: Final = logging.getLogger("transferqueue.server")
 SNAPSHOTS_VARIABLE: Final = "TRANSFERQUEUE_SNAPSHOTS"
@@ -360,7 +360,7 @@ class SnapshotJobs:
                     contents,
                     lambda at: spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes],
                     time.time(),
-                    metadata.version("asyncflow-transferqueue"),
+                    VERSION,
                     CutManifest(job.cut, self._index.number, self._index.of) if job.cut else None,
                 )
             self._await_decision(job)

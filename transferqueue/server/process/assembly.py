@@ -6,7 +6,6 @@ import os
 import time
 from collections.abc import Iterable
 from contextlib import ExitStack
-from importlib import metadata
 from pathlib import Path
 
 from transferqueue.errors import UsageError
@@ -31,6 +30,7 @@ from transferqueue.transport.control.unix_socket import Descriptor, UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire.home_coordinator import CoordinatorIndex
+from transferqueue.wire.versions import VERSION
 
 
 class ServerProcess:
@@ -201,7 +201,7 @@ def _identity(epoch: int, directory: RuntimeDirectory, started_at: float | None 
         epoch=epoch,
         address=str(directory.address),
         runtime=str(directory.directory),
-        version=metadata.version("asyncflow-transferqueue"),
+        version=VERSION,
         pid=os.getpid(),
         started_at=time.monotonic() if started_at is None else started_at,
         lock_directory=directory.sessions,
