@@ -380,9 +380,15 @@ class Ledger:
         request is not recognised). `MustWait`: apply the request again, with the same call, after a `WakeWaiters` for
         one of its keys.
         """
-        self.tick(now)
-        holder = self.state.session(session)
-        self.state.core.last_message_at[session] = self.state.now
+        state = self.state
+        if now > state.now:
+            state.now = now
+        if (due := state.core.deadlines.next()) is not None and due <= state.now:
+            self.tick(now)
+        holder = state.sessions.get(session)
+        if holder is None or not holder.open:
+            holder = state.session(session)  # raises
+        state.core.last_message_at[session] = state.now
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")

@@ -517,17 +517,20 @@ class Coordinator:
             return
         if call.seen > session.seen:
             self.ledger.seen(session.number, call.seen)
-        session.message_received(peer, call.seen, now)
-        self.ledger.message_received(session.number, now)
+            session.answers_received(call.seen)
+        session.last_message_at = now
         request = call.request
         if type(request) is m.Heartbeat:
-            return  # it has been noted, and has no answer
+            self.ledger.message_received(session.number, now)
+            return  # it has no answer
         if call.id <= session.seen or (self.waiting.requests and self.waiting.holds(session.number, call.id)):
             self.counters.repeated += 1
+            self.ledger.message_received(session.number, now)
             self.waiting.shorten_wait(session.number, call.id, now + wait_of(request))
         elif (role not in declared.roles or declared.home is not None or self._durability.checksums) and (
             refused := self._refused(role, request, declared)
         ) is not None:
+            self.ledger.message_received(session.number, now)
             self._answer(peer, call.id, _failed(refused))
         elif type(request) is m.Goodbye:
             self._answer(peer, call.id, m.DoneReply())
@@ -565,6 +568,8 @@ class Coordinator:
         if type(request) is m.LeaseRequest and self.ledger.has_task(request.table, request.task):
             self.workers.record_request(session.number, request.table, request.task, now)
         ahead = self.waiting.count_ahead(request) if self.waiting.requests else 0
+        if ahead or type(request) in self.operations.by_type:
+            self.ledger.message_received(session.number, now)  # `Ledger.apply` records the others
         outcome = (
             self._queue_or_refuse(session, request, ahead, now) if ahead else self._execute(session, call, request, now)
         )
@@ -613,7 +618,8 @@ class Coordinator:
         self.unfinished = False
         try:
             while True:
-                if effects := self.ledger.take_effects():
+                effects = self.ledger.take_effects()
+                if effects and (self.waiting.requests or type(effects[0]) is not WakeWaiters):  # else: nobody waits
                     self._apply_effects(effects, now)
                 while self._failed_sessions:
                     number, reason = self._failed_sessions.pop()

@@ -23,7 +23,7 @@ from transferqueue.transport import Wakeup
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unix_socket import Descriptor, UnixPeer, UnixServer
-from transferqueue.transport.control.zeromq import ZmqServer
+from transferqueue.transport.control.zeromq import KeyedPeer, ZmqServer
 
 POLL_S_MAX: Final = 1e6
 """The longest sleep that `poll` accepts. A later deadline takes several."""
@@ -201,17 +201,20 @@ class Loop:
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
             answers, self._coordinator.outbox = self._coordinator.outbox, []
             for peer, frame in answers if len(answers) == 1 else _waiters_first(answers):
-                if not self._send_frame(peer, frame):
+                if isinstance(peer, UnixPeer):
+                    is_read = self._local.send(peer, frame) is not SendResult.UNREAD
+                else:
+                    is_read = self._send_elsewhere(peer, frame)
+                if not is_read:
                     self._coordinator.peer_lost(peer, self._clock())
             if self._coordinator.unfinished:
                 began = self._clock()
                 self._coordinator.go_on(began)
                 self._meter.took(self._coordinator.turns.requests, began, self._coordinator.handled)
 
-    def _send_frame(self, peer: Peer, frame: bytes) -> bool:
-        """False if the peer does not read. A peer that is gone may reconnect and send its call again, so that is no failure."""
-        if isinstance(peer, UnixPeer):
-            return self._local.send(peer, frame) is not SendResult.UNREAD
+    def _send_elsewhere(self, peer: int | bytes | KeyedPeer, frame: bytes) -> bool:
+        """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect and send its call again, so that
+        is no failure."""
         if isinstance(peer, int):
             return self._hub.send(peer, frame)
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD

@@ -75,7 +75,7 @@ class ExtentState:
 
     def write(self, start: int, end: int) -> None:
         """Record [start, end) as committed, up to where the next block may begin. Mostly it follows the latest one."""
-        end = align(end)
+        end = -(-end // ALIGNMENT) * ALIGNMENT
         if self.spans and self.spans[-1][1] == start:
             self.spans[-1] = (self.spans[-1][0], end)
         else:
@@ -360,7 +360,10 @@ class BlockRegistry:
         for block, count in zip(placed, refs, strict=True):
             numbers.append(self._commit(block, usage, count, written, replicas))
         for number, (start, end) in written.items():
-            self._close_if_full(self.extents[number], start, end)
+            extent = self.extents[number]
+            if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:  # it is full
+                extent.open = False
+                self._free_if_unused(extent)
         return numbers
 
     def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written, replicas: int) -> int:
@@ -395,11 +398,6 @@ class BlockRegistry:
         before = written.get(number)
         written[number] = (start, end) if before is None else (min(before[0], start), max(before[1], end))
         return extent
-
-    def _close_if_full(self, extent: ExtentState, start: int, end: int) -> None:
-        if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:
-            extent.open = False
-            self._free_if_unused(extent)
 
     def refer(self, numbers: Iterable[int]) -> None:
         """Add one reference to each of these live blocks."""

@@ -21,7 +21,7 @@ from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageEr
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
-from transferqueue.ledger.rows.facts import NO_FACTS, CheckedFacts, check_facts
+from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
@@ -75,7 +75,7 @@ def check_columns(
         slots.append(block.check(placed, count))
         nbytes += placed.nbytes if placed.extent else 0
     blocks.check(session, columns.blocks, replicas, usage)
-    facts = check_facts(columns.facts, count)
+    facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
     if shape.new_fields:
         shapes.rows.check_added(field.name for field in shape.new_fields)
     return StagedCommit(count, shape.new_fields, columns.blocks, slots, inline, facts, shape.names, replicas * nbytes)
@@ -228,9 +228,27 @@ class CommitShapes:
     def __init__(self, rows: RowStore) -> None:
         self.rows = rows
         self._checked: dict[object, CommitShape] = {}
+        self._last: CommitShape | None = None
+        """The shape of the latest columns that were one block, as most puts are, with the names and definitions that they came with."""
+        self._last_names: list[str] = []
+        self._last_fields: list[Field] = []
 
     def of(self, columns: Columns) -> CommitShape:
         """The shape of these columns; raises unless their names and definitions fit the table."""
+        is_one_block = len(columns.blocks) == 1 and not columns.inline
+        if (
+            is_one_block
+            and self._last is not None
+            and columns.blocks[0].fields == self._last_names
+            and columns.fields == self._last_fields
+        ):
+            return self._last
+        shape = self._find(columns)
+        if is_one_block and not shape.new_fields:
+            self._last, self._last_names, self._last_fields = shape, columns.blocks[0].fields, columns.fields
+        return shape
+
+    def _find(self, columns: Columns) -> CommitShape:
         names = [name for placed in columns.blocks for name in placed.fields]
         inline = [value.field for value in columns.inline] if columns.inline else []
         if len(names) + len(inline) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up

@@ -40,7 +40,7 @@ UNSET: Final = {
 _LOWEST: Final = {"group_id": -1, "group_size": 1, "policy_version": -1, "policy_version_max": -1, "tokens": 0}
 _HIGHEST: Final = 1 << 53
 """Selectors negate and compare facts as int64, and users read them as float64. Both are exact up to here."""
-_NOTHING: Final = RowFacts()
+NO_FACTS_GIVEN: Final = RowFacts()
 _TOKENS_MAX: Final = 1 << 40
 """Tokens are summed in int64 over a lease of up to 2**20 rows."""
 
@@ -71,7 +71,7 @@ NO_FACTS: Final = CheckedFacts()
 
 def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
-    if facts == _NOTHING:
+    if facts == NO_FACTS_GIVEN:
         return NO_FACTS
     numbers: dict[str, AnyArray] = {}
     for name, dtype in DTYPES.items():

@@ -69,14 +69,20 @@ class RowPages:
         """
         first, last = self.next_row, self.next_row + count - 1
         finished = []
-        for page in range(first >> SHIFT, (last >> SHIFT) + 1):
-            if page not in self._left:
-                finished += self._finished_last_page(page)
-                self._open_page(page)
-            self._left[page] += min(last, (page << SHIFT) + MASK) - max(first, page << SHIFT) + 1
+        page = first >> SHIFT
+        if page == last >> SHIFT and page in self._left:  # mostly: into the page that is in use
+            self._left[page] += count
+            at = int(self._frames[page - self._base]) * PAGE_ROWS + (first & MASK)
+            where: Index = slice(at, at + count)
+        else:
+            for page in range(first >> SHIFT, (last >> SHIFT) + 1):
+                if page not in self._left:
+                    finished += self._finished_last_page(page)
+                    self._open_page(page)
+                self._left[page] += min(last, (page << SHIFT) + MASK) - max(first, page << SHIFT) + 1
+            where = self._places(first, last)
         self.next_row += count
         self.resident += count
-        where = self._places(first, last)
         self.fate.a[where] = LIVE
         return first, where, finished
 

@@ -223,8 +223,9 @@ class ReadyQueue:
         """Add `count` rows from `row` on with key 0, whose orders are their stamps, from `stamp` on: higher than all orders
         so far. alive_at_most: as of `push`.
         """
-        self._arrivals.append(row, stamp, count)
-        if self.size > 2 * alive_at_most + SLACK:
+        arrivals = self._arrivals
+        arrivals.append(row, stamp, count)
+        if (self.size if self._runs or self._front else arrivals.size) > 2 * alive_at_most + SLACK:
             self._compact()
 
     def push(self, entries: Entries, alive_at_most: int) -> None:

@@ -98,9 +98,13 @@ class OpenSession:
         """Record that a frame came from `peer`, whose client has all replies up to `seen`."""
         self.peer, self.last_message_at = peer, now
         if seen > self.seen:
-            self.seen = seen
-            if self.refused:
-                self.refused = {call: refused for call, refused in self.refused.items() if call > seen}
+            self.answers_received(seen)
+
+    def answers_received(self, seen: int) -> None:
+        """Record that the client has all replies up to `seen`, which is higher than before."""
+        self.seen = seen
+        if self.refused:
+            self.refused = {call: refused for call, refused in self.refused.items() if call > seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
         """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
