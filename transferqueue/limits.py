@@ -230,6 +230,8 @@ SHARD_BYTES_MAX: Final = 1 << 47
 """The most bytes of one shard: the address space of a process, so that clients can map it."""
 TURN_S_MAX: Final = 0.02
 """A turn of the server's loop for one request counts as late above this: all other requests wait for it."""
+BUSY_POLL_S_MAX: Final = 0.01
+"""A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep at all."""
 SAMPLE_S_MAX: Final = 0.001
 """The server's loop reads its CPU clock at least this often while it handles frames: the precision of a turn's CPU time."""
 DEFECT_PAUSE_S: Final = 1.0

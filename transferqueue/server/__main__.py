@@ -28,6 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
             state=options.state,
             accept_loss=options.accept_loss,
             coordinator=options.coordinator,
+            busy_poll_s=options.busy_poll / 1e6,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
         )
 
@@ -56,6 +57,13 @@ def _parser() -> argparse.ArgumentParser:
         "--accept-loss", action="store_true", help="begin anew where that cannot be read whole; its files stay"
     )
     parser.add_argument("--coordinator", metavar="K/N", help="this is number K of N, used as one: 1/2, or NAME:1/2")
+    parser.add_argument(
+        "--busy-poll",
+        type=float,
+        default=0.0,
+        metavar="MICROSECONDS",
+        help="poll for so long after a request before sleeping",
+    )
     parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")
     return parser
 

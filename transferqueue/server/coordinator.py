@@ -98,7 +98,7 @@ class Coordinator:
     system provides pages for a growing arena.
 
     index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says Hello.
-    `bulk_port`: where the own shard listens; 0: nowhere. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`: bytes of reads
+    `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a request. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`: bytes of reads
     there, by what carried them.
     """
 
@@ -137,6 +137,7 @@ class Coordinator:
         self.on_hello: Callable[[Peer], object] = lambda _: None
         """Called with each peer that has a session, so that its connection does not count as a stranger's."""
         self.bulk_port = 0
+        self.busy_poll_s = 0.0
         self.bulk_plain = False
         self.bulk_sent: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
@@ -169,6 +170,7 @@ class Coordinator:
             turns=self.turns,
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
+            busy_poll_s=lambda: self.busy_poll_s,
             bulk_sent=self._bulk_sent,
         )
         self.cut_hold: Final = CutHold()

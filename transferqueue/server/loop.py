@@ -1,6 +1,7 @@
 """The server's only thread: sleeps until something happens, calls the coordinator, and sends the answers.
 
-It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline; never to poll.
+It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline; never to poll. An operator may
+have it poll for a bounded time after each request before it sleeps (`BusyPoll`), which is off by default.
 `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns` records for how long each frame, each
 tick and each commit kept all other clients waiting.
 """
@@ -8,9 +9,11 @@ tick and each commit kept all other clients waiting.
 from __future__ import annotations
 
 import math
+import os
 import select
 import time
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Final
 
 import zmq
@@ -59,11 +62,41 @@ class ProcessExits:
         self._epoll.close()
 
 
+class BusyPoll:
+    """Polls for `duration_s` after each request before the loop sleeps, so that the next one finds the server awake (decision 58). Where no request
+    comes for that long, the loop sleeps and nothing polls.
+
+    look: whether an event has come; returns at once. Between two looks the processor is offered to other processes.
+    """
+
+    def __init__(self, duration_s: float, look: Callable[[], object], clock: Callable[[], float]) -> None:
+        self._duration_s, self._look, self._clock = duration_s, look, clock
+        self._until = -math.inf
+
+    def request_came(self) -> None:
+        """Poll for `duration_s` from now on."""
+        self._until = self._clock() + self._duration_s
+
+    def wait(self, patience_s: float | None) -> float | None:
+        """Poll while a request came lately, for at most `patience_s` (None: no bound). Returns how long the loop may sleep now: 0 if an event has come,
+        or the patience has passed."""
+        now = self._clock()
+        ends_at = math.inf if patience_s is None else now + patience_s
+        until = min(self._until, ends_at)
+        while now < until:
+            if self._look():
+                return 0.0
+            os.sched_yield()
+            now = self._clock()
+        return None if patience_s is None else max(0.0, ends_at - now)
+
+
 class Loop:
     """Runs a coordinator until `stop`, in the thread that calls `run`. The caller closes ports, hub and the rest afterwards.
 
     port: the tcp port; None: there is none. clock: seconds. processor: seconds for which the running thread was busy. batch: commit once
-    for all frames of a turn, then send their answers; for a journal, whose commits cost more than the short wait that this adds.
+    for all frames of a turn, then send their answers; for a journal, whose commits cost more than the short wait that this adds. busy_poll_s: see
+    `BusyPoll`; 0: never poll.
     """
 
     def __init__(
@@ -77,6 +110,7 @@ class Loop:
         clock: Callable[[], float] = time.monotonic,
         *,
         batch: bool = False,
+        busy_poll_s: float = 0.0,
         processor: Callable[[], float] = time.thread_time,
     ) -> None:
         self.turns = 0
@@ -94,10 +128,19 @@ class Loop:
             coordinator.waiters_at_once = WAITERS_AT_ONCE
         self._poller = zmq.Poller()
         """Polls the sockets of the tcp port together with the socket file. Without a tcp port it is not used."""
+        self._busy_poll = BusyPoll(busy_poll_s, self._look_at(local, port), clock) if busy_poll_s else None
         self._stopping = False
         self._more = False
         self._due: float | None = -math.inf
         """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something for it set the wake-up."""
+
+    def _look_at(self, local: UnixServer, port: ZmqServer | None) -> Callable[[], object]:
+        """Tells at once whether a source of events is readable."""
+        if port is not None:
+            return partial(self._poller.poll, 0)
+        poll = select.poll()
+        poll.register(local, select.POLLIN)
+        return partial(poll.poll, 0)
 
     def stop(self) -> None:
         """Have `run` return soon. May be called from any thread, from a signal handler, and more than once."""
@@ -129,6 +172,8 @@ class Loop:
             self._due = -math.inf
         else:
             patience_s = self._patience_s()
+        if self._busy_poll is not None and patience_s != 0:
+            patience_s = self._busy_poll.wait(patience_s)
         if self._port is not None and patience_s != 0:
             self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000))
             patience_s = 0.0
@@ -169,6 +214,8 @@ class Loop:
             drained += self._drain(self._port.recv_nowait)
         if self._coordinator.outbox:
             self._send()
+        if self._busy_poll is not None and drained:
+            self._busy_poll.request_came()
         self._more = drained >= FRAMES_DRAINED_MAX
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None]) -> int:

@@ -44,7 +44,7 @@ class Counters:
 class ReportSources:
     """The parts of a coordinator that its reports read.
 
-    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
+    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere. busy_poll_s: see `BusyPoll`.
     bulk_sent: bytes of reads there, by what carried them.
     """
 
@@ -59,6 +59,7 @@ class ReportSources:
     turns: Turns
     explain: Callable[[WaitingRequest, float], str]
     bulk_port: Callable[[], int]
+    busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
 
 
@@ -163,6 +164,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "sessions_dropped": counters.sessions_dropped,
         "internal_errors": counters.internal_errors,
         "turns": sources.turns.plain(),
+        "busy_poll_s": sources.busy_poll_s(),
     }
 
 

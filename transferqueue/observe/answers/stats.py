@@ -128,7 +128,7 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that answers, its arena, and what befell it."""
+    """The process that answers, its arena, and what befell it. busy_poll_s: for how long it polls after a request before it sleeps."""
 
     address: str
     version: str
@@ -146,6 +146,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     internal_errors: int
     turns: dict[str, TurnStats] = {}
     shards: list[ShardStats] = []
+    busy_poll_s: float = 0.0
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -42,7 +42,7 @@ class ServerProcess:
     encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may leave by,
     besides the stream; `UsageError` if that cannot be here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
     snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
-    deployment it is. Raises `AddressInUse` and `UsageError`; then no file is left.
+    deployment it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. Raises `AddressInUse` and `UsageError`; then no file is left.
     """
 
     def __init__(
@@ -56,6 +56,7 @@ class ServerProcess:
         carrier: Carrier = Carrier.STREAM,
         snapshots: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
+        busy_poll_s: float = 0.0,
     ) -> None:
         with ExitStack() as made:
             made.callback(storage.close)
@@ -75,10 +76,14 @@ class ServerProcess:
             self.inproc_address = hub.address
             if isinstance(storage, StateDirectory):
                 self.coordinator = _resumed(storage, directory, exits, Authorizer(keyring), index)
-                self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits, storage.clock, batch=True)
+                clock, batch = storage.clock, True
             else:
                 self.coordinator = _new(storage, directory, exits, Authorizer(keyring), index)
-                self.loop = Loop(self.coordinator, local, port, hub, wakeup, exits)
+                clock, batch = time.monotonic, False
+            self.coordinator.busy_poll_s = busy_poll_s
+            self.loop = Loop(
+                self.coordinator, local, port, hub, wakeup, exits, clock, batch=batch, busy_poll_s=busy_poll_s
+            )
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring, carrier)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)

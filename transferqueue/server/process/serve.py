@@ -14,6 +14,7 @@ from types import FrameType
 from typing import Any, Final, Self
 
 from transferqueue.errors import UsageError
+from transferqueue.limits import BUSY_POLL_S_MAX
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, served_arena
@@ -41,6 +42,7 @@ def serve(
     accept_loss: bool = False,
     snapshots: Path | None = None,
     coordinator: str | None = None,
+    busy_poll_s: float = 0.0,
     on_ready: Callable[[list[str]], object],
 ) -> None:
     """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in `state`.
@@ -51,9 +53,11 @@ def serve(
     `transport.bulk.one_sided.Carrier`; None: what the environment says.
     durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
     cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
-    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. on_ready: called once with all
+    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls after each request
+    before it sleeps; 0: not at all. on_ready: called once with all
     addresses, when the server listens.
     """
+    _check_busy_poll(busy_poll_s)
     socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
@@ -71,6 +75,7 @@ def serve(
             carrier=chosen,
             snapshots=snapshots,
             index=index,
+            busy_poll_s=busy_poll_s,
         )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
@@ -79,6 +84,14 @@ def serve(
         on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
         server.run(woken_by=signals)
         life_event("server_stopped", address=server.address)
+
+
+def _check_busy_poll(busy_poll_s: float) -> None:
+    if not 0 <= busy_poll_s <= BUSY_POLL_S_MAX:
+        raise UsageError(
+            f"busy polling for {busy_poll_s * 1e6:g} microseconds is out of range; give 0 (never poll) to {BUSY_POLL_S_MAX * 1e6:g}: after each "
+            "request the server keeps a core busy for that long"
+        )
 
 
 def _freeze_loaded_objects() -> None:
