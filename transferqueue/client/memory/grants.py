@@ -26,7 +26,7 @@ from typing import Final
 
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation, request_reply
-from transferqueue.limits import SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.limits import ALIGNMENT, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align
 from transferqueue.wire import messages as m
 
@@ -111,7 +111,7 @@ class WriteGrants:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`, `COLUMNS` or `INTERNED`."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
-        while (region := self._take(nbytes, apart, lane)) is None:
+        while (region := self.take(nbytes, lane, apart)) is None:
             self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1, lane)
         return region
 
@@ -120,8 +120,11 @@ class WriteGrants:
         extent.retired, extent.writers = True, 1
         return WriteRegion(self, extent, granted.offset, nbytes)
 
-    def _take(self, nbytes: int, apart: Sequence[int], lane: str) -> WriteRegion | None:
-        size = align(nbytes)
+    def take(self, nbytes: int, lane: str = ROWS, apart: Sequence[int] = ()) -> WriteRegion | None:
+        """`region` without asking the server: None if the put is to have an extent of its own, or no open extent of the lane has room."""
+        if nbytes >= self._whole_from:
+            return None
+        size = -(-nbytes // ALIGNMENT) * ALIGNMENT
         with self._guard:
             for extent in reversed(self._open[lane]):
                 if extent.granted.shard not in apart and extent.used + size <= extent.granted.nbytes:

@@ -188,8 +188,13 @@ def outgoing(
     count = _rows_of(columns, facts) if rows is None else rows
     if count > ROWS_PER_REQUEST_MAX:
         raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
-    prepared = [prepare(name, value, fields.get(name), count, share=share) for name, value in columns.items()]
-    tokens = _tokens(prepared) if rows is None else None  # what is added to existing rows does not recount them
+    prepared = list[Prepared]()
+    for name, value in columns.items():
+        prepared.append(prepare(name, value, fields.get(name), count, share=share))
+    counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(
+        columns
+    )  # what is added to existing rows does not recount them
+    tokens = _tokens(prepared) if counts_tokens else None
     return PreparedCommit(count, prepared, facts.message(count, tokens))
 
 

@@ -159,12 +159,13 @@ class PendingCalls:
         """Give a call its id, and a deadline unless it has a later one. Returns the frame to send."""
         self.last += 1
         pending.id = self.last
-        until = now + wait_of(pending.request)
+        until = now + float(getattr(pending.request, "wait_s", 0.0))
         pending.deadline = max(pending.deadline, until + ANSWER_S)
         pending.next_send = until + RESEND_S
         heapq.heappush(self._agenda, (pending.next_send, pending.id))
+        seen = self.seen if self.by_id or self._notices else self.last - 1
         self.by_id[pending.id] = pending
-        return self._frame(pending.id, pending.payload)
+        return _encoder.encode((PROTOCOL, self.session, pending.id, seen, msgspec.Raw(pending.payload)))
 
     def greet(self, hello: m.Hello, now: float) -> bytes:
         """The frame of a Hello on a new connection; nothing else may be sent until it is answered (rule 6).

@@ -30,14 +30,15 @@ class BlockWriter:
     def __init__(self, columns: Sequence[Prepared]) -> None:
         first = columns[0]
         self.columns, self.rows, self.stored_rows, self.slots = columns, first.rows, first.stored_rows, first.slots
+        self.fields, self.counts = [first.field], [first.count]
         for column in columns[1:]:
             _check_rows(first, column)
             if not _same(first.slots, column.slots):
                 raise UsageError(
                     f'field "{column.field.name}" shares values unlike the others of its block; see `block_writers`'
                 )
-        self.fields = [column.field for column in columns]
-        self.counts = [column.count for column in columns]
+            self.fields.append(column.field)
+            self.counts.append(column.count)
         self.spans, self.nbytes = layout(self.fields, self.stored_rows, self.counts)
         self.sum = UNCHECKED
 
@@ -46,6 +47,9 @@ class BlockWriter:
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
+        if len(self.columns) == 1 and self.spans[0].offsets < 0 and 0 < self.nbytes < PARALLEL_BYTES:
+            _write_values(block, self.columns[0])
+            return
         at, jobs = 0, list[Job]()
         for column, span in zip(self.columns, self.spans, strict=True):
             jobs += column.jobs(block, span)
@@ -109,6 +113,13 @@ def _check_rows(first: Prepared, column: Prepared) -> None:
 
 def _same(one: I32 | None, other: I32 | None) -> bool:
     return one is other or (one is not None and other is not None and np.array_equal(one, other))
+
+
+def _write_values(block: U8, column: Prepared) -> None:
+    """Write a block that has only the values of one small column: no offsets, no shapes, and no jobs."""
+    if column.nbytes:
+        column.source.write(block[: column.nbytes])
+    block[column.nbytes :] = 0
 
 
 def _zero_padding(block: U8, span: Span, column: Prepared, at: int) -> int:

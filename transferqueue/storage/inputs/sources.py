@@ -44,10 +44,16 @@ class Arrays(ValueSource):
 
     def write(self, out: U8) -> None:
         """Fill `out`. The copy also swaps bytes and follows strides."""
-        into = out.view(stored_dtype(self.dtype))
-        if len(self.arrays) == 1:
-            np.copyto(into.reshape(self.arrays[0].shape), self.arrays[0], casting="equiv")
-        elif self.arrays[0].ndim == 1:
+        into, array = out.view(stored_dtype(self.dtype)), self.arrays[0]
+        if len(self.arrays) > 1:
+            self._write_several(into)
+        elif array.dtype == into.dtype:  # mostly: fewer steps than `copyto`
+            into.reshape(array.shape)[...] = array
+        else:
+            np.copyto(into.reshape(array.shape), array, casting="equiv")
+
+    def _write_several(self, into: np.ndarray[Any, Any]) -> None:
+        if self.arrays[0].ndim == 1:
             np.concatenate(self.arrays, out=into, casting="equiv")
         else:
             self._write_each(into)

@@ -132,9 +132,12 @@ class Mapping:
 
     def writable(self, offset: int, nbytes: int) -> memoryview:
         """A writable view of these bytes, which other processes see. They must be inside an extent granted to this session."""
-        self._open_pages()
+        pages, shared = self._pages, self._shared
+        if pages is None or shared is None or os.getpid() != pages.pid:
+            self._open_pages()  # raises, unless another thread closes the arena now
+            return self._written(offset, nbytes)
         self._check(offset, nbytes, "a grant")
-        return self._written(offset, nbytes)
+        return memoryview(shared)[offset : offset + nbytes]
 
     def _written(self, offset: int, nbytes: int) -> memoryview:
         if self._shared is None:
