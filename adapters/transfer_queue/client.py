@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import index
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,14 @@ class TransferQueueClient:
         mode ``fetch``: the sampler chooses; while there are too few samples, returns an empty batch, or with ``polling_mode`` off waits.
         ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples without data.
         """
-        meta: BatchMeta = self._ask(
-            "get_meta", list(data_fields), batch_size, partition_id, mode, task_name, sampling_config
-        )
+        _check_text(partition_id=partition_id, task_name=task_name or "")
+        if sampling_config is not None and not isinstance(sampling_config, Mapping):
+            raise TypeError(
+                f"sampling_config is {type(sampling_config).__name__}; give a dict of the sampler's arguments"
+            )
+        config = None if sampling_config is None else dict(sampling_config)
+        names, size = _names(data_fields), _whole("batch_size", batch_size)
+        meta: BatchMeta = self._ask("get_meta", names, size, partition_id, mode, task_name, config)
         return meta
 
     def put(
@@ -92,7 +98,10 @@ class TransferQueueClient:
         self, data_fields: list[str], batch_size: int, partition_id: str, task_name: str, wait_s: float
     ) -> None:
         """Return when `task_name` has `batch_size` ready samples that it has not consumed, or after `wait_s`."""
-        self._ask("wait_for", list(data_fields), batch_size, partition_id, task_name, wait_s)
+        _check_text(partition_id=partition_id, task_name=task_name)
+        self._ask(
+            "wait_for", _names(data_fields), _whole("batch_size", batch_size), partition_id, task_name, float(wait_s)
+        )
 
     def set_custom_meta(self, metadata: BatchMeta) -> None:
         """Merge the custom meta of `metadata` into the samples' tags."""
@@ -288,6 +297,27 @@ def _keys(keys: list[str] | str) -> list[str]:
     if not isinstance(names, list) or not all(issubclass(kind, str) for kind in set(map(type, names))):
         raise TypeError(f"keys is {type(keys).__name__}; give a str or a list of str")
     return names
+
+
+def _check_text(**arguments: Any) -> None:
+    for name, value in arguments.items():
+        if not isinstance(value, str):
+            raise TypeError(f"{name}={value!r} is {type(value).__name__}; give a str")
+
+
+def _names(data_fields: Iterable[str]) -> list[str]:
+    """Names of fields as a list. ``TypeError`` for one name alone, which would be taken for names of one letter each."""
+    names = None if isinstance(data_fields, str) or not isinstance(data_fields, Iterable) else list(data_fields)
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"data_fields={data_fields!r}; give a list of names, such as ['prompts', 'responses']")
+    return names
+
+
+def _whole(name: str, number: Any) -> int:
+    try:
+        return index(number)
+    except TypeError:
+        raise TypeError(f"{name}={number!r} is {type(number).__name__}; give a whole number") from None
 
 
 def _all(status: torch.Tensor | None) -> bool:

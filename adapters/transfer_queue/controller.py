@@ -36,11 +36,15 @@ from transferqueue.adapters.transfer_queue.samples.partitions import Partitions,
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE, ReadySamples
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, TASKS_MAX
 from transferqueue.server.process.embedded import running
 
 WAIT_S: Final = 60.0
 """How long a fetch waits for its samples when the controller does not poll."""
+FIELD_SETS_MAX: Final = TASKS_MAX - 1
+"""Sets of fields that a partition is asked for: each is a task of its table, which has one more."""
+CLEAR_S: Final = 5.0
+"""How long a deletion waits for a question that has just leased some of its samples, and is about to add them."""
 _MORE: Final = 8
 """If a sampler finds no batch among the first samples, it is offered so many times as many."""
 _OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler})
@@ -68,7 +72,7 @@ class Partition:
         queue: tq.Queue,
         partition_id: str,
         rows_max: int,
-        guard: threading.RLock,
+        guard: threading.Condition,
         times_ready: Callable[[str, str], int | None] | None = None,
     ) -> None:
         self.partition_id = partition_id
@@ -81,11 +85,19 @@ class Partition:
     def ready(self, fields: Iterable[str]) -> ReadySamples:
         """Return the ready samples of a set of fields, as far as they are known."""
         names = tuple(sorted(fields))
-        if names not in self._ready:
-            self._ready[names] = ReadySamples(
-                self.table, f"ready.{len(self._ready)}", names, self._guard, self._times_ready
-            )
-        return self._ready[names]
+        ready = self._ready.get(names)
+        if ready is None:
+            with self._guard:
+                if names not in self._ready:
+                    if len(self._ready) >= FIELD_SETS_MAX:
+                        raise UsageError(
+                            f"get_meta for {list(names)}: partition {self.partition_id!r} was asked for {FIELD_SETS_MAX} other sets of fields, "
+                            "which is the maximum; ask for one of those, and name the fields that are needed to get_data"
+                        )
+                    task = f"ready.{len(self._ready)}"
+                    self._ready[names] = ReadySamples(self.table, task, names, self._guard, self._times_ready)
+                ready = self._ready[names]
+        return ready
 
     def have(self, fields: Iterable[str]) -> IndexSet:
         """Return the samples that have all of these fields now."""
@@ -113,13 +125,18 @@ class Partition:
         for name in list(self.consumed) if task is None else [task]:
             self.consumed.pop(name, None)
 
+    @property
+    def is_collecting(self) -> bool:
+        """Whether a thread is about to add ready samples, which it may have leased already."""
+        return any(ready.is_collecting for ready in self._ready.values())
+
     def clear(self, rows: Sequence[int]) -> None:
-        """Delete samples."""
+        """Delete samples. `UsageError`, and nothing is changed, while one of them is leased."""
         gone = indexes_of(rows)
         self.settle()
         self.table.delete(gone)
         for ready in self._ready.values():
-            ready.rows.discard(gone)
+            ready.discard(gone)
         for consumed in self.consumed.values():
             consumed.discard(gone)
 
@@ -130,7 +147,7 @@ class Partition:
         self.table.free_columns(gone, fields, again=True)
         for names, ready in self._ready.items():
             if not set(fields).isdisjoint(names):
-                ready.rows.discard(gone)
+                ready.discard(gone)
 
     def settle(self) -> None:
         """End the leases by which ready samples were collected."""
@@ -198,7 +215,8 @@ class Controller:
         server = running(self.address)  # None: it is another process's
         self._times_ready = None if server is None else server.times_ready
         self._partitions: dict[str, Partition] = {}
-        self._guard = threading.RLock()
+        self._guard = threading.Condition(threading.RLock())
+        """Held for every change of partitions and consumption; notified when leased samples were added."""
 
     def close(self) -> None:
         """Close the connection."""
@@ -265,10 +283,8 @@ class Controller:
         return partition.describe(chosen, fields, None)
 
     def _insert(self, samples: int, partition_id: str) -> BatchMeta:
-        if samples > ROWS_PER_REQUEST_MAX:
-            raise ValueError(
-                f"batch_size {samples:,} is above {ROWS_PER_REQUEST_MAX:,}, the most that one call inserts"
-            )
+        if not 0 < samples <= ROWS_PER_REQUEST_MAX:
+            raise ValueError(f"batch_size {samples:,}: one call inserts 1 to {ROWS_PER_REQUEST_MAX:,} samples")
         with self._guard:
             partition = self._partition(partition_id)
             rows = partition.table.put(priority=np.zeros(samples), timeout_s=None).tolist()
@@ -283,8 +299,7 @@ class Controller:
 
     def describe(self, rows: Sequence[int], partition_id: str) -> BatchMeta:
         """Return metadata of samples by index, with all fields that each of them has."""
-        with self._guard:
-            partition = self._partition(partition_id)
+        partition = self._partition(partition_id)
         with partition.table.read(indexes_of(rows)) as read:
             fields = read.fields
         return partition.describe(rows, fields, None if fields else _NOTHING)
@@ -311,8 +326,7 @@ class Controller:
     ) -> tuple[Partition, ReadySamples]:
         """Return a partition and its samples that are ready now: for a sampler that takes lists all, else, with `more` or if some became ready,
         at least `needed` more than were known."""
-        with self._guard:
-            partition = self._partition(partition_id)
+        partition = self._partition(partition_id)
         try:
             return partition, self._ready(partition, fields, needed, more)
         except NotFound:  # its table was dropped under it
@@ -320,8 +334,7 @@ class Controller:
             return partition, self._ready(partition, fields, needed, more)
 
     def _ready(self, partition: Partition, fields: Sequence[str], needed: int, more: bool) -> ReadySamples:
-        with self._guard:
-            ready = partition.ready(fields)
+        ready = partition.ready(fields)
         if type(self.sampler) not in _OF_A_VIEW:
             ready.collect_all()
         elif more:
@@ -441,9 +454,18 @@ class Controller:
     # ------------------------------------------------------------ clearing
 
     def clear_samples(self, rows: Sequence[int], partition_id: str) -> None:
-        """Delete samples of a partition."""
+        """Delete samples of a partition. If another thread has just leased some of them, waits until it has added them."""
+        deadline = time.monotonic() + CLEAR_S
         with self._guard:
-            self._partition(partition_id).clear(rows)
+            while True:
+                partition = self._partition(partition_id)
+                try:
+                    partition.clear(rows)
+                except UsageError:
+                    if not partition.is_collecting or not self._guard.wait(deadline - time.monotonic()):
+                        raise
+                else:
+                    return
 
     def clear_fields(self, rows: Sequence[int], fields: Sequence[str], partition_id: str) -> None:
         """Delete fields of samples of a partition."""
@@ -472,9 +494,13 @@ class Controller:
                 self._partitions.pop(partition_id, None)
 
     def _partition(self, partition_id: str) -> Partition:
+        """Return a partition, created if it is missing. Does not wait for whoever holds the guard if it is known."""
         partition = self._partitions.get(partition_id)
         if partition is None:
-            partition = self._partitions[partition_id] = Partition(
-                self._queue, partition_id, self.rows_max, self._guard, self._times_ready
-            )
+            with self._guard:
+                partition = self._partitions.get(partition_id)
+                if partition is None:
+                    partition = self._partitions[partition_id] = Partition(
+                        self._queue, partition_id, self.rows_max, self._guard, self._times_ready
+                    )
         return partition

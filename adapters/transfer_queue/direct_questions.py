@@ -48,6 +48,8 @@ ANSWER_S: Final = 600.0
 """A question waits a minute for its samples, and one about millions of them is at work for minutes. A controller that is gone ends the
 connection at once; this ends the wait for one that is stopped."""
 _HELLO: Final = b"\x01"
+_AT_ONCE: Final = 1 << 16
+"""Bytes that the first call for a frame takes: a question, or metadata of a thousand samples, is shorter."""
 _LENGTH: Final = struct.Struct("<I")
 _CREDENTIALS: Final = struct.Struct("3i")
 _encode: Final = msgspec.msgpack.Encoder().encode
@@ -71,11 +73,18 @@ def _send(connected: socket.socket, frame: bytes) -> None:
 
 
 def _receive(connected: socket.socket) -> bytes:
-    """The next frame. ``ConnectionError`` at the end, or for a frame that is too long."""
-    (size,) = _LENGTH.unpack(_exactly(connected, _LENGTH.size))
+    """The next frame, mostly in one call of the system. ``ConnectionError`` at the end, or for a frame that is too long, or that more follows
+    before it was answered."""
+    data = connected.recv(_AT_ONCE)
+    if len(data) < _LENGTH.size:  # the end, or a part of the length
+        data += _exactly(connected, _LENGTH.size - len(data))
+    (size,) = _LENGTH.unpack_from(data)
     if size > MESSAGE_BYTES_MAX:
         raise ConnectionError(f"a frame of {size:,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed")
-    return _exactly(connected, size)
+    left = _LENGTH.size + size - len(data)
+    if left < 0:
+        raise ConnectionError("a second frame came before the answer to the first; each end waits for the other")
+    return data[_LENGTH.size :] + _exactly(connected, left)
 
 
 def _exactly(connected: socket.socket, count: int) -> bytes:

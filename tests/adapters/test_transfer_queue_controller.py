@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -20,7 +21,7 @@ from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD
-from transferqueue.errors import Disconnected, SchemaError
+from transferqueue.errors import Disconnected, SchemaError, UsageError
 
 DEADLINE_S = 50.0
 TensorDict, NonTensorStack = tensordict.TensorDict, tensordict.NonTensorStack
@@ -320,3 +321,83 @@ def test_built_in_samplers_find_their_batch_behind_what_they_cannot_use(sampler:
     finally:
         attached.close()
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ({"data_fields": "x"}, r"data_fields='x'; give a list of names"),
+        ({"data_fields": None}, r"data_fields=None; give a list of names"),
+        ({"data_fields": [1]}, r"data_fields=\[1\]; give a list of names"),
+        ({"batch_size": 2.0}, r"batch_size=2.0 is float; give a whole number"),
+        ({"batch_size": None}, r"batch_size=None is NoneType"),
+        ({"partition_id": None}, r"partition_id=None is NoneType; give a str"),
+        ({"task_name": ["t"]}, r"task_name=\['t'\] is list; give a str"),
+        ({"sampling_config": [1]}, r"sampling_config is list; give a dict"),
+    ],
+)
+def test_arguments_of_another_type_are_refused(client: Any, wrong: dict[str, Any], why: str) -> None:
+    made = put(client, "x")
+    asked = {"data_fields": ["x"], "batch_size": 2, "partition_id": "p", "task_name": "t"}
+    with pytest.raises(TypeError, match=why):
+        client.get_meta(**{**asked, **wrong})
+    assert client.get_partition_list() == ["p"]
+    assert client.get_meta(**{**asked, "batch_size": np.int64(2)}).global_indexes == made.global_indexes
+
+
+@pytest.mark.parametrize("samples", [0, -4, 1 << 40])
+def test_a_number_of_samples_that_cannot_be_inserted_is_refused(client: Any, samples: int) -> None:
+    with pytest.raises(ValueError, match="one call inserts 1 to 1,048,576 samples"):
+        client.get_meta([], samples, "p", mode="insert")
+
+
+def test_too_many_sets_of_fields_are_refused(client: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(controller, "FIELD_SETS_MAX", 2)
+    put(client, "x", "y")
+    assert len(client.get_meta(["x"], 1, "p", task_name="t")) == len(client.get_meta(["y"], 1, "p", task_name="o")) == 1
+    with pytest.raises(UsageError, match=r"\['x', 'y'\]: partition 'p' was asked for 2 other sets of fields"):
+        client.get_meta(["y", "x"], 1, "p", task_name="t")
+    assert len(client.get_meta(["x"], 1, "p", task_name="t")) == 1
+
+
+def leased_by_a_waiting_reader(server: service.DropInServer, pool: ThreadPoolExecutor) -> tuple[Any, list[int], Any]:
+    """A reader that waits for a sample of partition p, and one that it has just leased. The caller holds the guard, so it is not added."""
+    reader, writer = attach(server).client, attach(server).client
+    waiting = pool.submit(reader.get_meta, ["x"], 1, "p", "fetch", "t")
+    with tq.connect(server.hello()[0]) as queue:
+        while not queue.doctor()["waiting"]:
+            assert not waiting.done()
+        server.controller._guard.acquire()
+        made = put(writer, "x", rows=1).global_indexes
+        while not leases(server):
+            assert not waiting.done()
+    return waiting, made, writer
+
+
+def test_a_sample_is_deleted_though_a_reader_has_just_leased_it(server: service.DropInServer) -> None:
+    """It was refused, since the sample was leased: a reader has a sample for a moment before it counts as consumed."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting, made, writer = leased_by_a_waiting_reader(server, pool)
+        server.controller.clear_samples(made, "p")
+        server.controller._guard.release()
+        assert not len(writer.get_meta([], 0, "p", mode="force_fetch"))
+        later = put(writer, "x", rows=1).global_indexes
+        assert waiting.result(DEADLINE_S).global_indexes in (made, later)
+
+
+def test_a_field_that_is_deleted_after_a_reader_has_leased_its_sample_is_waited_for(
+    server: service.DropInServer,
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        waiting, made, writer = leased_by_a_waiting_reader(server, pool)
+        server.controller.clear_fields(made, ["x"], "p")
+        server.controller._guard.release()
+        assert writer.get_production_status(["x"], "p")[1].tolist() == [0]
+        writer.put(TensorDict({"x": torch.tensor([7])}, batch_size=[1]), metadata=everything_of(writer))
+        meta = waiting.result(DEADLINE_S)
+        assert meta.global_indexes == made
+        assert writer.get_data(meta)["x"].tolist() == [7]
+
+
+def everything_of(client: Any) -> Any:
+    return client.get_meta([], 0, "p", mode="force_fetch")

@@ -8,6 +8,7 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -242,6 +243,7 @@ def test_after_a_restart_of_the_server_an_idle_connection_is_not_used() -> None:
         lambda: framed(["__class__", []]),
         lambda: framed(["get_meta", {"a": 1}]),
         lambda: framed([["get_meta"], []]),
+        lambda: 2 * framed(["get_meta", []]),
     ],
 )
 def test_what_is_no_question_calls_nothing(make: Callable[[], bytes]) -> None:
@@ -260,6 +262,18 @@ def test_what_is_no_question_calls_nothing(make: Callable[[], bytes]) -> None:
                 server.kept(number)
             assert not isinstance(raised.value, AssertionError)
     server.close()
+
+
+@pytest.mark.parametrize("size", [0, 5, direct_questions._AT_ONCE, 3 * direct_questions._AT_ONCE])
+def test_a_frame_arrives_whole_in_whatever_pieces(size: int) -> None:
+    near, far = socket.socketpair()
+    frame = struct.pack("<I", size) + bytes(size)
+    with near, far, ThreadPoolExecutor(1) as pool:
+        received = pool.submit(direct_questions._receive, far)
+        for at in range(6):
+            near.sendall(frame[at : at + 1])
+        near.sendall(frame[6:])
+        assert received.result(20) == bytes(size)
 
 
 def framed(value: Any) -> bytes:

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
+import numpy as np
+
 import transferqueue as tq
-from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
-from transferqueue.errors import DeadlineExceeded, LeaseExpired, NotFound
+from transferqueue.adapters.transfer_queue.samples.index_set import Indexes, IndexSet, WaitingSamples
+from transferqueue.errors import ColumnFreed, DeadlineExceeded, LeaseExpired, NotFound
 
 AT_ONCE: Final = 1 << 16
 """Most samples that one lease takes."""
@@ -35,7 +37,8 @@ class ReadySamples:
 
     times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: nobody can say.
 
-    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`.
+    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`, and notifies whoever waits
+    for that: samples are not deleted meanwhile.
     """
 
     def __init__(
@@ -43,20 +46,33 @@ class ReadySamples:
         table: tq.Table,
         name: str,
         fields: Sequence[str],
-        guard: threading.RLock,
+        guard: threading.Condition,
         times_ready: Callable[[str, str], int | None] | None = None,
     ) -> None:
         self.rows = IndexSet()
         self.bound: int | None = None
         self.changes = 0
-        self._table, self._name, self._guard = table, name, guard
+        self._table, self._name, self._fields, self._guard = table, name, tuple(fields), guard
         self._times_ready = times_ready
         self._heard: int | None = None
         """How often samples had become ready when the last lease began: nothing that it could miss is counted."""
         self._ear = threading.Lock()
         self._leased: list[tq.Batch] = []
         """Leases of samples that were added: acked several at once, which is one request less for most calls."""
-        table.add_task(tq.Task(name, needs=tuple(fields), selector=tq.PutOrder()))
+        self._gone = IndexSet()
+        """Samples that were discarded while a lease is on its way, which may have them nevertheless."""
+        table.add_task(tq.Task(name, needs=self._fields, selector=tq.PutOrder()))
+
+    @property
+    def is_collecting(self) -> bool:
+        """Whether a thread is about to add samples, or waits for some."""
+        return self._ear.locked()
+
+    def discard(self, gone: Indexes) -> None:
+        """Forget samples that do not have the fields any more. Called under the guard."""
+        self.rows.discard(gone)
+        if self.is_collecting:
+            self._gone.add(gone)
 
     def refresh(self, most: int = AT_ONCE) -> None:
         """Add the lowest samples as `collect` does, unless none became ready since the last time: then the known ones are still those up to
@@ -111,6 +127,8 @@ class ReadySamples:
 
     def _listen(self, wait_s: float, most: int) -> int:
         """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how many."""
+        with self._guard:
+            self._gone = IndexSet()
         times_ready = self._now()
         try:
             batch = self._table.lease(self._name, rows=most, at_least=1, timeout_s=wait_s, fields=())
@@ -120,12 +138,27 @@ class ReadySamples:
             return 0
         with self._guard:
             self.changes += 1
-            self.rows.add(batch.rows)
+            self.rows.add(self._without_gone(batch.rows))
             self.bound, self._heard = int(batch.rows[-1]) if len(batch) == most else None, times_ready
             self._leased.append(batch)
             if len(self._leased) >= _LEASES_MAX:
                 self.settle()
+            self._guard.notify_all()
         return len(batch)
+
+    def _without_gone(self, rows: Indexes) -> Indexes:
+        """Leased samples without those that lost a field after they were leased."""
+        in_doubt = self._gone.contains(rows)
+        if not in_doubt.any():
+            return rows
+        return rows[[not doubt or self._has_fields(row) for row, doubt in zip(rows, in_doubt.tolist(), strict=True)]]
+
+    def _has_fields(self, row: np.int64) -> bool:
+        try:
+            self._table.read([int(row)], fields=self._fields, values=False)
+        except (NotFound, ColumnFreed):
+            return False
+        return True
 
     def settle(self) -> None:
         """End all leases: whoever deletes samples must do so before. Called under the guard."""
