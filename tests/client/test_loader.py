@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import subprocess
+import sys
 import threading
 from typing import Any
 
@@ -237,6 +239,36 @@ def test_a_cancelled_wait_takes_nothing(name: str) -> None:
                     assert batch["x"].numpy()[:, 0].tolist() == list(range(BATCH))
 
     asyncio.run(run())
+
+
+def test_the_end_of_the_table_leaves_no_task_behind(name: str) -> None:
+    """A task that is pending when its loop ends is garbage with a warning of asyncio: "Task was destroyed but it is pending"."""
+
+    async def run() -> None:
+        async with await tq.aconnect() as queue:
+            table = await queue.create_table(name, tasks=[tq.Task("train", needs=["x"])])
+            await table.put(x=np.arange(ROWS)[:, None])
+            await table.seal()
+            async for batch in table.loader("train", rows=BATCH, prefetch=4, timeout_s=60):
+                await batch.ack()
+            assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    asyncio.run(run())
+
+
+@pytest.mark.slow
+def test_a_program_may_end_with_an_open_loader(name: str) -> None:
+    """Its fetching thread warned of batches that were "neither acked nor released": of those that the program never took."""
+    program = f"""
+import numpy as np, transferqueue as tq
+queue = tq.connect("embedded")
+table = queue.create_table({name!r}, tasks=[tq.Task("train", needs=["x"])])
+table.put(x=np.arange(64)[:, None])
+loader = table.loader("train", rows=4, prefetch=3, timeout_s=30)
+next(loader).ack()
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
 def test_a_fork_is_told(name: str) -> None:

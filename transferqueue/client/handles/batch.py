@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import weakref
 from typing import Final
 
@@ -84,6 +85,9 @@ class BatchBase(RowsBase):
 def _release_at_collection(lease: BatchLease, release: m.ReleaseRequest) -> None:
     """Release the rows now: nobody can ack them any more. Runs in a finalizer."""
     if not lease.ended:
-        lease.terms.forgotten = lease.task  # the next lease logs it: a finalizer must not
+        if (
+            threading.main_thread().is_alive()
+        ):  # at the end of the interpreter nobody forgot the batch, least of all one that a loader fetched
+            lease.terms.forgotten = lease.task  # the next lease logs it: a finalizer must not
         lease.client.connection.post(release)
         lease.end("was collected, as nothing held it")

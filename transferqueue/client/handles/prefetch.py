@@ -11,6 +11,7 @@ Rules:
    and waits for the rest of that caller's time.
 5. An error of a fetch is raised by the `take` that would have returned its batch; the next `take` continues. `EndOfTable` is final.
 6. Closing releases the batches that were not taken, as no attempt. A cancelled `take` takes nothing.
+7. No task outlives its loader: whoever hears that it has ended, by `aclose` or by `EndOfTable`, hears it when all fetches have ended.
 """
 
 from __future__ import annotations
@@ -112,6 +113,8 @@ class Prefetcher(Generic[B]):
         self._client, self._terms, self._spec, self._make = client, terms, spec, make
         self._prefetch = checks.positive("prefetch", prefetch)
         self._fetches: deque[PrefetchSlot[B]] = deque()
+        self._running: set[asyncio.Task[PrefetchedLease[B]]] = set()
+        """The fetches that have not ended, those that were stopped included: a loop itself holds its tasks by weak references."""
         self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: EndOfTable | None = None
@@ -132,9 +135,8 @@ class Prefetcher(Generic[B]):
 
     async def aclose(self) -> None:
         """Release the batches that were not taken, and end each waiting `take` with an error. Again: nothing."""
-        tasks = [fetch.task for fetch in self._fetches]
         self._close()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._have_ended()
         async with self._taking:
             pass
 
@@ -159,6 +161,7 @@ class Prefetcher(Generic[B]):
         except EndOfTable as end:
             self._end = end
             self._drop_fetches()
+            await self._have_ended()
             raise
         except BaseException:
             self._fetches.popleft()
@@ -184,7 +187,10 @@ class Prefetcher(Generic[B]):
         self._check()
         self._loop = asyncio.get_running_loop()
         while len(self._fetches) < self._prefetch:
-            self._fetches.append(PrefetchSlot(self._client, self._turn, self._lease, self._spec.request.wait_s))
+            fetch = PrefetchSlot(self._client, self._turn, self._lease, self._spec.request.wait_s)
+            self._running.add(fetch.task)
+            fetch.task.add_done_callback(self._running.discard)
+            self._fetches.append(fetch)
 
     def _check(self) -> None:
         if self._closed:
@@ -205,6 +211,11 @@ class Prefetcher(Generic[B]):
     def _drop_fetches(self) -> None:
         while self._fetches:
             self._fetches.popleft().stop()
+
+    async def _have_ended(self) -> None:
+        """Wait until the fetches that were stopped have ended, which is at once, or when a copy of columns has been made."""
+        if self._running:
+            await asyncio.wait(self._running.copy())
 
 
 def _loaded(lease: Operation[PrefetchedLease[B]]) -> Operation[PrefetchedLease[B]]:

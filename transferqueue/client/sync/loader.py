@@ -93,6 +93,8 @@ def _run(loop: asyncio.AbstractEventLoop, ahead: Prefetcher[Batch]) -> None:
     try:
         loop.run_forever()
         loop.run_until_complete(ahead.aclose())
+        if tasks := asyncio.all_tasks(loop):  # calls of `next` that were interrupted
+            loop.run_until_complete(asyncio.wait(tasks))
         loop.run_until_complete(loop.shutdown_default_executor())
     finally:
         loop.close()
