@@ -250,6 +250,19 @@ def test_an_idle_server_does_not_wake(running, clients):
     assert running.loop.turns == turns + 1
 
 
+def test_a_frame_is_one_turn_however_many_it_serves(running, clients):
+    client = clients(running.address)
+    create(client)
+    waiting = [client.post(lease(wait_s=20)) for _ in range(41)]
+    client.ask(m.ListTables())
+    before = sum(running.coordinator.turns.requests.counts)
+    rows = m.Columns(fields=[Field("x", "int64")], inline=[m.Inline("x", bytes(8 * len(waiting)))])
+    put = client.post(m.PutRequest("t", len(waiting), rows))
+    assert sorted(client.take().id for _ in [*waiting, put]) == [*waiting, put]
+    client.ask(m.ListTables())
+    assert sum(running.coordinator.turns.requests.counts) - before <= 3  # the put, and the two that ask for tables
+
+
 def test_one_who_waits_costs_no_wakes(running, clients):
     client, other = clients(running.address), clients(running.address)
     create(client)

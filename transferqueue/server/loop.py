@@ -229,9 +229,10 @@ class Loop:
                 self._coordinator.peer_lost(peer, now)
             else:
                 self._coordinator.receive(peer, frame, now)
-            self._meter.took(self._coordinator.turns.requests, now, self._coordinator.handled)
+            subject = self._coordinator.handled
             if not self._batch and (self._coordinator.outbox or self._coordinator.unfinished):
                 self._send()  # at once: requests that this frame served do not wait for the next frames
+            self._meter.took(self._coordinator.turns.requests, now, subject)
         return FRAMES_DRAINED_MAX
 
     def _admit(self, peer: Peer) -> None:
@@ -255,9 +256,7 @@ class Loop:
                 if not is_read:
                     self._coordinator.peer_lost(peer, self._clock())
             if self._coordinator.unfinished:
-                began = self._clock()
-                self._coordinator.go_on(began)
-                self._meter.took(self._coordinator.turns.requests, began, self._coordinator.handled)
+                self._coordinator.go_on(self._clock())
 
     def _send_elsewhere(self, peer: int | bytes | KeyedPeer, frame: bytes) -> bool:
         """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect and send its call again, so that

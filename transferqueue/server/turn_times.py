@@ -1,8 +1,9 @@
 """How long the turns of a server's loop take, and which request made the longest. Pure: the loop passes the seconds.
 
 A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, because each has
-another remedy: one frame of a client (``request``), events that were due by time (``tick``), and the writes that make changes durable
-before answers are sent (``commit``), which serve all clients at once.
+another remedy: one frame of a client, with all requests that waited for it (``request``), events that were due by time (``tick``), and the
+writes that make changes durable before answers are sent (``commit``), which serve all clients at once. Without a journal a ``request`` ends when
+its answers are sent.
 
 A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its wall-clock length also contains time in which the machine
 ran other processes, which says more about the machine than about the server.
