@@ -130,11 +130,12 @@ def open_client(
     keys: ClientKeys | None = None,
     data: Data = "auto",
     known_as: str = "",
+    asked_s: float | None = None,
 ) -> ClientSession:
     """Open a session with the server at `address`, waiting up to `timeout_s` for its answer. The session owns `server`.
 
     keys: to show there; None: none. data: whether bytes go over the network even if the memory could be mapped.
-    known_as: the address that others connect to, if it is not `address` (a name that leads there).
+    known_as: the address that others connect to, if it is not `address` (a name that leads there). asked_s: see `Connection.open`.
     """
     _check_data(address, data)
     deadline = Deadline(time.monotonic, timeout_s)
@@ -151,7 +152,7 @@ def open_client(
             remote=data == "remote",
         )
         connection = Connection(dial(address, keys), address)
-        welcome = connection.open(hello, timeout_s)
+        welcome = connection.open(hello, timeout_s, asked_s)
     except BaseException:
         if lock:
             lock.give_up()

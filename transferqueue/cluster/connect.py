@@ -144,7 +144,7 @@ def _clients(
     with ExitStack() as opened:
         clients = []
         for place, keys in servers:
-            for client in _opened(place, keys, deadline, label, data):
+            for client in _opened(place, keys, deadline, timeout_s, label, data):
                 clients.append(client)
                 opened.callback(client.close)
                 if verify:
@@ -154,7 +154,9 @@ def _clients(
     return clients
 
 
-def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, data: Data) -> Iterator[ClientSession]:
+def _opened(
+    address: str, keys: ClientKeys | None, deadline: float, asked_s: float, label: str, data: Data
+) -> Iterator[ClientSession]:
     """The session that an address leads to. A name on Ray leads to a session with each of its coordinators."""
     servers = {address: (address, keys)}
     if is_ray_address(address):
@@ -162,7 +164,9 @@ def _opened(address: str, keys: ClientKeys | None, deadline: float, label: str, 
 
         servers = server_addresses(parse_named(address), _left(deadline), near=data == "auto")
     for known_as, (place, server_keys) in servers.items():
-        yield open_client(place, _left(deadline), label, keys=server_keys, data=data, known_as=known_as)
+        yield open_client(
+            place, _left(deadline), label, keys=server_keys, data=data, known_as=known_as, asked_s=asked_s
+        )
 
 
 def _left(deadline: float) -> float:

@@ -43,8 +43,11 @@ class Connection:
         """Call `heard` with each `Welcome`, also with that of a later server, in the I/O thread."""
         self._io.on_welcome = heard
 
-    def open(self, hello: m.Hello, timeout_s: float) -> m.Welcome:
-        """Start, and introduce this process. `Unreachable` if nothing answers within `timeout_s`."""
+    def open(self, hello: m.Hello, timeout_s: float, asked_s: float | None = None) -> m.Welcome:
+        """Start, and introduce this process. `Unreachable` if nothing answers within `timeout_s`.
+
+        asked_s: for the error: the timeout that the caller gave, of which `timeout_s` is left; None: all of it.
+        """
         self._io.hello = hello
         self._io.thread.start()
         heard = threading.Event()
@@ -54,7 +57,7 @@ class Connection:
             self._submit(pending)
             if not heard.wait(timeout_s):
                 raise Unreachable(
-                    f"nothing answered at {self.address} within {timeout_s:g} s; {self._io.channel.doubt}"
+                    f"nothing answered at {self.address} within {timeout_s if asked_s is None else asked_s:g} s; {self._io.channel.doubt}"
                 )
             reply = _result(pending)
         except BaseException:
