@@ -32,6 +32,8 @@ ALLOWED = {
     # files, and the front for commands
     ("server/durability/journal.py", "sqlite3.connect"),
     ("cli/connection.py", "transferqueue.connect"),
+    ("cli/connection.py", "probe.connect"),  # the address of the command, before it connects: does anything listen?
+    ("cli/connection.py", "socket.create_connection"),
     ("cli/completion.py", "tq.connect"),  # completes words of a command: the address is the command's own
 }
 """Every place of the core that connects to anything. A new one needs its reason here: whose word is the address?"""

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import socket
 import subprocess
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.cli.app import run
+from transferqueue.cli.connection import check_sockets
 from transferqueue.cli.logs import JsonLines, TextLines, log_to_stderr
 from transferqueue.errors import UsageError
 from transferqueue.server.life_events import life_event
@@ -59,3 +61,21 @@ def test_a_missing_socket_is_told_at_once(command, tmp_path, capsys, monkeypatch
     monkeypatch.setattr("transferqueue.connect", None)
     assert run([command, "--address", f"ipc://{tmp_path}/nobody"]) == 3
     assert "there is no such socket; start one: transferqueue serve" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kind", ["ipc", "tcp"])
+def test_a_socket_where_nothing_listens_is_told_at_once(kind, tmp_path, capsys, monkeypatch):
+    """A server that was killed leaves its socket file."""
+    monkeypatch.setattr("transferqueue.connect", None)
+    with socket.socket(socket.AF_UNIX if kind == "ipc" else socket.AF_INET) as left:
+        left.bind(str(tmp_path / "q.sock") if kind == "ipc" else ("127.0.0.1", 0))
+        address = f"ipc://{left.getsockname()}" if kind == "ipc" else f"tcp://127.0.0.1:{left.getsockname()[1]}"
+        assert run(["top", "--once", "--address", address]) == 3
+    assert "nothing listens there; start one: transferqueue serve" in capsys.readouterr().err
+
+
+def test_a_server_that_does_not_answer_is_waited_for(tmp_path):
+    with socket.socket(socket.AF_UNIX) as slow:
+        slow.bind(str(tmp_path / "q.sock"))
+        slow.listen()
+        check_sockets(f"ipc://{tmp_path}/q.sock")

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from transferqueue.client import Queue
+    from transferqueue.transport import Address
 
 CONNECT_S: Final = 5.0
 """A person waits at the prompt, and a server that runs answers in milliseconds."""
+PROBE_S: Final = 1.0
+"""How long a command waits for the kernel of another host to accept or refuse a connection."""
 
 
 @contextmanager
@@ -25,15 +29,35 @@ def connected(address: str, *, label: str) -> Iterator[Queue]:
 
 
 def check_sockets(address: str) -> None:
-    """`Unreachable` at once where a socket file is missing: waiting for it would only keep a person waiting."""
-    from transferqueue.errors import Unreachable
-    from transferqueue.transport import IpcAddress, parse_address, split_addresses
+    """`Unreachable` at once where a socket file is missing or nothing listens: waiting for it would only keep a person waiting.
 
-    for part in map(parse_address, split_addresses(address)):
-        if isinstance(part, IpcAddress) and not os.path.lexists(part.path):
+    A server that was killed leaves its socket file, and the kernel refuses the connection. One that is slow, or stopped, is waited for.
+    """
+    from transferqueue.errors import Unreachable
+    from transferqueue.transport import parse_address, split_addresses
+
+    for place in map(parse_address, split_addresses(address)):
+        try:
+            _probe(place)
+        except (FileNotFoundError, ConnectionRefusedError) as error:
+            reason = "there is no such socket" if isinstance(error, FileNotFoundError) else "nothing listens there"
             raise Unreachable(
-                f"no server runs at {part}: there is no such socket; start one: transferqueue serve --address {part}"
-            )
+                f"no server runs at {place}: {reason}; start one: transferqueue serve --address {place}"
+            ) from error
+        except OSError:
+            continue  # no answer, or not for this user: to connect says more
+
+
+def _probe(place: Address) -> None:
+    """Connect and close, within `PROBE_S`. The error of the kernel if that is impossible."""
+    from transferqueue.transport import IpcAddress, TcpAddress
+
+    if isinstance(place, IpcAddress):
+        with socket.socket(socket.AF_UNIX) as probe:
+            probe.settimeout(PROBE_S)
+            probe.connect(str(place.path))
+    elif isinstance(place, TcpAddress):
+        socket.create_connection((place.host.strip("[]"), place.port), PROBE_S).close()
 
 
 ADDRESS_VARIABLE: Final = "TRANSFERQUEUE_ADDRESS"
