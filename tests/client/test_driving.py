@@ -100,6 +100,37 @@ def test_pins_of_small_rows_return_while_a_caller_waits(queue: tq.Queue) -> None
     batch.ack()
 
 
+def test_pins_that_cannot_be_sent_do_not_end_the_call_beside_them(
+    queue: tq.Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing reads at the server for a moment: the call waits on, gets its rows, and the pins go over the next connection."""
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"]), tq.Task("other", needs=["x"])])
+    channel = connection_of(queue)._io.channel
+    refused: list[int] = []
+
+    def refuse(frames: list[bytes]) -> int:
+        monkeypatch.undo()
+        refused.append(len(frames))
+        raise tq.Unreachable("has taken none of the last messages")
+
+    table.put(x=["text"])
+    batch = table.lease("train", rows=1, timeout_s=20)
+    assert batch["x"].list() == ["text"]
+    monkeypatch.setattr(channel, "send_some", refuse)
+    leased: list[tq.Batch] = []
+    waiting = threading.Thread(target=lambda: leased.append(table.lease("train", rows=1, timeout_s=20)))
+    connection_of(queue)._io.unpinned_at = time.monotonic() + 1.0  # pins go while the caller waits, not before its call
+    waiting.start()
+    assert until(lambda: bool(refused))
+    with tq.connect(queue.address) as other:
+        other.table("t").put(x=["more"])
+        waiting.join()
+        assert [found["x"].list() for found in leased] == [["more"]]
+        leased[0].ack()
+        batch.ack()
+        assert until(lambda: other.stats()["bytes"]["blocks_pinned"] == 0)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_interrupts")
 def test_an_interrupt_at_any_step_returns_each_pin_once(queue: tq.Queue, caplog: pytest.LogCaptureFixture) -> None:

@@ -121,7 +121,10 @@ def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, u
             return
         role.driver_waits, role.suspect = False, True
         if pins_wait and not has_frame:
-            _send_pins(io, io.clock())
+            try:
+                _send_pins(io, io.clock())
+            except PeerError:
+                return  # nothing reads there: the I/O thread connects again, and sends this call and the pins once more
         elif not has_frame or not _settle_own(io, channel, pending) or pending.reply is not None:
             break
     role.suspect = False
