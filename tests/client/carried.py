@@ -19,12 +19,11 @@ import numpy as np
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.client.memory import remote
 from transferqueue.client.memory.one_sided import OneSidedMemory
-from transferqueue.client.memory.transfers import RequestedRows, StoreTransfer
+from transferqueue.client.memory.transfers import RequestedRows
 from transferqueue.errors import OutOfMemory
 from transferqueue.limits import ALIGNMENT, MIB
 from transferqueue.schema import Field, align
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, registered_arena
-from transferqueue.server.shards.registered_arena import RegisteredArena
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, OneSidedParts, one_sided_parts
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.arena import Arena
@@ -39,14 +38,15 @@ CAPACITY = 64 * MIB
 
 
 class ShardEnd:
-    """The shard. register: what its clients may read one-sided."""
+    """The shard. register: what its clients may read one-sided, and what it reads of them."""
 
-    def __init__(self, register: Callable[[ArenaBacking], RegisteredArena | None]) -> None:
+    def __init__(self, register: Callable[[ArenaBacking], OneSidedParts]) -> None:
         self.arena = Arena.create(None, CAPACITY)
         self.backing = ArenaBacking(self.arena)
         self.tickets = TicketIssuer(KEY, LiveExtents(), LiveExtents())
-        self.registered = register(self.backing)
-        self.endpoint = BulkEndpoint(self.backing, self.tickets, None, self.registered)
+        parts = register(self.backing)
+        self.registered, self.clients = parts
+        self.endpoint = BulkEndpoint(self.backing, self.tickets, None, *parts)
         self.port = self.endpoint.listen(["tcp://127.0.0.1:0"])
         self.endpoint.start()
 
@@ -58,6 +58,7 @@ class ShardEnd:
             "used": self._used,
             "revoke": self.tickets.revoke,
             "sent": lambda: self.endpoint.sent_bytes,
+            "received": lambda: self.endpoint.received_bytes,
         }
         try:
             return answers[order](*arguments)
@@ -104,7 +105,7 @@ class OtherProcess:
 
 def serve(carrier: str) -> None:
     """Be the shard until standard input ends."""
-    shard = ShardEnd(lambda backing: registered_arena(backing, Carrier.chosen(carrier)))
+    shard = ShardEnd(lambda backing: one_sided_parts(backing, Carrier.chosen(carrier)))
     print(json.dumps(shard.port), flush=True)
     for line in sys.stdin:
         print(json.dumps(shard.answer(*json.loads(line))), flush=True)
@@ -112,12 +113,14 @@ def serve(carrier: str) -> None:
 
 
 class CarriedBacking:
-    """The client's end. memory: to read one-sided; None: over the stream."""
+    """The client's end. memory: to read one-sided; None: over the stream. sending: so for writes."""
 
     path = ""
     capacity = CAPACITY
 
-    def __init__(self, shard: ShardEnd | OtherProcess, memory: OneSidedMemory | None) -> None:
+    def __init__(
+        self, shard: ShardEnd | OtherProcess, memory: OneSidedMemory | None, sending: OneSidedMemory | None = None
+    ) -> None:
         self.shard = shard
         self._closed = False
         port = shard.port
@@ -130,6 +133,7 @@ class CarriedBacking:
             lambda: None,
             lambda: None,
             one_sided=memory,
+            sending=sending,
         )
 
     def ensure(self, offset: int, nbytes: int) -> None:
@@ -148,9 +152,11 @@ class CarriedBacking:
     def send(self, place: Range, data: bytearray) -> None:
         """Put these bytes."""
         granted = self._tickets.granted(SESSION, m.Granted(place.extent, SHARD, place.offset, place.nbytes))
-        self.client._carry(
-            lambda number: StoreTransfer(number, SESSION, granted, place.offset, memoryview(data)), _caller(self.client)
-        )
+
+        def fill(memory: memoryview) -> None:
+            memory[:] = data
+
+        self.client._write(granted, place.offset, place.nbytes, fill, _caller(self.client))
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
         fields: dict[str, Field] = {}
@@ -212,12 +218,17 @@ class _Sent:
 class OverCarrier:
     """A subject of the kit of backings. shard: starts one."""
 
-    def __init__(self, shard: Callable[[], ShardEnd | OtherProcess], memory: OneSidedMemory | None) -> None:
-        self._shard, self._memory = shard, memory
+    def __init__(
+        self,
+        shard: Callable[[], ShardEnd | OtherProcess],
+        memory: OneSidedMemory | None,
+        sending: OneSidedMemory | None = None,
+    ) -> None:
+        self._shard, self._memory, self._sending = shard, memory, sending
 
     @contextmanager
     def open(self) -> Iterator[CarriedBacking]:
-        backing = CarriedBacking(self._shard(), self._memory)
+        backing = CarriedBacking(self._shard(), self._memory, self._sending)
         try:
             yield backing
         finally:

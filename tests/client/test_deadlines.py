@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import signal
 import socket
 import time
@@ -173,6 +174,10 @@ def test_bytes_that_stand_still_end_at_the_deadline_too(tmp_path: Path) -> None:
 
         class Asked:
             done = False
+            serve_s = math.inf
+
+            def serve(self) -> bool:
+                return True
 
             def opening(self) -> list[Any]:
                 return []

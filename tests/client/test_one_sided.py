@@ -17,6 +17,8 @@ from transferqueue.client.memory import one_sided, remote
 from transferqueue.client.memory.one_sided import OneSidedMemory, RegisteredPool
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
+from transferqueue.server.shards.bulk_endpoint import OneSidedParts
+from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
@@ -29,8 +31,8 @@ PLACE = Range(1, 0, 9 * MIB)
 OTHERS = [check for check in BACKING_CHECKS if check is not what_is_forgotten_is_free]
 
 
-def registered(backing: ArenaBacking) -> RegisteredArena:
-    return RegisteredArena(backing, LocalAgent())
+def registered(backing: ArenaBacking) -> OneSidedParts:
+    return OneSidedParts(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent()))
 
 
 @pytest.fixture
@@ -140,7 +142,7 @@ def test_closing_ends_a_read_that_never_ends(backing: CarriedBacking, monkeypatc
 
 
 def test_a_shard_that_serves_the_stream_alone_is_asked_once(agent: LocalAgent) -> None:
-    with OverCarrier(lambda: ShardEnd(lambda _: None), OneSidedMemory(lambda: agent)).open() as opened:
+    with OverCarrier(lambda: ShardEnd(lambda _: OneSidedParts()), OneSidedMemory(lambda: agent)).open() as opened:
         opened.ensure(0, 32 * MIB)
         write(opened, PLACE, content(PLACE.nbytes))
         assert is_read(opened)
@@ -187,5 +189,5 @@ def test_a_carrier_is_chosen_by_name_or_by_the_environment(monkeypatch: pytest.M
     for name in ("rdma", "NIXL"):
         with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; there are stream, nixl, "):
             Carrier.chosen(name)
-    assert _Carriers(Carrier.STREAM).memory(encrypted=False) is None
-    assert _Carriers(Carrier.NIXL).memory(encrypted=True) is None, "nothing would encrypt it"
+    assert _Carriers(Carrier.STREAM).memories(encrypted=False) == (None, None)
+    assert _Carriers(Carrier.NIXL).memories(encrypted=True) == (None, None), "nothing would encrypt it"

@@ -38,7 +38,7 @@ def memory() -> OneSidedMemory:
 
 
 def subject(shared: OneSidedMemory) -> OverCarrier:
-    return OverCarrier(lambda: OtherProcess(str(CARRIER)), shared)
+    return OverCarrier(lambda: OtherProcess(str(CARRIER)), shared, memory())
 
 
 def process_of(backing: CarriedBacking) -> subprocess.Popen[str]:
@@ -59,6 +59,7 @@ def kit() -> None:
         write(backing, place, data)
         assert np.array_equal(backing.read([place])[0], data)
         assert backing.shard.answer("sent")["one_sided"] == 8 * MIB
+        assert backing.shard.answer("received") == {"stream": 0, "one_sided": 8 * MIB}
 
 
 def deployment(work: Callable[[Served], None]) -> None:
@@ -73,6 +74,11 @@ def rows(count: int, mean: int, seed: int = 0) -> list[np.ndarray]:
 
 def sent(queue: tq.Queue) -> dict[str, int]:
     found: dict[str, int] = queue.stats()["server"]["bulk_sent_bytes"]
+    return found
+
+
+def received(queue: tq.Queue) -> dict[str, int]:
+    found: dict[str, int] = queue.stats()["server"]["bulk_received_bytes"]
     return found
 
 
@@ -94,6 +100,9 @@ def columns() -> None:
                 )
                 ids += list(put)
                 kept.append(long)
+            pulled = received(queue)
+            assert pulled["one_sided"] > 6 * 16 * (32 << 10), pulled
+            assert pulled["stream"] == 0, pulled
             before = sent(queue)
             every = [row for long in kept for row in long]
             order = np.random.default_rng(1).permutation(len(ids))
@@ -179,6 +188,135 @@ def reader_killed() -> None:
     deployment(work)
 
 
+PUTTER: Final = """
+    from transferqueue.testing.conformance.backings import content
+    queue = tq.connect(sys.argv[1], data="remote")
+    table, seed = queue.table("t"), int(sys.argv[2])
+    while True:
+        key = [f"{seed}-{row}" for row in range(4)]
+        data = content(32 << 20, seed).reshape(4, 8 << 20)
+        print("begin", seed, flush=True)
+        table.put(x=data, key=key, timeout_s=60)
+        print("put", seed, flush=True)
+        seed += 1
+"""
+
+
+def _put_by(line: Callable[[], str], count: int) -> list[int]:
+    """The numbers of the next puts of a putter that are there."""
+    found: list[int] = []
+    while len(found) < count:
+        word, _, number = line().partition(" ")
+        found += [int(number)] if word == "put" else []
+    return found
+
+
+def _holds(queue: tq.Queue, there: list[int], perhaps: list[int]) -> None:
+    """The table has these puts whole, and of the others all rows or none; it has no row twice."""
+    table = queue.table("t")
+    keys = {f"{seed}-{row}": (seed, row) for seed in (*there, *perhaps) for row in range(4)}
+    found = table.find(list(keys))
+    whole = {seed: [found[at * 4 + row] for row in range(4)] for at, seed in enumerate((*there, *perhaps))}
+    for seed, ids in whole.items():
+        known = [row for row in ids if row is not None and row >= 0]
+        assert len(known) == 4 or (seed in perhaps and not known), (seed, ids)
+        if known:
+            with table.read(known) as read:
+                assert np.array_equal(read["x"].numpy().reshape(-1), content(32 << 20, seed)), seed
+            table.drop(known, "done")
+    deadline = time.monotonic() + 60
+    while queue.stats()["server"]["used_bytes"]:
+        assert time.monotonic() < deadline, queue.stats()["server"]
+
+
+def putter_killed() -> None:
+    """A client is killed while the shard reads out of its memory: what it was told is there is there, the rest is not, and memory returns."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.ipc) as local:
+            local.create_table("t", limits=tq.Limits(rows=4096))
+            for life in range(8):
+                with Worker(server.tcp, PUTTER, str(life * 100)) as putter:
+                    there = _put_by(putter.line, 2)
+                    assert putter.line() == f"begin {there[-1] + 1}"
+                    time.sleep(0.006 * life)  # somewhere in that put
+                    putter.send(signal.SIGKILL)
+                    putter.process.wait()
+                _holds(local, there, [there[-1] + 1])
+            assert received(local)["one_sided"] >= 16 * 32 * MIB
+
+    deployment(work)
+
+
+def putter_stopped() -> None:
+    """A client stands still while the shard reads out of its memory, for less and for more than the shard's silence, and goes on."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.ipc) as local:
+            local.create_table("t", limits=tq.Limits(rows=4096))
+            for stopped_s in (0.5, 2.5, remote.BULK_SILENCE_S + 2):
+                seed = int(stopped_s * 1000)
+                with Worker(server.tcp, PUTTER, str(seed)) as putter:
+                    there = _put_by(putter.line, 2)
+                    assert putter.line() == f"begin {there[-1] + 1}"
+                    time.sleep(0.02)
+                    putter.send(signal.SIGSTOP)
+                    time.sleep(stopped_s)
+                    putter.send(signal.SIGCONT)
+                    there += _put_by(putter.line, 2)
+                    putter.send(signal.SIGKILL)
+                    putter.process.wait()
+                _holds(local, there, [there[-1] + 1])
+
+    deployment(work)
+
+
+def shard_killed_in_a_put() -> None:
+    """The shard is killed while it reads: the client gets an error of the peer, lives, and puts to the next shard."""
+    remote.BULK_SILENCE_S = 1.0
+    shared = subject(memory())
+    for life in range(3):
+        with shared.open() as backing:
+            place, data = Range(1, 0, 32 * MIB), content(32 * MIB, life)
+            backing.ensure(0, 32 * MIB)
+            write(backing, place, data)
+            assert backing.shard.answer("received")["one_sided"] == 32 * MIB
+            threading.Timer(0.02 * life, process_of(backing).kill).start()
+            try:
+                while True:
+                    write(backing, place, data)
+            except tq.TransferQueueError as error:
+                assert isinstance(error, tq.Unreachable), error  # noqa: PT017
+
+
+def shard_stopped_in_a_put() -> None:
+    """The shard stands still while it reads, longer than its client waits, and goes on: the stream carries the bytes, later puts are pulled again."""
+    remote.BULK_SILENCE_S = 1.0
+    with subject(memory()).open() as backing:
+        place = Range(1, 0, 32 * MIB)
+        backing.ensure(0, 32 * MIB)
+        write(backing, place, content(32 * MIB))
+
+        def stop() -> None:
+            os.kill(process_of(backing).pid, signal.SIGSTOP)
+            time.sleep(2.5)
+            os.kill(process_of(backing).pid, signal.SIGCONT)
+
+        stopping, turn = threading.Timer(0.01, stop), 0
+        stopping.start()
+        while stopping.is_alive():
+            turn += 1
+            write(backing, place, content(32 * MIB, turn))
+            assert np.array_equal(backing.read([place])[0], content(32 * MIB, turn))
+        before = backing.shard.answer("received")["one_sided"]
+        writer = backing.client.writer
+        assert writer is not None
+        writer._not_before = 0.0
+        write(backing, place, content(32 * MIB))
+        assert np.array_equal(backing.read([place])[0], content(32 * MIB))
+        assert backing.shard.answer("received")["one_sided"] - before == 32 * MIB, "pulled again"
+
+
 def shard_killed() -> None:
     """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next shard."""
     remote.BULK_SILENCE_S = 1.0
@@ -229,7 +367,19 @@ def _stand_still(backing: CarriedBacking, place: Range, data: Any) -> None:
 
 
 CHECKS: Final[dict[str, Callable[[], None]]] = {
-    check.__name__: check for check in (kit, columns, threads, reader_killed, shard_killed, shard_stopped)
+    check.__name__: check
+    for check in (
+        kit,
+        columns,
+        threads,
+        reader_killed,
+        shard_killed,
+        shard_stopped,
+        putter_killed,
+        putter_stopped,
+        shard_killed_in_a_put,
+        shard_stopped_in_a_put,
+    )
 }
 
 if __name__ == "__main__":

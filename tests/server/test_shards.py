@@ -335,11 +335,12 @@ def test_orders_are_for_shards_only_and_only_those_that_joined_drain(bench):
     assert "the coordinator's own" in client.ask(m.Drain(0)).text
 
 
-def test_stats_tell_what_a_shard_says_that_it_has_sent(bench):
+def test_stats_tell_what_a_shard_says_that_it_has_sent_and_received(bench):
     shard = Joined(bench)
     assert shards(bench)[0]["bulk_sent_bytes"] == {"stream": 0, "one_sided": 0}
-    shard.client.ask(m.PollCommands(shard.epoch, 0, sent=(7, 1 << 40)))
+    shard.client.ask(m.PollCommands(shard.epoch, 0, sent=(7, 1 << 40), received=(8, 9)))
     assert shards(bench)[0]["bulk_sent_bytes"] == {"stream": 7, "one_sided": 1 << 40}
+    assert shards(bench)[0]["bulk_received_bytes"] == {"stream": 8, "one_sided": 9}
 
 
 def test_orders_that_were_not_confirmed_come_again(bench):

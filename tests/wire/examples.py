@@ -91,7 +91,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.Observe("row", "t", 3),
     m.ListShards(),
     m.Drain(1),
-    m.PollCommands(7, 4, [3], 1.5, (1 << 33, 5)),
+    m.PollCommands(7, 4, [3], 1.5, (1 << 33, 5), (7, 1 << 33)),
     m.CreateTable("x", FIELDS, extra_fields=True),
     m.AckLeases("t", TWO, TWO, 3),
     m.FreeColumns("t", TWO, ["x"], True),
@@ -162,6 +162,10 @@ HEADS: Final[list[b.ToShard | b.ToClient]] = [
         2,
         b"m",
     ),
+    b.WriteRanges(
+        4, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128, "agent", 1, 2, b"m", [b.ByteRange(1 << 46, 64, bytes(8))]
+    ),
+    b.WriteRangesFrame(4, 1, [b.ByteRange((1 << 46) + 64, 64, bytes(8))]),
 ]
 
 

@@ -209,13 +209,15 @@ def remote_memory(
     carriers: _Carriers | None = None,
 ) -> RemoteMemory:
     """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carriers: None: as a stream."""
+    received, sent = _memories(carriers, encrypted=keys is not None and not welcome.bulk_plain)
     return RemoteMemory(
         lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
         on_close=on_close,
-        one_sided=carriers.memory(encrypted=keys is not None and not welcome.bulk_plain) if carriers else None,
+        one_sided=received,
+        sending=sent,
     )
 
 
@@ -231,13 +233,15 @@ def remote_shard_memory(
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
     mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
+    received, sent = _memories(carriers, encrypted=mine is not None)
     return RemoteMemory(
         lambda welcome: _line(place.host, place.port, welcome.epoch, mine),
         msgspec.structs.replace(welcome, bulk_port=place.port),
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
-        one_sided=carriers.memory(encrypted=mine is not None) if carriers else None,
+        one_sided=received,
+        sending=sent,
     )
 
 
@@ -246,22 +250,30 @@ def _unpinned_by_shards(_: list[int]) -> None:
 
 
 class _Carriers:
-    """What the remote memories of one session share if columns are read one-sided. A line with keys encrypts, so it stays a stream."""
+    """What the remote memories of one session share if columns cross one-sided. A line with keys encrypts, so it stays a stream."""
 
     def __init__(self, carrier: Carrier) -> None:
         self._carrier = carrier
         self._guard = threading.Lock()
-        self._memory: OneSidedMemory | None = None
+        self._memories: tuple[OneSidedMemory, OneSidedMemory] | None = None
 
-    def memory(self, *, encrypted: bool) -> OneSidedMemory | None:
-        """The registered memory of the session; None: nothing is read one-sided. `UsageError` if this machine cannot."""
+    def memories(self, *, encrypted: bool) -> tuple[OneSidedMemory | None, OneSidedMemory | None]:
+        """The registered memory of the session: what it receives into, and what it sends from. None: all crosses over streams. `UsageError` if this
+        machine cannot."""
         if encrypted or not self._carrier.one_sided:
-            return None
+            return None, None
         with self._guard:
-            if self._memory is None:
+            if self._memories is None:
                 check_carrier(self._carrier)
-                self._memory = OneSidedMemory(lambda: NixlAgent(self._carrier))
-            return self._memory
+                self._memories = OneSidedMemory(self._agent), OneSidedMemory(self._agent)
+            return self._memories
+
+    def _agent(self) -> NixlAgent:
+        return NixlAgent(self._carrier)
+
+
+def _memories(carriers: _Carriers | None, *, encrypted: bool) -> tuple[OneSidedMemory | None, OneSidedMemory | None]:
+    return carriers.memories(encrypted=encrypted) if carriers is not None else (None, None)
 
 
 def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> ZmqBulkClient | TcpBulkClient:

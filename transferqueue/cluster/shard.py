@@ -30,8 +30,7 @@ from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, Pr
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
 from transferqueue.server.files import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
-from transferqueue.server.shards.bulk_endpoint import registered_arena
-from transferqueue.server.shards.registered_arena import RegisteredArena
+from transferqueue.server.shards.bulk_endpoint import OneSidedParts, one_sided_parts
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.object_store import ObjectBacking
@@ -84,7 +83,7 @@ class ShardProcess:
             secret = secrets.token_bytes(32)
             self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
             ring = None if chosen.one_sided or is_loopback(place) else AcceptAll()
-            endpoint = Endpoint(self._backing, self._tickets, ring, _registered(self._backing, chosen))
+            endpoint = Endpoint(self._backing, self._tickets, ring, *_one_sided(self._backing, chosen))
             made.callback(endpoint.stop)
             self._bulk: Final = endpoint
             port = endpoint.listen([f"tcp://{place}:0"])
@@ -155,8 +154,9 @@ class ShardProcess:
         failed: list[int] = []
         while True:
             try:
-                sent = self._bulk.sent_bytes
-                poll = m.PollCommands(epoch, done, failed, ORDERS_S, (sent["stream"], sent["one_sided"]))
+                sent, received = self._bulk.sent_bytes, self._bulk.received_bytes
+                carried = [(each["stream"], each["one_sided"]) for each in (sent, received)]
+                poll = m.PollCommands(epoch, done, failed, ORDERS_S, *carried)
                 reply = self._connection.call(poll)
             except DeadlineExceeded:
                 continue
@@ -212,8 +212,8 @@ def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Bac
     return ArenaBacking(home.arena)
 
 
-def _registered(backing: Backing, carrier: Carrier) -> RegisteredArena | None:
-    return registered_arena(backing, carrier) if isinstance(backing, ArenaBacking) else None
+def _one_sided(backing: Backing, carrier: Carrier) -> OneSidedParts:
+    return one_sided_parts(backing, carrier) if isinstance(backing, ArenaBacking) else OneSidedParts()
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:

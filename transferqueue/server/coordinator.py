@@ -98,8 +98,8 @@ class Coordinator:
     system provides pages for a growing arena.
 
     index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says Hello.
-    `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a request. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`: bytes of reads
-    there, by what carried them.
+    `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a request. `bulk_plain`: whether that
+    connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of writes there, by what carried them.
     """
 
     def __init__(
@@ -140,6 +140,7 @@ class Coordinator:
         self.busy_poll_s = 0.0
         self.bulk_plain = False
         self.bulk_sent: Callable[[], dict[str, int]] = dict
+        self.bulk_received: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
         self.waiters_at_once = COUNT_MAX
         """How many requests that waited `receive` serves before it returns. The loop lowers it, to send their answers before the others are served."""
@@ -171,7 +172,8 @@ class Coordinator:
             explain=self.explain,
             bulk_port=lambda: self.bulk_port,
             busy_poll_s=lambda: self.busy_poll_s,
-            bulk_sent=self._bulk_sent,
+            bulk_sent=lambda: dict(self.bulk_sent()),
+            bulk_received=lambda: dict(self.bulk_received()),
         )
         self.cut_hold: Final = CutHold()
         self.operations: Final = Operations(self._report_sources, self.cut_hold)
@@ -671,9 +673,6 @@ class Coordinator:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause, and sent to the client)
             self._answer(session.peer, waiting.call, self._defect(m.tag_of(waiting.request), error, session))
-
-    def _bulk_sent(self) -> dict[str, int]:
-        return self.bulk_sent()
 
     def explain(self, waiting: WaitingRequest, now: float) -> str:
         """Why a request still waits: what is missing, who holds it, and how many requests are before it."""

@@ -45,7 +45,7 @@ class ReportSources:
     """The parts of a coordinator that its reports read.
 
     explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere. busy_poll_s: see `BusyPoll`.
-    bulk_sent: bytes of reads there, by what carried them.
+    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
     """
 
     identity: ServerIdentity
@@ -61,6 +61,7 @@ class ReportSources:
     bulk_port: Callable[[], int]
     busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
+    bulk_received: Callable[[], dict[str, int]]
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
@@ -151,6 +152,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "pid": identity.pid,
         "bulk_port": sources.bulk_port(),
         "bulk_sent_bytes": sources.bulk_sent(),
+        "bulk_received_bytes": sources.bulk_received(),
         "uptime_s": now - identity.started_at,
         "capacity_bytes": memory.allocator.capacity,
         "used_bytes": memory.used,
@@ -179,6 +181,7 @@ def _shard(shard: RemoteShard) -> Plain:
         "backed_bytes": shard.used + shard.allocator.warm,
         "drains": shard.draining,
         "bulk_sent_bytes": shard.sent_bytes,
+        "bulk_received_bytes": shard.received_bytes,
     }
 
 

@@ -47,6 +47,15 @@ class RegisteredPool(BufferPool):
         self._agent = agent
         self._registrations: dict[int, object] = {}
         self._dropped: deque[U8] = deque()
+        self._guard = threading.Lock()
+        self._given_up = self._registered = 0
+
+    @property
+    def version(self) -> tuple[int, int]:
+        """How often registered memory was given up, and how many buffers were ever registered: metadata that is asked for afterwards describes
+        at least these."""
+        with self._guard:
+            return self._given_up, self._registered
 
     def take(self, nbytes: int) -> U8:
         """See `BufferPool`. Deregisters what was dropped before."""
@@ -54,6 +63,8 @@ class RegisteredPool(BufferPool):
             while True:  # other threads take from it too
                 dropped = self._dropped.popleft()
                 self._agent.deregister(self._registrations.pop(_address(dropped)))
+                with self._guard:
+                    self._given_up += 1
                 del dropped  # not earlier: its address would be free for others
         return super().take(nbytes)
 
@@ -61,6 +72,8 @@ class RegisteredPool(BufferPool):
         raw = np.empty(nbytes, np.uint8)
         if pooled:
             self._registrations[_address(raw)] = self._agent.register(_address(raw), nbytes)
+            with self._guard:
+                self._registered += 1
         return raw
 
     def _drop(self, raw: U8) -> None:

@@ -3,7 +3,8 @@
 A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
 this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
 connection alone (`transport.bulk` has the rules). Where a one-sided carrier is chosen, a read names its ranges over the connection and fetches
-them itself (`client.memory.one_sided`); if that fails, the stream carries the bytes.
+them itself (`client.memory.one_sided`), and a large write names its ranges, which the shard fetches (`client.memory.pulled_store`); if that fails, the
+stream carries the bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.one_sided import OneSidedMemory, ShardReader
+from transferqueue.client.memory.pulled_store import PulledStore, ShardWriter
 from transferqueue.client.memory.ranged_fetch import RangedFetch
 from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
 from transferqueue.client.session.calls import Deadline
@@ -53,11 +55,16 @@ ASK_S: Final = 1.0
 (ZeroMQ does that unseen) is noticed then."""
 
 
+_CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError)
+"""After these a one-sided transfer is tried over the stream, which says what is wrong if that was not the carrier."""
+
+
 class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
     unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
-    one_sided: to read the shard's memory; None: all bytes come over connections.
+    one_sided: to read the shard's memory; None: all bytes come over connections. sending: memory that the shard may read; None: all bytes that are
+    put go over connections.
     """
 
     def __init__(
@@ -69,6 +76,7 @@ class RemoteMemory:
         on_close: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
         one_sided: OneSidedMemory | None = None,
+        sending: OneSidedMemory | None = None,
     ) -> None:
         if not welcome.bulk_port:
             raise UsageError(
@@ -84,6 +92,8 @@ class RemoteMemory:
         self._clock = clock
         self.reader: Final = None if one_sided is None else ShardReader(one_sided, clock)
         """Reads the shard's memory one-sided; None: nothing does."""
+        self.writer: Final = None if sending is None else ShardWriter(sending, clock)
+        """Lets the shard read what is put; None: nothing does."""
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
@@ -103,15 +113,35 @@ class RemoteMemory:
         caller = Caller(self._interrupt)
         return BlockingWork(
             nbytes,
-            lambda: self._write(region, nbytes, fill, caller),
+            lambda: self._write(region.granted, region.offset, nbytes, fill, caller),
             abandon=caller.leave,
             bound=caller.bound,
         )
 
-    def _write(self, region: WriteRegion, nbytes: int, fill: Callable[[memoryview], object], caller: Caller) -> None:
-        staged = self.buffers.take(nbytes)
+    def _write(
+        self, granted: m.Granted, offset: int, nbytes: int, fill: Callable[[memoryview], object], caller: Caller
+    ) -> None:
+        registered = self.writer.take(nbytes) if self.writer is not None else None
+        staged = self.buffers.take(nbytes) if registered is None else registered
         fill(staged.data)
-        self._store(region.granted, region.offset, staged.data, caller)
+        if registered is None or not self._pulled(granted, offset, registered.data, caller):
+            self._store(granted, offset, staged.data, caller)
+
+    def _pulled(self, granted: m.Granted, offset: int, data: memoryview, caller: Caller) -> bool:
+        """Have the shard read these registered bytes. False if that failed."""
+        session, writer = self._welcome.session, self.writer
+        if writer is None:
+            return False
+        try:
+            self._carry(
+                lambda number: PulledStore(number, session, self._welcome.epoch, granted, offset, data, writer),
+                caller,
+                tries=1,
+            )
+        except _CARRIER_ERRORS as error:
+            writer.refused(error)
+            return False
+        return True
 
     def store(self, granted: m.Granted, offset: int, data: memoryview) -> None:
         """Send `data` to byte `offset` of the arena, inside a granted extent. Blocks until it is there; errors as of `write`."""
@@ -185,7 +215,7 @@ class RemoteMemory:
                     caller,
                     tries=1,
                 )
-            except (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError) as error:
+            except _CARRIER_ERRORS as error:
                 reader.refused(error)
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
@@ -231,10 +261,10 @@ class RemoteMemory:
             line.send(message)
         while not transfer.done:
             self._check(line, heard, caller)
-            if line.receive(transfer, caller.step_s()):
+            if line.receive(transfer, min(transfer.serve_s, caller.step_s())):
                 for message in transfer.receive():
                     line.send(message)
-            else:
+            elif transfer.serve():
                 line.ask(transfer.ask())
 
     def _check(self, line: Line, heard: _ConnectionProgress, caller: Caller) -> None:

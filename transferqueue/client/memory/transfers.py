@@ -7,6 +7,7 @@ begins the transfer again over another connection.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Protocol
@@ -28,9 +29,15 @@ from transferqueue.wire import messages as m
 class ClientTransfer(Protocol):
     """One attempt at moving bytes over one connection."""
 
+    serve_s: float
+    """While nothing arrives, `serve` is called so often at least."""
+
     @property
     def done(self) -> bool:
         """Whether the transfer has ended."""
+
+    def serve(self) -> bool:
+        """Nothing has arrived for a while. Whether the shard should be asked now (`ask`)."""
 
     def opening(self) -> list[b.Message]:
         """The messages to send first."""
@@ -100,7 +107,17 @@ class ReceivedBlock(msgspec.Struct, frozen=True):
     memory: U8
 
 
-class FetchTransfer:
+class _StreamTransfer:
+    """A transfer that has nothing to do while nothing arrives but to ask."""
+
+    serve_s = math.inf
+
+    def serve(self) -> bool:
+        """Always ask."""
+        return True
+
+
+class FetchTransfer(_StreamTransfer):
     """Reads columns of rows from one shard. landed: the block of each part, by its number, complete once `done`."""
 
     def __init__(
@@ -206,7 +223,7 @@ class FetchTransfer:
         self.done = True
 
 
-class StoreTransfer:
+class StoreTransfer(_StreamTransfer):
     """Writes bytes into a granted extent. The bytes must not change before it is `done`."""
 
     def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:

@@ -99,7 +99,8 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it by carrier."""
+    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it and written by
+    carrier."""
 
     shard: int
     label: str
@@ -108,6 +109,7 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
     backed_bytes: int
     drains: bool
     bulk_sent_bytes: dict[str, int] = {}
+    bulk_received_bytes: dict[str, int] = {}
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,7 +19,7 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, registered_arena
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, one_sided_parts
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking
@@ -94,10 +94,11 @@ class ServerProcess:
         backing = ArenaBacking(self.coordinator.memory.arena)
         if carrier.one_sided:
             _check_one_sided(carrier, self._storage, keyring)
-        registered = registered_arena(backing, carrier)
-        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), registered)
+        parts = one_sided_parts(backing, carrier)
+        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), *parts)
         made.callback(shard.stop)
         self.coordinator.bulk_sent = lambda: shard.sent_bytes
+        self.coordinator.bulk_received = lambda: shard.received_bytes
         self.coordinator.bulk_port, self.coordinator.bulk_plain = shard.listen(self.tcp_addresses), keyring is None
         shard.start()
 

@@ -14,6 +14,8 @@ protocol. In addition:
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
 - Where the arena is registered (docs/decisions/0044), a client may read it one-sided. While such a read is under way, the endpoint serves the
   agent every `PROGRESS_MS`: clients that connect need that, and all reads over TCP.
+- A write that names ranges of its client's memory (docs/decisions/0057) is read in steps, between the frames of others. For `EAGER_S` after a step that
+  moved something the endpoint does not sleep, then it looks every `PROGRESS_MS`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 import zmq
 
@@ -39,11 +41,13 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
+from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.pulled_write import PulledWrite
 from transferqueue.server.shards.ranged_read import RangedRead
 from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import ReadTransfer, WriteTransfer
+from transferqueue.server.shards.transfers import ExtentTransfer, ReadTransfer, WriteTransfer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
@@ -56,7 +60,9 @@ _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
 _DROPPED_BYTES: Final = 64 * KIB
 PROGRESS_MS: Final = 1
-"""How often peers are served that read one-sided."""
+"""How often peers are served that read one-sided, and reads of their memory are looked at."""
+EAGER_S: Final = 0.0005
+"""Most reads of 4 MiB end earlier."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -81,18 +87,26 @@ class PeerReceiver:
 class ShardTransfers:
     """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call.
 
-    registered: the arena, if clients may read it one-sided.
+    registered: the arena, if clients may read it one-sided. clients: their memory, if this reads it one-sided.
     """
 
-    def __init__(self, backing: Backing, tickets: TicketIssuer, registered: RegisteredArena | None = None) -> None:
+    def __init__(
+        self,
+        backing: Backing,
+        tickets: TicketIssuer,
+        registered: RegisteredArena | None = None,
+        clients: ClientMemory | None = None,
+    ) -> None:
         self.sent_bytes: Final = {"stream": 0, "one_sided": 0}
         """Bytes of reads by what carried them. Only grow."""
-        self._registered = registered
+        self.received_bytes: Final = {"stream": 0, "one_sided": 0}
+        """Bytes of writes by what carried them. Only grow."""
+        self._registered, self._clients = registered, clients
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._backing = backing
         self._tickets = tickets
         self.now = 0.0
-        self._transfers: dict[bytes, ReadTransfer | WriteTransfer] = {}
+        self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
         self._digests = FrameDigests()
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
@@ -166,6 +180,30 @@ class ShardTransfers:
             isinstance(transfer, RangedRead) for transfer in self._transfers.values()
         )
 
+    @property
+    def pulled_at(self) -> float | None:
+        """When a write of ranges last moved; None: none is under way."""
+        pulled = [transfer.moved_at for transfer in self._transfers.values() if isinstance(transfer, PulledWrite)]
+        return max(pulled, default=None)
+
+    def pull(self) -> None:
+        """Do one step of each write of ranges."""
+        for peer, transfer in list(self._transfers.items()):
+            if isinstance(transfer, PulledWrite):
+                try:
+                    self._pull(peer, transfer)
+                except TransferQueueError as error:
+                    self._refuse(peer, transfer.number, error)
+                except Exception as error:  # noqa: BLE001  (as above)
+                    self._fail(peer, transfer.number, error)
+
+    def _pull(self, peer: bytes, write: PulledWrite) -> None:
+        self.received_bytes["one_sided"] += write.step(self.now)
+        if (answer := write.acknowledge()) is not None:
+            self.outbox.append((peer, b.message(answer)))
+        if write.done:
+            self._end(peer)
+
     def prepare(self) -> None:
         """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an earlier one
         meanwhile."""
@@ -196,6 +234,8 @@ class ShardTransfers:
         if self._tickets.revoked != self._checked_at:
             self._checked_at = self._tickets.revoked
             self._digests.keep_only(self._tickets.admits)
+            if self._clients is not None:
+                self._clients.keep_only(self._tickets.serves)
             self._end_revoked()
 
     def next_deadline(self) -> float | None:
@@ -242,6 +282,10 @@ class ShardTransfers:
         match message:
             case b.ReadColumns():
                 self._begin(peer, self._read(message))
+            case b.WriteRanges():
+                self._begin(peer, self._pulled(message))
+            case b.WriteRangesFrame():
+                self._name(self._transfer_of(peer, message), message)
             case b.FlowAck():
                 self._frames_taken(peer, self._transfer_of(peer, message), message.frames)
             case _:
@@ -259,11 +303,27 @@ class ShardTransfers:
             )
         return RangedRead(message, self._backing, self._tickets, self._digests, self.now, self._registered)
 
-    def _begin(self, peer: bytes, transfer: ReadTransfer | WriteTransfer) -> None:
+    def _pulled(self, message: b.WriteRanges) -> PulledWrite:
+        if self._clients is None:
+            raise Impossible(
+                "this shard takes columns over its stream alone, so it reads no memory of its clients; start it with --bytes nixl, or write over "
+                "the stream"
+            )
+        self._clients.check_usable()
+        return PulledWrite(message, self._backing, self._tickets, self._digests, self.now, self._clients)
+
+    def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:
+        if not isinstance(transfer, PulledWrite):
+            raise ProtocolError(
+                f"bulk transfer {message.transfer} is no write of ranges, so no further ones belong to it"
+            )
+        transfer.name(message.number, message.ranges)
+
+    def _begin(self, peer: bytes, transfer: ReadTransfer | ExtentTransfer) -> None:
         self._end(peer)
-        if isinstance(transfer, WriteTransfer):
+        if isinstance(transfer, ExtentTransfer):
             for other_peer, other in list(self._transfers.items()):
-                if isinstance(other, WriteTransfer) and other.overlaps(transfer):
+                if isinstance(other, ExtentTransfer) and other.overlaps(transfer):
                     self._end(other_peer)
         peers = [other_peer for other_peer, other in self._transfers.items() if other.session == transfer.session]
         if len(peers) >= BULK_TRANSFERS_MAX:
@@ -275,7 +335,7 @@ class ShardTransfers:
         if (transfer := self._transfers.pop(peer, None)) is not None:
             transfer.end()
 
-    def _transfer_of(self, peer: bytes, message: b.ToShard) -> ReadTransfer | WriteTransfer:
+    def _transfer_of(self, peer: bytes, message: b.ToShard) -> ReadTransfer | ExtentTransfer:
         transfer = self._transfers.get(peer)
         if transfer is None or transfer.number != message.transfer:
             raise Unreachable(f"bulk transfer {message.transfer} is not under way on this connection; begin it again")
@@ -284,13 +344,14 @@ class ShardTransfers:
 
     def _frame_written(self, peer: bytes, writing: WriteTransfer, nbytes: int, digest: bytes) -> None:
         answer = writing.frame_complete(nbytes, digest)
+        self.received_bytes["stream"] += nbytes
         if answer is not None:
             self.outbox.append((peer, b.message(answer)))
         if writing.done:
             self._end(peer)
 
-    def _frames_taken(self, peer: bytes, transfer: ReadTransfer | WriteTransfer, frames: int) -> None:
-        if isinstance(transfer, WriteTransfer):
+    def _frames_taken(self, peer: bytes, transfer: ReadTransfer | ExtentTransfer, frames: int) -> None:
+        if isinstance(transfer, ExtentTransfer):
             self.outbox.append((peer, b.message(transfer.progress())))
             return
         transfer.window.took(frames)
@@ -317,8 +378,8 @@ class ShardTransfers:
 
 
 class BulkEndpoint:
-    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. registered: see `ShardTransfers`; it is
-    closed with this."""
+    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. registered, clients: see
+    `ShardTransfers`; both are closed with this."""
 
     def __init__(
         self,
@@ -326,10 +387,12 @@ class BulkEndpoint:
         tickets: TicketIssuer,
         keyring: KeySet | None = None,
         registered: RegisteredArena | None = None,
+        clients: ClientMemory | None = None,
     ) -> None:
         self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
         self._registered: Final = registered
-        self._exchange = ShardTransfers(backing, tickets, registered)
+        self._clients: Final = clients
+        self._exchange = ShardTransfers(backing, tickets, registered, clients)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = self._stands_still = False
@@ -345,6 +408,11 @@ class BulkEndpoint:
     def sent_bytes(self) -> dict[str, int]:
         """Bytes of reads by what carried them: "stream", "one_sided"."""
         return dict(self._exchange.sent_bytes)
+
+    @property
+    def received_bytes(self) -> dict[str, int]:
+        """Bytes of writes by what carried them: "stream", "one_sided"."""
+        return dict(self._exchange.received_bytes)
 
     @property
     def transfers(self) -> int:
@@ -364,6 +432,8 @@ class BulkEndpoint:
         self._port.close(FAREWELL_S)
         if self._registered is not None:
             self._registered.close()
+        if self._clients is not None:
+            self._clients.close()
         self._wakeup.close()
 
     def _run(self) -> None:
@@ -380,6 +450,8 @@ class BulkEndpoint:
     def _patience_ms(self) -> int | None:
         if self._exchange.busy(self._port.clogged):
             return 0
+        if (pulled_at := self._exchange.pulled_at) is not None:
+            return 0 if time.monotonic() - pulled_at < EAGER_S else PROGRESS_MS
         if self._exchange.one_sided:
             return PROGRESS_MS
         deadlines = [at for at in (self._exchange.next_deadline(), self._port.next_deadline()) if at is not None]
@@ -399,6 +471,7 @@ class BulkEndpoint:
         for peer in self._port.arrivals(self._exchange, now):
             self._exchange.receive(peer)
             self._send()
+        self._exchange.pull()
         self._exchange.advance(self._port.clogged)
         self._send()
         self._exchange.prepare()
@@ -411,9 +484,18 @@ class BulkEndpoint:
                 self._exchange.lost(peer)
 
 
-def registered_arena(backing: ArenaBacking, carrier: Carrier) -> RegisteredArena | None:
-    """The arena for one-sided reads; None: the carrier is the stream. `UsageError` if this machine cannot."""
-    return RegisteredArena(backing, NixlAgent(carrier)) if carrier.one_sided else None
+class OneSidedParts(NamedTuple):
+    """What an endpoint needs for a one-sided carrier; nothing of it: the carrier is the stream."""
+
+    registered: RegisteredArena | None = None
+    clients: ClientMemory | None = None
+
+
+def one_sided_parts(backing: ArenaBacking, carrier: Carrier) -> OneSidedParts:
+    """The arena for one-sided reads, and the way to the memory of clients. `UsageError` if this machine cannot. Takes up to a second."""
+    if not carrier.one_sided:
+        return OneSidedParts()
+    return OneSidedParts(RegisteredArena(backing, NixlAgent(carrier)), ClientMemory(NixlAgent(carrier)))
 
 
 def _host(address: str) -> str:

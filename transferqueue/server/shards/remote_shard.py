@@ -73,6 +73,7 @@ class RemoteShard:
         self.allocator: Final = Allocator.holding(offer.capacity, (granted or {}).values())
         self.draining = False
         self.sent_bytes = {"stream": 0, "one_sided": 0}
+        self.received_bytes = dict(self.sent_bytes)
         """Bytes that clients have read from it by what carried them, as of its latest poll for commands."""
         self._epoch = epoch
         self._wake = wake
@@ -224,6 +225,7 @@ class RemoteShard:
     def commands(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
         """The next commands, after the shard confirmed earlier ones. `ProtocolError` if it confirms a command that it never got."""
         self.sent_bytes = dict(zip(self.sent_bytes, request.sent, strict=True))
+        self.received_bytes = dict(zip(self.received_bytes, request.received, strict=True))
         if request.epoch == self._epoch:
             if request.done > self._last_sent:
                 raise ProtocolError(

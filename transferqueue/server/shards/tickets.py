@@ -168,7 +168,7 @@ class TicketIssuer:
                     f"{session} for these bytes; read what a reply named, in the session that got it"
                 )
 
-    def check_write(self, write: b.WriteExtent) -> None:
+    def check_write(self, write: b.ExtentWrite) -> None:
         """`UsageError` unless the extent has a ticket of this session, and the write is inside it."""
         ticket = self._ticket(
             _WRITE, write.session, write.shard, write.extent, write.extent, write.offset, write.nbytes

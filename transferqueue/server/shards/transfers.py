@@ -110,11 +110,11 @@ class ReadTransfer(ShardTransfer):
         return b.message(head, content.pieces, content.digest)
 
 
-class WriteTransfer(ShardTransfer):
-    """Receives frames for an extent."""
+class ExtentTransfer(ShardTransfer):
+    """Writes bytes into an extent, in order. What both kinds of write share."""
 
     def __init__(
-        self, write: b.WriteExtent, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
+        self, write: b.ExtentWrite, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
     ) -> None:
         tickets.check_write(write)
         if write.offset + write.nbytes > backing.capacity:
@@ -132,9 +132,31 @@ class WriteTransfer(ShardTransfer):
         """Whether every byte has arrived."""
         return self._written == self._range.nbytes
 
-    def overlaps(self, other: WriteTransfer) -> bool:
+    def overlaps(self, other: ExtentTransfer) -> bool:
         """Whether both write some byte."""
         return self._range.offset < other._range.end and other._range.offset < self._range.end
+
+    def fill(self, read: b.Reader) -> int:
+        """Write the next bytes; returns how many. `Disconnected` if they may not be written any more."""
+        with self._tickets.writing(self.session, self._extents):
+            size = self._write.fill(read)
+        self._written += size
+        return size
+
+    def _commit(self, nbytes: int, digest: bytes) -> None:
+        """The last `nbytes` bytes have this checksum, which was compared. Raises as `fill` and `IncomingWrite.commit`."""
+        with self._tickets.writing(self.session, self._extents):
+            self._write.commit(last=self.done)
+        start = self._range.offset + self._written - nbytes
+        self._digests.remember(Range(self._range.extent, start, nbytes), digest)
+
+    def progress(self) -> b.FlowAck:
+        """How much has arrived."""
+        return b.FlowAck(self.number, self._window.taken, self.done)
+
+
+class WriteTransfer(ExtentTransfer):
+    """Receives frames for an extent."""
 
     def expect(self, number: int, nbytes: int) -> None:
         """A frame begins. `Corruption` if it is not the next one, or exceeds the announced size."""
@@ -143,25 +165,11 @@ class WriteTransfer(ShardTransfer):
         if more > 0:
             raise Corruption(f"a bulk write of {self._range.nbytes} bytes has {more} more than it said")
 
-    def fill(self, read: b.Reader) -> int:
-        """Write the next bytes of a frame; returns how many. `Disconnected` if they may not be written any more."""
-        with self._tickets.writing(self.session, self._extents):
-            size = self._write.fill(read)
-        self._written += size
-        return size
-
     def frame_complete(self, nbytes: int, digest: bytes) -> b.FlowAck | None:
         """A frame of `nbytes` bytes is complete, with this checksum. Returns the acknowledgement, if one is due. Raises as `fill` and
         `IncomingWrite.commit`."""
-        with self._tickets.writing(self.session, self._extents):
-            self._write.commit(last=self.done)
-        start = self._range.offset + self._written - nbytes
-        self._digests.remember(Range(self._range.extent, start, nbytes), digest)
+        self._commit(nbytes, digest)
         return self.progress() if self._window.due(last=self.done) else None
-
-    def progress(self) -> b.FlowAck:
-        """How much has arrived."""
-        return b.FlowAck(self.number, self._window.taken, self.done)
 
 
 # ---------------------------------------------------------------- columns as frames

@@ -22,8 +22,8 @@ CONSUMERS: Final = ("reward-0", "reward-1", "reward-2")
 TRAINER: Final = "trainer-0"
 FLOODERS: Final = ("flooder-0",)
 DRAINERS: Final = ("drainer-0", "drainer-1")
-REMOTE: Final = ("producer-9", "reward-9", "drainer-9")
-"""Roles that reach the server by TCP through the proxy: one puts, one acks with a column, one reads large rows."""
+REMOTE: Final = ("producer-9", "flooder-9", "reward-9", "drainer-9")
+"""Roles that reach the server by TCP through the proxy: two put, small rows and large, one acks with a column, one reads large rows."""
 SERVER: Final = "server"
 PROXY: Final = "proxy"
 

@@ -45,7 +45,7 @@ DRAIN_S: Final = 150.0
 """Longer than any wait of a role, so that a role that is stuck reports why itself."""
 PROGRESS_EVERY_S: Final = 5.0
 _PROBE: Final = "probe"
-_SOURCES: Final = {*PRODUCERS, *FLOODERS, REMOTE[0]}
+_SOURCES: Final = {*PRODUCERS, *FLOODERS, *REMOTE[:2]}
 
 
 def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = None) -> Report:

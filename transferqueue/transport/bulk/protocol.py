@@ -17,6 +17,8 @@ Rules (docs/decisions/0013):
 7. A client that reads memory one-sided (`transport.bulk.one_sided`, docs/decisions/0044) asks with `ReadRanges`. The answer, `RangesFrame`, names
    the ranges of at least `RANGE_BYTES_MIN` with a checksum each; shorter ones, and rows that the shard must gather, come as content. A frame counts as
    taken when its ranges were read and match, so the shard knows how long they are needed.
+8. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard reads them into memory of its
+   own, compares, and copies them into the extent. A frame counts as taken when that is done.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """
@@ -168,8 +170,8 @@ class ReadRanges(ReadColumns, tag="ReadRanges"):
     regions: Count
 
 
-class WriteExtent(BulkHead, tag="Write"):
-    """Starts a write of `total` bytes from byte `at` of the arena on, inside this granted extent. Its content is frame 0."""
+class ExtentWrite(BulkHead):
+    """What every write says: `total` bytes from byte `at` of the arena on, inside this granted extent."""
 
     session: Count
     shard: Count
@@ -181,10 +183,44 @@ class WriteExtent(BulkHead, tag="Write"):
     total: Count
 
 
+class WriteExtent(ExtentWrite, tag="Write"):
+    """Starts a write whose bytes come over the connection. Its content is frame 0."""
+
+
+class ByteRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """`nbytes` bytes from `address` of a process on, with their xxh3-64. Of a read: of the shard's process, address 0: the next bytes of the
+    content. Of a write: of the client's process; no range is longer than `FRAME_BYTES`."""
+
+    address: Count
+    nbytes: Count
+    digest: Annotated[bytes, Meta(max_length=_DIGEST_BYTES)] = b""
+
+
 class WriteFrame(BulkHead, tag="Data"):
     """The next frame of a write."""
 
     number: Count
+
+
+class WriteRanges(ExtentWrite, tag="WriteRanges"):
+    """Starts a write whose bytes the shard reads one-sided, in order. Frame 0; without content. The ranges of all frames are `total` bytes.
+
+    agent, generation, regions: what the client has registered, as in `RangesFrame`. metadata: what the shard must load to read it; empty: it
+    has that, or newer.
+    """
+
+    agent: Text
+    generation: Count
+    regions: Count
+    metadata: Annotated[bytes, Meta(max_length=METADATA_BYTES_MAX)]
+    ranges: Annotated[list[ByteRange], Meta(max_length=RANGES_MAX)]
+
+
+class WriteRangesFrame(BulkHead, tag="DataRanges"):
+    """The next ranges of a write of ranges."""
+
+    number: Count
+    ranges: Annotated[list[ByteRange], Meta(max_length=RANGES_MAX)]
 
 
 class FlowAck(BulkHead, tag="Taken"):
@@ -215,14 +251,6 @@ class ReadFrame(BulkHead, tag="Frame"):
     last: bool
 
 
-class ByteRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """Bytes of a read: `nbytes` bytes from `address` of the shard's process on, with their xxh3-64; address 0: the next bytes of the content."""
-
-    address: Count
-    nbytes: Count
-    digest: Annotated[bytes, Meta(max_length=_DIGEST_BYTES)] = b""
-
-
 class RangesFrame(BulkHead, tag="RangesFrame"):
     """The next bytes of a read of ranges, in order: first of the parts that began earlier, then of those that begin here.
 
@@ -247,7 +275,7 @@ class TransferFailed(BulkHead, tag="Refused"):
     text: Annotated[str, Meta(max_length=FRAME_BYTES)]
 
 
-ToShard = ReadColumns | WriteExtent | WriteFrame | FlowAck | ReadRanges
+ToShard = ReadColumns | WriteExtent | WriteFrame | FlowAck | ReadRanges | WriteRanges | WriteRangesFrame
 ToClient = ReadFrame | FlowAck | TransferFailed | RangesFrame
 
 _Head = TypeVar("_Head")
@@ -342,10 +370,12 @@ def deliver(head: bytes, content: Sequence[memoryview], receiver: MessageReceive
     for piece in content:
         left = piece
         while len(left):
-            left = left[receiver.fill(_copy_of(left)) :]
+            left = left[receiver.fill(reader_of(left)) :]
 
 
-def _copy_of(piece: memoryview) -> Reader:
+def reader_of(piece: memoryview) -> Reader:
+    """A reader of the bytes of this memory, from its start each time."""
+
     def read(into: memoryview) -> int:
         size = min(len(into), len(piece))
         into[:size] = piece[:size]

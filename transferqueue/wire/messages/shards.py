@@ -56,7 +56,7 @@ class ShardCommands(Message, tag="Orders"):
 class PollCommands(Message, tag="TakeOrders"):
     """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders.
 
-    sent: bytes that clients have read from it since it started: over its stream, and one-sided.
+    sent: bytes that clients have read from it since it started: over its stream, and one-sided. received: that they have written, alike.
     """
 
     epoch: Count
@@ -64,6 +64,7 @@ class PollCommands(Message, tag="TakeOrders"):
     failed: Counts = []
     wait_s: Seconds = 0.0
     sent: tuple[Count, Count] = (0, 0)
+    received: tuple[Count, Count] = (0, 0)
 
 
 class AllocatePages(Message, tag="Grow"):

@@ -1,0 +1,324 @@
+"""Writes whose bytes the shard reads out of its client's memory, without sockets: who may, how much, and what happens when a read fails."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from tests.client.one_process import AGENTS, Copy, LocalAgent
+from tests.server.test_bulk import ARENA_BYTES, SESSION, Bench, refused
+from transferqueue.errors import BY_NAME, Unreachable
+from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
+from transferqueue.server.shards import client_memory
+from transferqueue.server.shards.bulk_endpoint import ShardTransfers
+from transferqueue.server.shards.client_memory import BUFFERS_MAX, QUARANTINED_MAX, ClientMemory
+from transferqueue.storage.memory.arena import Arena
+from transferqueue.transport.bulk import protocol as b
+
+TOTAL = 20 * MIB
+
+
+class Pulled(Bench):
+    """A bench whose shard reads its clients' memory; and one client, with `data` registered."""
+
+    def __init__(self, arena: Arena) -> None:
+        super().__init__(arena)
+        arena.ensure(0, ARENA_BYTES)
+        self.agent, self.client = LocalAgent(), LocalAgent()
+        self.memory = ClientMemory(self.agent)
+        self.exchange = ShardTransfers(self.backing, self.tickets, None, self.memory)
+        self.data = np.random.default_rng(1).integers(0, 255, TOTAL, np.uint8)
+        self.address = int(self.data.__array_interface__["data"][0])
+        self.client.register(self.address, TOTAL)
+
+    def ranges(self, start: int, end: int, step: int = FRAME_BYTES) -> list[b.ByteRange]:
+        return [self.range(at, min(step, end - at)) for at in range(start, end, step)]
+
+    def range(self, at: int, nbytes: int) -> b.ByteRange:
+        return b.ByteRange(self.address + at, nbytes, b.digest((self.data[at : at + nbytes].data,)))
+
+    def put(self, ranges: Sequence[b.ByteRange], total: int = TOTAL, number: int = 1, **changes: Any) -> b.WriteRanges:  # type: ignore[override]
+        facts: dict[str, Any] = {
+            "agent": self.client.name,
+            "generation": 0,
+            "regions": 1,
+            "metadata": self.client.metadata(),
+        }
+        written = self.write(self.grant(TOTAL), total, number=number)
+        return b.WriteRanges(**msgspec.structs.asdict(written), ranges=list(ranges), **(facts | changes))
+
+    def turns(self, count: int = 40) -> list[Any]:
+        """What was answered in so many turns of the endpoint."""
+        for _ in range(count):
+            self.exchange.pull()
+        return [head for _, head, _ in self.heard()]
+
+    @property
+    def stored(self) -> Any:
+        return self.arena[32 * MIB : 32 * MIB + TOTAL]
+
+
+@pytest.fixture
+def bench() -> Iterator[Pulled]:
+    arena = Arena.create(None, ARENA_BYTES)
+    yield Pulled(arena)
+    arena.close()
+    AGENTS.clear()
+
+
+def pending(monkeypatch: pytest.MonkeyPatch, done: Callable[[Any], bool] = lambda _: False) -> None:
+    """Reads do not end, unless `done` says so."""
+    copied = Copy.done
+    monkeypatch.setattr(Copy, "done", lambda read: done(read) and copied(read))
+
+
+def test_what_a_client_names_is_stored_and_acknowledged_frame_by_frame(bench: Pulled) -> None:
+    bench.say(bench.put(bench.ranges(0, 8 * MIB)))
+    bench.say(b.WriteRangesFrame(1, 1, bench.ranges(8 * MIB, 16 * MIB)))
+    assert [(head.frames, head.done) for head in bench.turns()] == [(1, False), (2, False)]
+    bench.say(b.WriteRangesFrame(1, 2, bench.ranges(16 * MIB, TOTAL, 300 * KIB)))
+    assert [(head.frames, head.done) for head in bench.turns()] == [(3, True)]
+    assert np.array_equal(bench.stored, bench.data)
+    assert (len(bench.exchange), bench.exchange.received_bytes["one_sided"], bench.memory.quarantined) == (0, TOTAL, 0)
+    assert bench.agent.reads == 5, "reads of 4 MiB, of ranges that follow each other"
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 2, metadata=b""))
+    assert [head.done for head in bench.turns()] == [True], "the metadata is known"
+
+
+def test_bytes_that_do_not_match_their_checksum_change_nothing(bench: Pulled) -> None:
+    bench.say(bench.put([bench.range(0, MIB), bench.range(MIB, MIB)], 2 * MIB))
+    bench.data[MIB + 5] ^= 1
+    with pytest.raises(BY_NAME["Corruption"], match="do not match their checksum: they changed there, or on the way"):
+        raise refused_after(bench)
+    assert not bench.stored[MIB:].any()
+    assert (len(bench.exchange), bench.memory.quarantined) == (0, 0), "the read itself ended well"
+
+
+def refused_after(bench: Pulled) -> Exception:
+    bench.exchange.pull()
+    return refused(bench)
+
+
+@pytest.mark.parametrize(
+    ("error", "rule", "named"),
+    [
+        ("ProtocolError", "names 0 bytes at address", lambda bench: [bench.range(0, 0)]),
+        ("ProtocolError", "name 1 to 1048576 bytes", lambda bench: [bench.range(0, MIB + 1)]),
+        ("ProtocolError", "bytes at address 0", lambda bench: [b.ByteRange(0, MIB, bytes(8))]),
+        ("Corruption", "more than it said", lambda bench: [*bench.ranges(0, TOTAL), bench.range(0, 1)]),
+        ("Unreachable", "has not registered that", lambda bench: [b.ByteRange(bench.address - 1, 64, bytes(8))]),
+        ("Unreachable", "has not registered that", lambda bench: [b.ByteRange((1 << 62) - 1, MIB, bytes(8))]),
+    ],
+    ids=["empty", "long", "null", "more", "outside", "far outside"],
+)
+def test_ranges_that_are_none_are_refused(bench: Pulled, error: str, rule: str, named: Any) -> None:
+    bench.say(bench.put(named(bench)))
+    with pytest.raises(BY_NAME[error], match=rule):
+        raise refused_after(bench)
+    assert not bench.stored.any()
+    assert len(bench.exchange) == 0
+
+
+def test_counts_beyond_every_bound_are_refused_before_any_work(bench: Pulled) -> None:
+    head = bench.put([])
+    far = b.ByteRange(1 << 62, 1, bytes(8))
+    for changed in (
+        {"ranges": [far] * (b.RANGES_MAX + 1)},
+        {"ranges": [b.ByteRange(-1, 1)]},
+        {"regions": -1},
+        {"ranges": [b.ByteRange(1 << 63, 1)]},
+    ):
+        bench.say(msgspec.structs.replace(head, **changed))
+        with pytest.raises(BY_NAME["ProtocolError"], match="is not one"):
+            raise refused(bench)
+    bench.say(head, [b"content"])
+    with pytest.raises(BY_NAME["ProtocolError"], match="has no content, and this one 7 bytes"):
+        raise refused(bench)
+    assert not bench.agent.loaded
+
+
+def test_who_has_no_ticket_is_not_read(bench: Pulled) -> None:
+    head = bench.put(bench.ranges(0, MIB))
+    for changes in ({"ticket": bytes(16)}, {"extent": 9}, {"nbytes": TOTAL + 4096}, {"session": SESSION + 1}):
+        bench.say(msgspec.structs.replace(head, **changes))
+        with pytest.raises(BY_NAME["UsageError"], match="ticket is none"):
+            raise refused(bench)
+    bench.say(msgspec.structs.replace(head, at=head.offset - 1))
+    with pytest.raises(BY_NAME["UsageError"], match="write inside it"):
+        raise refused(bench)
+    bench.tickets.revoke(head.extent)
+    bench.say(head)
+    with pytest.raises(BY_NAME["Disconnected"], match="freed since"):
+        raise refused(bench)
+    assert not bench.agent.loaded
+
+
+def test_a_ticket_that_is_shown_again_ends_the_earlier_write(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.say(bench.put(bench.ranges(0, 8 * MIB)), peer=b"first")
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        bench.turns(3)
+    bench.say(bench.put(bench.ranges(0, TOTAL)), peer=b"second")
+    assert [(head.frames, head.done) for head in bench.turns()] == [(1, True)]
+    assert np.array_equal(bench.stored, bench.data)
+    assert len(bench.exchange) == 0
+    bench.say(b.WriteRangesFrame(1, 1, bench.ranges(8 * MIB, TOTAL)), peer=b"first")
+    with pytest.raises(BY_NAME["Unreachable"], match="not under way on this connection"):
+        raise refused(bench)
+
+
+def test_further_ranges_belong_to_a_write_of_ranges(bench: Pulled) -> None:
+    bench.say(bench.write(bench.grant(TOTAL), TOTAL), [b"some"])
+    bench.say(b.WriteRangesFrame(1, 1, []))
+    with pytest.raises(BY_NAME["ProtocolError"], match="is no write of ranges"):
+        raise refused(bench)
+    bench.say(bench.put([], number=2))
+    bench.say(b.WriteFrame(2, 1), [b"some"])
+    bench.say(b.WriteRangesFrame(2, 2, []))
+    with pytest.raises(BY_NAME["Corruption"], match="frame 2 came where 1 was due"):
+        raise refused(bench)
+    bench.say(bench.put([], number=3))
+    for number in range(1, BULK_WINDOW_FRAMES):
+        bench.say(b.WriteRangesFrame(3, number, bench.ranges(0, KIB)))
+    bench.say(b.WriteRangesFrame(3, BULK_WINDOW_FRAMES, []))
+    with pytest.raises(BY_NAME["ProtocolError"], match="8 frames of ranges were named ahead, and that is the most"):
+        raise refused(bench)
+    assert not bench.stored[4:].any()
+
+
+def test_a_buffer_that_a_read_may_still_write_is_not_used_until_the_read_has_ended(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        bench.say(bench.put(bench.ranges(0, TOTAL)))
+        bench.turns(3)
+        written = [pull.buffer for pull in bench.memory._under_way]
+        assert len(written) == 2, "the second is read while the first is stored"
+        bench.exchange.lost(b"p")
+        assert (len(bench.exchange), bench.memory.quarantined) == (0, 2)
+        bench.say(bench.put(bench.ranges(0, MIB), MIB))
+        assert bench.turns(3) == [], "its agent cannot be loaded afresh yet"
+        assert not any(pull.buffer is buffer for pull in bench.memory._under_way for buffer in written)
+    assert [head.done for head in bench.turns()] == [True], "the client goes on"
+    assert bench.memory.quarantined == 0
+    assert not bench.stored[MIB:].any(), "what was given up is not stored, though its reads ended"
+
+
+def test_a_failed_read_costs_its_buffer_and_after_too_many_the_stream_is_left(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 3)
+
+    def fail() -> None:
+        raise Unreachable("the client is gone")
+
+    bench.agent.before = fail
+    for number in range(1, 5):
+        bench.say(bench.put(bench.ranges(0, MIB), MIB, number))
+        with pytest.raises(BY_NAME["Unreachable"], match="the client is gone"):
+            raise refused_after(bench)
+        assert bench.memory.quarantined == number
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
+    with pytest.raises(BY_NAME["Impossible"], match="takes columns over its stream alone until it is started again"):
+        raise refused(bench)
+    bench.memory.close()
+    assert len(bench.agent.regions) == 4, "lost buffers stay registered, and are never freed"
+    assert QUARANTINED_MAX < 100
+
+
+def test_a_client_that_stands_still_is_refused_after_the_silence(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pending(monkeypatch)
+    bench.say(bench.put(bench.ranges(0, TOTAL)))
+    assert bench.turns(3) == []
+    bench.exchange.now = BULK_SILENCE_S
+    with pytest.raises(BY_NAME["Unreachable"], match="no byte of the client's memory could be read for 10 s"):
+        raise refused_after(bench)
+    assert (len(bench.exchange), bench.memory.quarantined) == (0, 2)
+
+
+def test_a_session_that_ends_while_it_is_read_writes_nothing_more(bench: Pulled) -> None:
+    bench.say(bench.put(bench.ranges(0, 8 * MIB)))
+    bench.turns(1)
+    bench.tickets.close(SESSION)
+    bench.exchange.pull()
+    with pytest.raises(BY_NAME["Disconnected"], match="session is over"):
+        raise refused(bench)
+    assert not bench.stored[4 * MIB :].any()
+    bench.exchange.tick(0.0)
+    assert not bench.memory.loaded or bench.memory.quarantined, "its agent is unloaded once nothing reads from it"
+
+
+def test_many_writes_share_a_bounded_number_of_buffers(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transferqueue.server.shards.bulk_endpoint.BULK_TRANSFERS_MAX", 99)
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        for at in range(BUFFERS_MAX):
+            head = bench.put(bench.ranges(at * MIB, at * MIB + MIB, 256 * KIB), MIB)
+            head = msgspec.structs.replace(head, at=head.offset + at * MIB)
+            bench.say(head, peer=bytes([at]))
+        bench.turns(3)
+        bench.say(msgspec.structs.replace(bench.put(bench.ranges(16 * MIB, 17 * MIB), MIB), at=48 * MIB), peer=b"late")
+        bench.turns(3)
+        assert len(bench.agent.regions) == BUFFERS_MAX == len(bench.memory._under_way)
+    assert len([head for head in bench.turns() if head.done]) == BUFFERS_MAX + 1
+    assert np.array_equal(bench.stored[: 17 * MIB], bench.data[: 17 * MIB])
+    bench.memory.close()
+    assert not bench.agent.regions
+    assert not bench.agent.loaded
+
+
+def test_memory_that_was_registered_anew_is_loaded_afresh_when_nothing_reads_it(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench.say(bench.put(bench.ranges(0, MIB), MIB))
+    bench.turns(3)
+    bench.client.regions.clear()
+    bench.client.register(bench.address, TOTAL)
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        bench.say(bench.put(bench.ranges(0, MIB), MIB, 2, metadata=b""))
+        bench.turns(2)
+        fresh = msgspec.structs.replace(
+            bench.put(bench.ranges(MIB, 2 * MIB), MIB, 3, generation=1, regions=2), at=33 * MIB
+        )
+        bench.say(fresh, peer=b"q")
+        bench.turns(2)
+        assert [version.generation for version in bench.memory.loaded.values()] == [0], "reads are under way"
+    answers = bench.turns()
+    assert [type(head).__name__ for head in answers] == ["TransferFailed", "FlowAck"], (
+        "the old key is refused, the new one holds"
+    )
+    assert [version.generation for version in bench.memory.loaded.values()] == [1]
+
+
+def test_a_session_names_memory_of_its_own(bench: Pulled) -> None:
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, metadata=b""))
+    with pytest.raises(BY_NAME["Unreachable"], match="has forgotten the metadata"):
+        raise refused_after(bench)
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 2, agent="another"))
+    with pytest.raises(BY_NAME["Corruption"], match="not that of agent 'another'"):
+        raise refused_after(bench)
+    assert not bench.agent.loaded
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 3))
+    bench.turns(3)
+    granted = bench.tickets.granted(SESSION + 1, bench.grant(TOTAL))
+    other = msgspec.structs.replace(
+        bench.put(bench.ranges(0, MIB), MIB, 4), session=SESSION + 1, ticket=granted.ticket, regions=2
+    )
+    bench.say(other)
+    with pytest.raises(BY_NAME["UsageError"], match="is another session's; name memory of its own"):
+        raise refused_after(bench)
+
+
+def test_a_shard_with_a_stream_alone_says_what_to_do(bench: Pulled) -> None:
+    bench.exchange = ShardTransfers(bench.backing, bench.tickets)
+    bench.say(bench.put(bench.ranges(0, MIB)))
+    with pytest.raises(BY_NAME["Impossible"], match=r"start it with --bytes nixl, or write over the stream"):
+        raise refused(bench)

@@ -1,0 +1,161 @@
+"""A write whose bytes the shard reads itself out of registered memory of this process (docs/decisions/0057).
+
+Rules:
+
+1. What is put is written into a registered buffer, which its put owns until the shard has said that everything is stored, or until the write was
+   given up. A late read of a buffer that was used again delivers bytes that do not match their checksums, and the shard drops them; it never
+   writes here. So these buffers need no quarantine.
+2. The metadata of these buffers is that of an agent of its own: a shard that has it reaches no buffer into which this process receives.
+3. After a failure the stream carries the bytes, and for `PAUSE_S` everything that is put to that shard.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Final
+
+import msgspec
+import numpy as np
+
+from transferqueue.client.memory.one_sided import PAUSE_S, OneSidedMemory
+from transferqueue.client.memory.transfers import checked
+from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unreachable, UsageError
+from transferqueue.limits import FRAME_BYTES, KIB
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.transport.bulk import protocol as b
+from transferqueue.wire import messages as m
+
+_log: Final = logging.getLogger("transferqueue.client")
+PULLED_BYTES_MIN: Final = 256 * KIB
+"""Less is one message of the stream."""
+SERVE_S: Final = 0.001
+"""How often this process makes progress for the shard's reads: connections need that, and over TCP every read."""
+_ASK_EVERY: Final = 1000
+"""After so many of these moments without an answer the shard is asked whether it still knows of the write."""
+_NONE_TOLD: Final = (0, (0, 0))
+
+
+class ShardWriter:
+    """Lets one shard read what is put there. memory: registered, for what is put. Safe from any thread."""
+
+    def __init__(self, memory: OneSidedMemory, clock: Callable[[], float] = time.monotonic) -> None:
+        self.memory: Final = memory
+        self._clock = clock
+        self._not_before = 0.0
+        self._told = _NONE_TOLD
+        self.bytes_pulled = 0
+        """Bytes that the shard has read and stored so far."""
+
+    def take(self, nbytes: int) -> U8 | None:
+        """A registered buffer for a put of `nbytes`. None: it had better cross over the stream."""
+        if nbytes < PULLED_BYTES_MIN or self._clock() < self._not_before:
+            return None
+        try:
+            return self.memory.buffers.take(nbytes)
+        except (Unreachable, UsageError) as error:
+            self.refused(error)
+            return None
+
+    def refused(self, error: TransferQueueError) -> None:
+        """A write failed: use the stream for a while, or, if the shard takes none of this kind, for good."""
+        served = not isinstance(error, Impossible)
+        self._told = _NONE_TOLD
+        self._not_before = self._clock() + PAUSE_S if served else float("inf")
+        (_log.warning if served else _log.info)("what is put crosses over the stream: %s", error)
+
+    def description(self, epoch: int) -> tuple[tuple[int, int], bytes]:
+        """Generation and regions of what is registered, and its metadata, unless a shard of this life of the server has that."""
+        version = self.memory.buffers.version
+        return version, b"" if self._told >= (epoch, version) else self.memory.agent.metadata()
+
+    def stored(self, epoch: int, version: tuple[int, int], nbytes: int) -> None:
+        """A write succeeded, so the shard knows what was registered then."""
+        self._told = max(self._told, (epoch, version))
+        self.bytes_pulled += nbytes
+
+
+class PulledStore:
+    """Has the shard read `data`, a registered buffer of `writer`, into a granted extent. The bytes must not change before it is `done`."""
+
+    serve_s = SERVE_S
+
+    def __init__(
+        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview, writer: ShardWriter
+    ) -> None:
+        self.done = False
+        self._number: Final = number
+        self._window = b.SendWindow()
+        self._writer, self._epoch, self._nbytes = writer, epoch, len(data)
+        self._version, metadata = writer.description(epoch)
+        self._served = 0
+        self._head = b.WriteRanges(
+            number,
+            session,
+            granted.shard,
+            granted.extent,
+            granted.offset,
+            granted.nbytes,
+            granted.ticket,
+            at,
+            len(data),
+            writer.memory.agent.name,
+            *self._version,
+            metadata,
+            [],
+        )
+        self._left = self._frames(data)
+
+    def opening(self) -> list[b.Message]:
+        """The request with the first ranges, and as many more as the window allows."""
+        return self._more()
+
+    def serve(self) -> bool:
+        """Make progress for the shard's reads. Whether the shard should be asked now."""
+        self._writer.memory.agent.progress()
+        self._served += 1
+        return self._served % _ASK_EVERY == 0
+
+    def ask(self) -> b.Message:
+        """Whether it has arrived."""
+        return b.message(b.FlowAck(self._number, self._window.taken))
+
+    def expect(self, head: bytes, nbytes: int) -> None:
+        """The shard says which frames it has stored."""
+        message = checked(head, self._number)
+        if nbytes:
+            raise Corruption(f"{nbytes} bytes came where a write was under way")
+        if isinstance(message, b.FlowAck) and message.transfer == self._number:
+            self._window.took(message.frames)
+            if message.done and not self.done:
+                self.done = True
+                self._writer.stored(self._epoch, self._version, self._nbytes)
+
+    def fill(self, read: b.Reader) -> int:
+        """A write receives no bytes."""
+        raise Corruption("bytes came where a write was under way")
+
+    def receive(self) -> list[b.Message]:
+        """The shard has stored frames: name further ranges."""
+        return self._more()
+
+    def _more(self) -> list[b.Message]:
+        frames = []
+        while self._window.open and (frame := next(self._left, None)) is not None:
+            self._window.send()
+            frames.append(frame)
+        return frames
+
+    def _frames(self, data: memoryview) -> Iterator[b.Message]:
+        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+        for number, start in enumerate(range(0, len(data), b.RANGES_FRAME_BYTES)):
+            ranges = [
+                b.ByteRange(address + at, len(piece), b.digest((piece,)))
+                for at in range(start, min(start + b.RANGES_FRAME_BYTES, len(data)), FRAME_BYTES)
+                for piece in (data[at : at + FRAME_BYTES],)
+            ]
+            if number:
+                yield b.message(b.WriteRangesFrame(self._number, number, ranges))
+            else:
+                yield b.message(msgspec.structs.replace(self._head, ranges=ranges))
