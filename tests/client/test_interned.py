@@ -174,6 +174,8 @@ def test_one_value_for_all_rows_and_updates(server: Served, name: str) -> None:
         assert table.read()["prompt"].list() == ["another one " * 2000] * 3 + ["a prompt " * 2000] * 2
         with pytest.raises(tq.SchemaError, match="Interned of an Interned"):
             table.put(prompt=tq.Interned(tq.Interned(["x"])))
+        with pytest.raises(tq.SchemaError, match=r"Interned\(None\) has no values"):
+            tq.Interned(None)
         with pytest.raises(tq.SchemaError, match="int values do not fit dtype str"):
             table.put(prompt=tq.Interned([1, 2]))
         with pytest.raises(tq.NotFound):  # not of a value: it stands

@@ -102,6 +102,8 @@ class Interned:
     def __init__(self, values: Any) -> None:
         if isinstance(values, Interned):
             raise SchemaError("Interned of an Interned: give its values once")
+        if values is None:
+            raise SchemaError("Interned(None) has no values: give a list or an array, or leave the field out")
         self.values = values
 
     def __repr__(self) -> str:
