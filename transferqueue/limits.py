@@ -315,6 +315,24 @@ def short_number(number: int) -> str:
     return str(number) if number.bit_length() <= NAME_CHARS_MAX else f"of {number.bit_length()} bits"
 
 
+SPILL_ABOVE: Final = 0.75
+"""Cold blocks go to the disk when more than this share of the arena is in use: below the share that new rows may have, so that puts seldom wait."""
+SPILL_TO: Final = 0.625
+"""Down to this share: in steps of an eighth of the arena, so that a disk gets long writes."""
+SPILL_BATCH_BYTES: Final = 16 * MIB
+"""Bytes that are written, or loaded, between two looks at what is needed most."""
+SPILL_PAUSE_S: Final = 5.0
+"""After a block could not be written to the disk, the next one is tried so much later."""
+SPILL_BYTES_MIN: Final = SPILL_BATCH_BYTES
+"""The least that may be allowed on the disk: one step of writing."""
+LOAD_STUCK_S: Final = 1.0
+"""A request that finds no memory for its blocks this long lets those behind it go first."""
+LOAD_ORDERS_MAX: Final = 4096
+"""Requests that wait for blocks on the disk."""
+LOAD_TRIES: Final = 3
+"""How often a block is read that the disk does not give. Then it is lost."""
+LOAD_WAIT_S: Final = 30.0
+"""How long a read waits for blocks on the disk."""
 RESULTS_SHARE: Final = 8
 """One part in this many of each shard is reserved for results: if new rows filled all memory, no result could be written and no row could
 ever be freed. The share is taken of each shard, so a shard's claim about its size gives no room in another."""

@@ -37,6 +37,17 @@ def test_seeds_take_the_courses_that_were_recorded(seeds: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(6, 300))
+def test_no_promise_is_broken_where_blocks_go_to_a_disk(seeds: int):
+    spilled = 0
+    for seed in range(seeds):
+        run = SimRun(seed, spills=True)
+        run.whole()
+        spilled += run.world.faults["extent spilled"]
+    assert spilled
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5037, 5132])
 def test_a_put_whose_rows_have_ended_is_not_repeated(seed: int):
     """The painter of these seeds does not hear of its put, and tries again when both tasks are done with its rows: no key holds them any more."""

@@ -18,7 +18,7 @@ import msgspec
 
 WakeKey = tuple[str, ...]
 """What a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name), ("channel",
-name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack copies.
+name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack copies, ("loaded",): blocks that are on a disk.
 """
 
 

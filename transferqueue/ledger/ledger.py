@@ -29,7 +29,8 @@ from transferqueue.ledger.reports.events import listed_events
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
-from transferqueue.ledger.rows.blocks import ExtentState
+from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
+from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
@@ -50,6 +51,9 @@ class Ledger:
     epoch: number of this run of the coordinator. selectors: factories of `policies.Plugin` selectors by name, which the
     caller has loaded from entry points.
     """
+
+    _cold: ColdBlocks | None = None
+    """None: no block is ever spilled."""
 
     def __init__(self, *, epoch: int = 1, selectors: Mapping[str, PluginFactory] | None = None) -> None:
         self.epoch = epoch
@@ -92,6 +96,20 @@ class Ledger:
         """
         self.tick(now)
         self.state = restored(self.state, snapshot, self.state.now)
+        if self._cold is not None:
+            self._cold.attach(self.state.core.blocks)
+
+    def spill_cold_blocks(self, room: int) -> ColdBlocks:
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them.
+
+        room: the most bytes of memory that the blocks of one request may take.
+        """
+        self._cold = ColdBlocks(self.state.core.blocks, room, self._usages)
+        return self._cold
+
+    def _usages(self) -> list[OwnerBytes]:
+        """What the blocks of each table count for."""
+        return [table.usage for table in self.state.tables.values()]
 
     # ------------------------------------------------------------ sessions
 

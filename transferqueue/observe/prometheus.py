@@ -57,6 +57,17 @@ _SERVER: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("sessions_dropped", "counter", "Sessions that did not read their answers."),
     ("internal_errors", "counter", "Defects of the server itself."),
 )
+_SPILL: Final[tuple[tuple[str, Kind, str], ...]] = (
+    ("bytes", "gauge", "Bytes of rows that are on the disk."),
+    ("bytes_max", "gauge", "Bytes of rows that may be there."),
+    ("blocks", "gauge", "Blocks that are on the disk."),
+    ("spilled_bytes", "counter", "Bytes that went to the disk."),
+    ("loaded_bytes", "counter", "Bytes that came back."),
+    ("spilled_blocks", "counter", "Blocks that went to the disk."),
+    ("loaded_blocks", "counter", "Blocks that came back."),
+    ("lost_blocks", "counter", "Blocks that the disk did not give back as they were."),
+    ("load_waits_s", "counter", "Seconds that requests waited for blocks on the disk."),
+)
 _TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("rows_put", "counter", "Rows put."),
     ("rows_done", "counter", "Rows with which every task was done."),
@@ -99,6 +110,15 @@ def _server(stats: Stats) -> Iterator[Family]:
     )
     for name, kind, text in _SERVER:
         yield _one(f"server_{name}", kind, text, getattr(stats.server, name))
+    if (spill := stats.server.spill) is not None:
+        for name, kind, text in _SPILL:
+            yield _one(
+                f"spill_{name.removesuffix('_s')}{'_seconds' if name.endswith('_s') else ''}",
+                kind,
+                text,
+                getattr(spill, name),
+            )
+        yield _one("spill_paused", "gauge", "Whether blocks cannot go to the disk now.", bool(spill.paused))
     turns = stats.server.turns
     yield Family(
         "server_turn_seconds",

@@ -29,6 +29,8 @@ def main(arguments: list[str] | None = None) -> int:
             accept_loss=options.accept_loss,
             coordinator=options.coordinator,
             busy_poll_s=options.busy_poll / 1e6,
+            spill_dir=options.spill_dir,
+            spill_bytes=parse_bytes(options.spill_bytes) if options.spill_bytes else None,
             on_ready=lambda addresses: print("ready", *addresses, flush=True),  # noqa: T201
         )
 
@@ -64,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="MICROSECONDS",
         help="poll for so long after a request before sleeping",
     )
+    parser.add_argument("--spill-dir", type=Path, metavar="DIR", help="where cold rows go when the memory fills")
+    parser.add_argument("--spill-bytes", metavar="SIZE", help="the most bytes there, such as 200GiB")
     parser.add_argument("--supervise", action="store_true", help="start the server again when it crashes")
     return parser
 

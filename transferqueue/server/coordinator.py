@@ -66,6 +66,7 @@ from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wai
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
@@ -122,6 +123,8 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
+        self.spiller: Spiller | None = None
+        """None: no block is spilled to a disk."""
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self._durability = durability or NoDurability()
@@ -174,6 +177,7 @@ class Coordinator:
             busy_poll_s=lambda: self.busy_poll_s,
             bulk_sent=lambda: dict(self.bulk_sent()),
             bulk_received=lambda: dict(self.bulk_received()),
+            spiller=lambda: self.spiller,
         )
         self.cut_hold: Final = CutHold()
         self.operations: Final = Operations(self._report_sources, self.cut_hold)
@@ -263,6 +267,8 @@ class Coordinator:
     def _run_jobs(self, now: float) -> None:
         if self.operations.snapshots is not None:
             self.operations.snapshots.turn(now)
+        if self.spiller is not None:
+            self.spiller.turn(now)
 
     def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
@@ -301,7 +307,8 @@ class Coordinator:
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
-        for due in (self.sessions.next_deadline(), self.memory.due_at, waits_until, shards_due_at):
+        spill_due_at = self.spiller.next_deadline() if self.spiller is not None else None
+        for due in (self.sessions.next_deadline(), self.memory.due_at, waits_until, shards_due_at, spill_due_at):
             if due is not None and (at is None or due < at):
                 at = due
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
@@ -631,7 +638,9 @@ class Coordinator:
                         self._end(session, now, reason)
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    return
+                    if self.spiller is None or not self.spiller.go_on(now):
+                        return
+                    continue
                 most -= self._try_again(waiting, now)
                 if not most:
                     self.unfinished = True

@@ -28,6 +28,8 @@ Operation = Callable[[OpenSession, int, Any, float], Answer]
 """(session, call, request, now) -> reply."""
 
 _MEMORY: Final[WakeKey] = ("memory",)
+_NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
+"""Requests that wait for blocks on a disk."""
 
 
 class Operations:
@@ -72,7 +74,10 @@ class Operations:
     def explain(self, request: m.Request, now: float) -> str:
         """Why a request waits: what is missing and who holds it."""
         explain = self._explanations.get(type(request), self._ledger.explain)
-        return explain(request, now)
+        text = explain(request, now)
+        spiller = self._sources.spiller()
+        loading = spiller.explain() if spiller is not None and type(request) in _NEED_BYTES else ""
+        return f"{text}; {loading}" if loading else text
 
     # ------------------------------------------------------------ memory and shards
 
@@ -87,12 +92,16 @@ class Operations:
             taken = None
         if taken is not None:
             return self._ledger.grant(session.number, *taken, now, call=call)
+        if (spiller := self._sources.spiller()) is not None:
+            spiller.need(request.nbytes)
         if request.wait_s:
             return MustWait(keys=(_MEMORY,))
         raise Full(self._explain_grant(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:
-        return self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
+        text = self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
+        spiller = self._sources.spiller()
+        return f"{text}. Nothing is spilled to the disk now: {spiller.paused}" if spiller and spiller.paused else text
 
     def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
         return self._shards.list_for(session)

@@ -14,6 +14,7 @@ from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Wo
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
@@ -45,7 +46,7 @@ class ReportSources:
     """The parts of a coordinator that its reports read.
 
     explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere. busy_poll_s: see `BusyPoll`.
-    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
+    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them. spiller: None if no block is spilled to a disk.
     """
 
     identity: ServerIdentity
@@ -62,6 +63,7 @@ class ReportSources:
     busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
     bulk_received: Callable[[], dict[str, int]]
+    spiller: Callable[[], Spiller | None]
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
@@ -159,6 +161,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "backed_bytes": memory.arena.backed,
         "extents": memory.extents,
         "shards": [_shard(shard) for shard in sources.shards],
+        "spill": None if (spiller := sources.spiller()) is None else spiller.plain(),
         "calls": counters.calls,
         "garbage": counters.garbage,
         "repeated": counters.repeated,

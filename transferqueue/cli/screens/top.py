@@ -36,7 +36,7 @@ def _head(frame: StatsFrame, width: int) -> list[Text]:
     left = Text(frame.address, style="bold cyan")
     right = Text(f"up {units.span(server.uptime_s)} · {units.plural(frame.stats.sessions, 'session')}", style="dim")
     arena = _arena("arena ", server.used_bytes, server.capacity_bytes)
-    return [*spread(left, right, width), arena, *_shards(server), *_turns(server)]
+    return [*spread(left, right, width), arena, *_spill(server), *_shards(server), *_turns(server)]
 
 
 def _turns(server: ServerStats) -> list[Text]:
@@ -66,6 +66,15 @@ def _shards(server: ServerStats) -> list[Text]:
     drain = ", ".join(str(shard.shard) for shard in server.shards if shard.drains)
     text = _arena("shards ", used, capacity).append(f" in {units.plural(len(server.shards), 'remote shard')}")
     return [text.append(f" · {drain} drains", style="yellow") if drain else text]
+
+
+def _spill(server: ServerStats) -> list[Text]:
+    """What is on the disk, in one line; nothing if blocks stay in memory."""
+    if (spill := server.spill) is None:
+        return []
+    text = _arena("spill ", spill.bytes, spill.bytes_max)
+    text.append(f" on disk · {units.size(spill.spilled_bytes)} went there, {units.size(spill.loaded_bytes)} came back")
+    return [text.append(f" · paused: {spill.paused}", style="red") if spill.paused else text]
 
 
 def _level(share: float) -> str:

@@ -62,8 +62,10 @@ _WHOLE: Final = (
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, CheckedFacts,
 )  # fmt: skip
 
+_OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"})}
+
 _FORMS: Final = [
-    *(ClassLayout(cls) for cls in _WHOLE),
+    *(ClassLayout(cls, omitted=_OMITTED.get(cls, frozenset())) for cls in _WHOLE),
     ClassLayout(SharedState, omitted=frozenset({"plugins", "absence"})),
     ClassLayout(TableState, omitted=frozenset({"shapes"})),
     ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),

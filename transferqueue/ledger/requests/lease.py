@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError, listing
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
-from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_ids, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
@@ -182,12 +182,18 @@ def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, h
 # ---------------------------------------------------------------- one worker
 
 
-def _lease_units(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _lease_units(
+    table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float
+) -> Leased | MustWait | None:
     choice = choose(table, task, request)
     if choice is None:
         return None
-    choice.queue.taken(choice.count)
     at = table.rows.pages.where(choice.rows)
+    if table.core.blocks.cold is not None:
+        waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
+        if waits is not None:
+            return waits
+    choice.queue.taken(choice.count)
     lease = _open_lease(table, task, choice.rows, at, request, now)
     table.core.leases.hold(lease, session, 0)
     return _lease_reply(table, lease, at, request, session, now)
@@ -210,7 +216,7 @@ def _lease_reply(
 ) -> Leased:
     needs = table.tasks[lease.task].task.needs  # which every ready row has
     whole = request.fields is None or tuple(request.fields) == needs
-    fields = needs if whole or request.fields is None else complete_fields(table, at, request.fields)
+    fields = needs if whole else _reply_fields(table, needs, at, request)
     content, blocks = describe_rows(table, lease.rows, at, fields)
     table.core.blocks.pin(session, blocks)
     table.history.add(now, "leased", lease.rows, lease.task, session, f"lease {lease.id}")
@@ -218,6 +224,11 @@ def _lease_reply(
         table.core.effects.wake("clock", table.name)
         _count_staleness(table, at)
     return Leased(lease.id, lease.token, lease.length_s, table.clock, content)
+
+
+def _reply_fields(table: TableState, needs: Sequence[str], at: Index, request: LeaseRequest) -> Sequence[str]:
+    """The fields that a reply to the request has. needs: those of the task."""
+    return needs if request.fields is None else complete_fields(table, at, request.fields)
 
 
 def _count_staleness(table: TableState, at: Index) -> None:
@@ -242,7 +253,9 @@ def _add_counts(counts: dict[int, int], lags: IntArray) -> None:
 # ---------------------------------------------------------------- ranks and replicas
 
 
-def _claim_share(table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float) -> Leased | None:
+def _claim_share(
+    table: TableState, task: TaskState, request: LeaseRequest, session: int, now: float
+) -> Leased | MustWait | None:
     key = (task.task.name, request.world, request.replicas)
     shared = table.shared_batches.get(key) or SharedBatches(request.world, request.replicas)
     claim = shared.waiting(request)
@@ -255,6 +268,11 @@ def _claim_share(table: TableState, task: TaskState, request: LeaseRequest, sess
         table.wake_task(task.task.name)
     number, batch = claim
     lease = table.core.leases.by_id[batch.shares[request.rank]]
+    if table.core.blocks.cold is not None and lease.reply is None:
+        at = table.rows.pages.index(lease.rows[lease.held])
+        waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
+        if waits is not None:
+            return waits
     reply = _join_share(table, lease, request, session, now)
     shared.claim(number, request.rank, request.replica)
     return reply

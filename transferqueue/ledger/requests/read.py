@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import ColumnFreed, NotFound
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import in_table
-from transferqueue.ledger.requests.reply_rows import complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.rows.pages import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
@@ -27,7 +28,7 @@ def find(table: TableState, request: Find, session: int, now: float) -> Found:
 
 
 @in_table(ReadRequest)
-def read(table: TableState, request: ReadRequest, session: int, now: float) -> ReadRows:
+def read(table: TableState, request: ReadRequest, session: int, now: float) -> ReadRows | MustWait:
     """Resident rows by id, in the order of the request; or all rows that are not dropped and match, ascending."""
     check_where(table.rows, request.where, table.expected_fields())
     for name in request.fields or ():
@@ -40,6 +41,8 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
     else:
         fields = list(dict.fromkeys(request.fields))
         _check_complete(table, rows, at, fields, now)
+    if table.core.blocks.cold is not None and (waits := await_bytes(table, at, fields)) is not None:
+        return waits
     content, blocks = describe_rows(table, rows, run_of(at), fields)
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)

@@ -11,6 +11,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.rows.arrays import Index, IntArray, are_equal
 from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.column_places import BlockSlots
@@ -41,6 +42,16 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
         definitions=definitions,
     )
     return content, list(blocks)
+
+
+def await_bytes(table: TableState, at: Index, names: Sequence[str]) -> MustWait | None:
+    """What a request must wait for that is to describe these rows: bytes of theirs are on a disk. None: they are all in memory."""
+    cold = table.core.blocks.cold
+    if cold is None or not cold.on_disk:
+        return None
+    _, placed, _ = table.rows.reply_fields(names)
+    blocks = {number for places in table.parts.locate(placed, at) for number in np.unique(places.blocks).tolist()}
+    return cold.want(blocks - {0})
 
 
 def complete_fields(table: TableState, at: Index, fields: Sequence[str]) -> list[str]:

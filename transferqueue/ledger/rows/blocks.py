@@ -18,18 +18,19 @@ columns of one commit inside an extent. Invariants:
   is no moment between. When the last reference ends, the content is forgotten with the block's bytes.
 - A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count for the
   owner of the block: so there is room for it when it comes.
+- A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It counts as before, and nobody pins it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
-from transferqueue.ledger.effects import Effects, FreeExtent
+from transferqueue.ledger.effects import Effects, FreeExtent, MustWait, WakeKey
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
@@ -118,8 +119,25 @@ class CommittedBlock:
         return tuple(sorted(extent.shard for extent in self.extents))
 
 
+class Spill(Protocol):
+    """What the registry tells of its blocks if they may be spilled (`cold_blocks.ColdBlocks`)."""
+
+    on_disk: dict[int, CommittedBlock]
+
+    def committed(self, block: CommittedBlock) -> None:
+        """A block was committed."""
+
+    def forget(self, number: int) -> None:
+        """Nobody needs this block any more."""
+
+    def want(self, numbers: Collection[int]) -> MustWait | None:
+        """What a request must wait for that is to name these blocks."""
+
+
 class BlockRegistry:
-    """All extents, blocks and pins."""
+    """All extents, blocks and pins. cold: None: no block is ever spilled."""
+
+    cold: Spill | None = None
 
     def __init__(self, effects: Effects) -> None:
         self.extents: dict[int, ExtentState] = {}
@@ -195,7 +213,7 @@ class BlockRegistry:
             self._end_order(self.extents[order])
         lost = []
         for number, block in reversed(self.blocks.items()):
-            if all(extent.lost for extent in block.extents):
+            if block.extents and all(extent.lost for extent in block.extents):
                 lost.append(number)
             elif any(extent.lost for extent in block.extents):
                 self._lose_copies(block)
@@ -390,6 +408,8 @@ class BlockRegistry:
                 extent.blocks += 1
             if block.replicas > len(extents):
                 self._await_copies(block)
+            if self.cold is not None:
+                self.cold.committed(block)
         return number
 
     def _write(self, number: int, start: int, nbytes: int, written: Written) -> ExtentState:
@@ -420,9 +440,34 @@ class BlockRegistry:
         if block.refs or block.pins:
             return
         del self.blocks[block.at.block]
+        if self.cold is not None:
+            self.cold.forget(block.at.block)
         for extent in block.extents:
             extent.blocks -= 1
             self._free_if_unused(extent)
+
+    # ------------------------------------------------------------ bytes that leave memory, and come back
+
+    def leave(self, block: CommittedBlock) -> None:
+        """The bytes of a block that nobody pins are on a disk alone from now on."""
+        extents, block.extents = block.extents, []
+        for extent in extents:
+            extent.blocks -= 1
+            self._free_if_unused(extent)
+
+    def arrive(self, block: CommittedBlock, number: int) -> None:
+        """The bytes of a block that had none in memory are in this extent, which is open."""
+        extent = self.extents[number]
+        block.extents = [extent]
+        extent.blocks += 1
+
+    def close(self, number: int) -> None:
+        """Nothing more is written into this extent."""
+        self._disown(self.extents[number])
+
+    def wake(self, key: WakeKey) -> None:
+        """Requests that wait for this are due."""
+        self._effects.wake(*key)
 
     # ------------------------------------------------------------ pins
 
@@ -490,7 +535,7 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
 def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:
     """The live block of the same bytes and layout."""
     block = usage.contents.get(_content_key(placed))
-    if block is None or block.extent.lost:
+    if block is None or (block.extents and block.extent.lost):
         return None
     at = block.at
     same = (at.nbytes, at.rows, at.fields, at.counts) == (placed.nbytes, placed.rows, placed.fields, placed.counts)

@@ -129,6 +129,22 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
     late: dict[str, int]
 
 
+class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of rows that went to a disk: those there now, at most `bytes_max`; counts since the server started. load_waits_s: how long requests
+    waited for their blocks, each while it was the first in line. paused: why nothing goes to the disk now; "": nothing hinders it."""
+
+    bytes_max: int
+    blocks: int
+    bytes: int
+    spilled_blocks: int
+    spilled_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    lost_blocks: int
+    load_waits_s: float
+    paused: str
+
+
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     """The process that answers, its arena, and what befell it. busy_poll_s: for how long it polls after a request before it sleeps."""
 
@@ -149,6 +165,7 @@ class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
     turns: dict[str, TurnStats] = {}
     shards: list[ShardStats] = []
     busy_poll_s: float = 0.0
+    spill: SpillStats | None = None
 
 
 class Stats(msgspec.Struct, frozen=True, kw_only=True):

@@ -28,7 +28,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import closing, contextmanager, suppress
 from functools import partial
@@ -53,6 +53,7 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
+from transferqueue.ledger.rows.cold_blocks import ON_DISK
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.server.durability.snapshot_files import (
@@ -70,10 +71,12 @@ from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
 from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
+from transferqueue.server.spill.spill_file import SpilledBlock
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum, verify
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
@@ -117,6 +120,8 @@ class SnapshotJobs:
         """(session, call) -> the job that the call began, for a call that is sent again."""
         self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._last = 0
+        self.spiller: Spiller | None = None
+        """Has the blocks that are on a disk; None: none ever is."""
 
     # ------------------------------------------------------------ requests
 
@@ -315,15 +320,23 @@ class SnapshotJobs:
 
     def _snapshot(self, path: Path, keep: int, cut: str, now: float) -> SnapshotJob:
         contents = self._ledger.take_snapshot(now)
+        spilled = self.spiller.hold() if self.spiller is not None else {}
         remote = _take_own_copies(contents)
         arrivals: Arrivals = queue.SimpleQueue()
-        self._fetches.begin(remote, arrivals.put, now)
+        try:
+            self._fetches.begin(remote, arrivals.put, now)
+        except BaseException:
+            if self.spiller is not None:
+                self.spiller.release()
+            raise
         extents = [
             number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
         ]
         self._shards.hold(extents)
 
         def end(now: float) -> None:
+            if self.spiller is not None:
+                self.spiller.release()
             self._fetches.end(now)
             self._shards.release(extents, now)
             self._wake(("memory",))
@@ -333,7 +346,7 @@ class SnapshotJobs:
             return self._begin(
                 path,
                 nbytes,
-                lambda job: self._write(job, contents, keep, remote, arrivals),
+                lambda job: self._write(job, contents, keep, remote, arrivals, spilled),
                 end,
                 is_part=bool(cut),
                 cut=cut,
@@ -349,8 +362,15 @@ class SnapshotJobs:
         keep: int,
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
+        spilled: Mapping[int, SpilledBlock],
     ) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
+
+        def content_of(at: m.BlockLocation, spool: BlockSpool) -> U8:
+            if at.shard == ON_DISK:
+                return self._read_spilled(spilled[at.block])
+            return spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes]
+
         writer = SnapshotWriter(job.path, lambda nbytes: self._add_progress(job, nbytes))
         try:
             with closing(BlockSpool(writer.directory)) as spool:
@@ -358,7 +378,7 @@ class SnapshotJobs:
                 manifest = write_contents(
                     writer,
                     contents,
-                    lambda at: spool.read(at.block) if at.block in spool else arena[at.offset : at.offset + at.nbytes],
+                    lambda at: content_of(at, spool),
                     time.time(),
                     VERSION,
                     CutManifest(job.cut, self._index.number, self._index.of) if job.cut else None,
@@ -367,6 +387,17 @@ class SnapshotJobs:
             job.path = writer.publish(manifest, keep)
         finally:
             writer.abandon()
+
+    def _read_spilled(self, place: SpilledBlock) -> U8:
+        """The bytes of a block on the disk. `Corruption` if the disk does not give them, or gives others."""
+        if self.spiller is None:
+            raise InternalError(f"block {place.block} is on a disk, and nothing is spilled")
+        try:
+            content = self.spiller.read(place)
+        except OSError as error:
+            raise Corruption(f"spilled block {place.block} cannot be read from the disk: {error}") from error
+        verify(content, place.checksum, f"spilled block {place.block}")
+        return content
 
     def _fetch(self, job: SnapshotJob, arena: U8, spool: BlockSpool, count: int, arrivals: Arrivals) -> None:
         """Have the spool take `count` blocks as they arrive from remote shards."""
@@ -495,7 +526,7 @@ def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
             contents.blocks[number] = replace(
                 at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
             )
-    return [at for at in contents.blocks.values() if at.shard != SHARD]
+    return [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
 
 
 @contextmanager

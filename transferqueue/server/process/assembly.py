@@ -22,6 +22,8 @@ from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, one_sided_parts
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy, mapped
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.one_sided import Carrier
@@ -42,7 +44,8 @@ class ServerProcess:
     encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may leave by,
     besides the stream; `UsageError` if that cannot be here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
     snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
-    deployment it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. Raises `AddressInUse` and `UsageError`; then no file is left.
+    deployment it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. spill: where
+    cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no file is left.
     """
 
     def __init__(
@@ -57,6 +60,7 @@ class ServerProcess:
         snapshots: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         busy_poll_s: float = 0.0,
+        spill: SpillPolicy | None = None,
     ) -> None:
         with ExitStack() as made:
             made.callback(storage.close)
@@ -86,6 +90,8 @@ class ServerProcess:
             )
             if self.tcp_addresses:
                 self._serve_bytes(made, None if plain_bytes else keyring, carrier)
+            if spill is not None:
+                self._spill(made, spill, wakeup)
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
@@ -112,7 +118,22 @@ class ServerProcess:
             stir=wakeup.set,
             index=coordinator.index,
         )
+        coordinator.operations.snapshots.spiller = coordinator.spiller
         made.callback(coordinator.operations.snapshots.stop)
+
+    def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> None:
+        if isinstance(self._storage, StateDirectory):
+            raise UsageError(
+                f"spill directory {policy.directory} refused: spilled blocks end with the process, and the rows of {self._storage.path} do not; "
+                "leave --spill-dir out (at --durability disk the arena is a file on that disk, and may be larger than memory), or serve with "
+                "--durability memory"
+            )
+        memory = self.coordinator.memory
+        space = SpillFile(
+            policy.directory, policy.nbytes, lambda: mapped(memory.arena.path, memory.arena.capacity), wakeup.set
+        )
+        made.callback(space.stop)
+        self.coordinator.spiller = Spiller(self.coordinator.ledger, memory, space, policy.nbytes)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see

@@ -20,6 +20,7 @@ from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, served_arena
 from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
+from transferqueue.server.spill.spill_file import SpillPolicy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.control.zeromq import is_loopback
@@ -43,6 +44,8 @@ def serve(
     snapshots: Path | None = None,
     coordinator: str | None = None,
     busy_poll_s: float = 0.0,
+    spill_dir: Path | None = None,
+    spill_bytes: int | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
     """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in `state`.
@@ -53,8 +56,9 @@ def serve(
     `transport.bulk.one_sided.Carrier`; None: what the environment says.
     durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
     cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
-    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls after each request
-    before it sleeps; 0: not at all. on_ready: called once with all
+    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls
+    after each request before it sleeps; 0: not at all. spill_dir, spill_bytes: the directory on a disk that cold blocks go to when the arena
+    fills, and the most bytes there; None: they stay in memory, and producers wait. on_ready: called once with all
     addresses, when the server listens.
     """
     _check_busy_poll(busy_poll_s)
@@ -62,6 +66,7 @@ def serve(
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     chosen = Carrier.chosen(carrier)
+    spill = _spill(spill_dir, spill_bytes)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
@@ -76,6 +81,7 @@ def serve(
             snapshots=snapshots,
             index=index,
             busy_poll_s=busy_poll_s,
+            spill=spill,
         )
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
@@ -132,6 +138,17 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
             f"a server of durability {level} cannot listen at port 0: its clients come back to it; name a port"
         )
     return level
+
+
+def _spill(directory: Path | None, nbytes: int | None) -> SpillPolicy | None:
+    if directory is None and nbytes is None:
+        return None
+    if directory is None or nbytes is None:
+        raise UsageError(
+            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where cold blocks go, the other "
+            "how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
+        )
+    return SpillPolicy(directory.absolute(), nbytes)
 
 
 def _storage(

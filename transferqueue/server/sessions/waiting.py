@@ -24,6 +24,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final, TypeVar
 
+from transferqueue.limits import LOAD_WAIT_S
 from transferqueue.wire import messages as m
 
 WakeKey = tuple[str, ...]
@@ -50,7 +51,7 @@ class WaitingRequest:
 
 def wait_of(request: m.Request) -> float:
     """Seconds for which a request may wait; 0 if it never waits."""
-    return float(getattr(request, "wait_s", 0.0))
+    return float(getattr(request, "wait_s", LOAD_WAIT_S if type(request) is m.ReadRequest else 0.0))
 
 
 def lane_of(request: m.Request) -> Lane | None:

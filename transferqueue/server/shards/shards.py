@@ -187,7 +187,7 @@ class ShardRegistry:
             max(candidates, key=lambda shard: shard.allocator.capacity).check(nbytes)
         refused: OutOfMemory | None = None
         for shard in candidates:
-            if use == "rows" and shard.used + nbytes > _for_rows(shard):
+            if use == "rows" and shard.used + nbytes > for_rows(shard):
                 continue
             try:
                 extent = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
@@ -208,7 +208,7 @@ class ShardRegistry:
         """The bytes that new rows may still take in each shard that grants memory and has some."""
         lending: list[OwnShardMemory | RemoteShard] = [self.own, *self.remote.values()]
         rooms = {
-            shard.number: _for_rows(shard) - shard.used
+            shard.number: for_rows(shard) - shard.used
             for shard in lending
             if isinstance(shard, OwnShardMemory) or not shard.draining
         }
@@ -221,7 +221,7 @@ class ShardRegistry:
 
     def _check_rows(self, nbytes: int, lending: Sequence[OwnShardMemory | RemoteShard]) -> None:
         """`Impossible` if none of these shards could ever grant so much to new rows."""
-        room, capacity = max((_for_rows(shard), shard.allocator.capacity) for shard in lending)
+        room, capacity = max((for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
             raise Impossible(
                 f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have {room:,}, the rest "
@@ -322,7 +322,7 @@ class ShardRegistry:
         return None if shard is None or _maps(session, shard) else shard.tickets
 
 
-def _for_rows(shard: OwnShardMemory | RemoteShard) -> int:
+def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
     """The bytes of a shard that new rows may take."""
     grantable = shard.grantable if isinstance(shard, RemoteShard) else shard.allocator.capacity
     return grantable - grantable // RESULTS_SHARE

@@ -13,6 +13,7 @@ from typing import Final
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
+from transferqueue.limits import SIZE_BYTES_MAX
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
@@ -20,7 +21,9 @@ from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.testing.simulator.spill import SimSpill
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
 
@@ -173,9 +176,12 @@ def own_extents(ledger: Ledger) -> list[ExtentState]:
 
 
 class SimServer:
-    """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``."""
+    """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
+    blocks go to a disk; only at that level."""
 
-    def __init__(self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool) -> None:
+    def __init__(
+        self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool, spills: bool = False
+    ) -> None:
         self.arena: Final = SimArena(arena_bytes)
         self.disk: Final = Disk()
         self.node: Coordinator | None = None
@@ -187,6 +193,7 @@ class SimServer:
         self._world: Final = world
         self._lives: Final = lives
         self._durable: Final = durable
+        self._spills: Final = spills
         self._behind = 0.0
         self._watched: dict[int, int] = {}
         self._tick_at = -1.0
@@ -209,8 +216,18 @@ class SimServer:
                 open_process=self._open_process,
                 tickets=TicketIssuer(TICKET_KEY),
             )
+            if self._spills:
+                self._spill(self.node)
         if self.node is not None:
             self.on_up()
+
+    def _spill(self, node: Coordinator) -> None:
+        def stir() -> None:
+            if self.node is node:
+                self._guarded(lambda node: node.tick(self._clock()))
+
+        space = SimSpill(self._world, self.arena.bytes, stir)
+        node.spiller = Spiller(node.ledger, node.memory, space, SIZE_BYTES_MAX)
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)

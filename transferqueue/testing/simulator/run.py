@@ -76,15 +76,18 @@ def rows_ahead_max(table: TableState) -> float:
 
 
 class SimRun:
-    """The deployment of one seed: the server, the clients, and their jobs."""
+    """The deployment of one seed: the server, the clients, and their jobs. spills: the server has a disk for cold blocks, whatever the seed
+    says, and keeps nothing through a crash."""
 
-    def __init__(self, seed: int, rates: Rates | None = None) -> None:
+    def __init__(self, seed: int, rates: Rates | None = None, *, spills: bool = False) -> None:
         self.seed, self.world = seed, World(seed, rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
-        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable)
+        self.spills = spills or (not self.durable and seed % 2 == 1)
+        self.durable = self.durable and not spills
+        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=self.spills)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._server_ended, self._reconnect

@@ -36,6 +36,8 @@ class Rates:
     after_commit: float = 0.0008
     killed_at_send: float = 0.003
     checkpoint: float = 0.002
+    spill_full: float = 0.05
+    spill_unreadable: float = 0.1
 
 
 class World:

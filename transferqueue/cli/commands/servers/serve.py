@@ -119,6 +119,23 @@ SnapshotsOption = Annotated[
         "Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
     ),
 ]
+SpillDirOption = Annotated[
+    Path | None,
+    directory_option(
+        "--spill-dir",
+        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come back when they are "
+        "leased or read. Needs --spill-bytes. Nothing in it outlives the server. Default: producers wait for memory.",
+    ),
+]
+SpillBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--spill-bytes",
+        metavar="SIZE",
+        show_default=False,
+        help="The most bytes in --spill-dir, such as 200GiB.",
+    ),
+]
 CoordinatorOption = Annotated[
     str | None,
     typer.Option(
@@ -189,6 +206,8 @@ def serve(
     state: StateOption = None,
     accept_loss: AcceptLossOption = False,
     snapshots: SnapshotsOption = None,
+    spill_dir: SpillDirOption = None,
+    spill_bytes: SpillBytesOption = None,
     coordinator: CoordinatorOption = None,
     busy_poll: BusyPollOption = 0.0,
     web: WebOption = None,
@@ -227,6 +246,8 @@ def serve(
             snapshots=snapshots,
             coordinator=coordinator,
             busy_poll_s=busy_poll / 1e6,
+            spill_dir=spill_dir,
+            spill_bytes=size_in_bytes(spill_bytes),
             on_ready=announce,
         )
 

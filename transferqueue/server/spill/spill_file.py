@@ -1,0 +1,271 @@
+"""The file of spilled blocks, and the thread that writes and reads it.
+
+The rules:
+
+1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and at most as large as the operator allows.
+2. Space is reserved before it is written: a full disk is an error of that write. The space of a block returns to the disk when the block is
+   freed.
+3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose, which nobody else writes
+   meanwhile. It answers each job once, in order.
+4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has that.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import numpy as np
+
+from transferqueue.errors import InternalError, OutOfMemory, UsageError
+from transferqueue.limits import PAGE_BYTES, SPILL_BYTES_MIN
+from transferqueue.schema import align
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.transport.system.private_files import private_directory
+
+
+class SpillPolicy(NamedTuple):
+    """Where cold blocks go when the arena fills: a directory on a disk, and the most bytes there."""
+
+    directory: Path
+    nbytes: int
+
+
+class SpilledBlock(NamedTuple):
+    """A block on the disk: its number, where its bytes begin in the file, how many they are, and their checksum."""
+
+    block: int
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+class BlockToWrite(NamedTuple):
+    """A block in the arena. checksum: `UNCHECKED` if it is not known."""
+
+    block: int
+    offset: int
+    nbytes: int
+    checksum: int
+
+
+class BlockToLoad(NamedTuple):
+    """A block on the disk, and where its bytes go in the arena."""
+
+    place: SpilledBlock
+    offset: int
+
+
+class BlocksWritten(NamedTuple):
+    """The answer to a write. extent: as named in the job. error: why nothing of it was kept; "" if all blocks were written."""
+
+    extent: int
+    places: list[SpilledBlock]
+    error: str
+
+
+class BlocksLoaded(NamedTuple):
+    """The answer to a load. offset: of the extent, as named in the job. failed: why a block was not read. damaged: blocks that were read and
+    had another checksum."""
+
+    offset: int
+    loaded: list[int]
+    failed: dict[int, str]
+    damaged: list[int]
+
+
+SpillAnswer = BlocksWritten | BlocksLoaded
+
+
+class SpillFile:
+    """The file of one server, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
+
+    `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after each answer.
+    """
+
+    def __init__(self, directory: Path, nbytes: int, arena: Callable[[], U8], stir: Callable[[], object]) -> None:
+        private_directory(directory, "spill directory")
+        _check_space(directory, nbytes)
+        self._directory: Final = directory
+        self._allocator: Final = Allocator(nbytes)
+        self._space: Final = _unnamed(directory, self._allocator.capacity)
+        self._fd = os.open(self._space.path, os.O_RDWR | os.O_CLOEXEC)
+        Path(self._space.path).unlink()
+        self._arena: U8 | None = arena()
+        self._stir: Final = stir
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[SpillAnswer] = queue.SimpleQueue()
+        self._defect: Exception | None = None
+        self._thread: Final = threading.Thread(target=self._work, name="transferqueue spill", daemon=True)
+        self._thread.start()
+
+    # ------------------------------------------------------------ the loop's side
+
+    def write(self, extent: int, blocks: Sequence[BlockToWrite]) -> None:
+        """Have these blocks of an extent written."""
+        self._jobs.put(lambda: self._answer(self._write(extent, blocks)))
+
+    def load(self, offset: int, blocks: Sequence[BlockToLoad]) -> None:
+        """Have these blocks read into the extent at `offset`."""
+        self._jobs.put(lambda: self._answer(self._load(offset, blocks)))
+
+    def free(self, places: Iterable[SpilledBlock]) -> None:
+        """Have the space of these blocks returned to the disk, after all jobs before."""
+        kept = list(places)
+        self._jobs.put(lambda: self._free(kept))
+
+    def answers(self) -> list[SpillAnswer]:
+        """The answers since the last call. `InternalError` after a defect of the thread: the job that it met it in has no answer."""
+        if (defect := self._defect) is not None:
+            self._defect = None
+            raise InternalError(f"the thread of spilled blocks failed: {defect!r}") from defect
+        ready: list[SpillAnswer] = []
+        while not self._answers.empty():
+            ready.append(self._answers.get_nowait())
+        return ready
+
+    def stop(self) -> None:
+        """Close the file, after the job that runs; the others are not carried out. The system frees its space."""
+        if self._arena is None:
+            return
+        while not self._jobs.empty():
+            self._jobs.get_nowait()
+        self._jobs.put(None)
+        self._thread.join()
+        self._arena = None
+        os.close(self._fd)
+        self._space.close()
+
+    def read(self, place: SpilledBlock) -> U8:
+        """The bytes of a block, for another thread. OSError if the disk does not give them. The caller checks them."""
+        content = np.empty(place.nbytes, np.uint8)
+        _read(self._fd, content, place.offset)
+        return content
+
+    # ------------------------------------------------------------ the thread's side
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except Exception as error:  # noqa: BLE001  (raised by `answers`, in the loop)
+                self._defect = error
+                self._stir()
+
+    def _answer(self, answer: SpillAnswer) -> None:
+        self._answers.put(answer)
+        self._stir()
+
+    def _write(self, extent: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
+        places: list[SpilledBlock] = []
+        try:
+            for block in blocks:
+                places.append(self._write_block(block))  # noqa: PERF401  (if one fails, those before it are freed)
+        except (OSError, OutOfMemory) as error:
+            self._free(places)
+            return BlocksWritten(extent, [], str(error))
+        return BlocksWritten(extent, places, "")
+
+    def _write_block(self, block: BlockToWrite) -> SpilledBlock:
+        nbytes = max(block.nbytes, 1)
+        offset = self._allocator.allocate(nbytes)
+        if offset is None:
+            raise OutOfMemory(
+                f"the spilled blocks take {self._allocator.used:,} of the {self._allocator.capacity:,} bytes that --spill-bytes allows"
+            )
+        try:
+            self._reserve(offset, nbytes)
+            content = self._bytes(block.offset, block.nbytes)
+            known = block.checksum if block.checksum != UNCHECKED else checksum(content)
+            _write(self._fd, content, offset)
+        except BaseException:
+            self._allocator.free(offset, nbytes)
+            self._space.punch(offset, align(nbytes, PAGE_BYTES))
+            raise
+        return SpilledBlock(block.block, offset, block.nbytes, known)
+
+    def _reserve(self, offset: int, nbytes: int) -> None:
+        try:
+            self._space.ensure(offset, nbytes)
+        except OutOfMemory as error:
+            raise OutOfMemory(
+                f"the disk of {self._directory} has no room for {nbytes:,} bytes: {error.__cause__}"
+            ) from error
+
+    def _load(self, extent_offset: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
+        answer = BlocksLoaded(extent_offset, [], {}, [])
+        for place, offset in blocks:
+            content = self._bytes(offset, place.nbytes)
+            try:
+                _read(self._fd, content, place.offset)
+            except OSError as error:
+                answer.failed[place.block] = str(error)
+                continue
+            good = checksum(content) == place.checksum
+            (answer.loaded if good else answer.damaged).append(place.block)
+        return answer
+
+    def _free(self, places: Iterable[SpilledBlock]) -> None:
+        for place in places:
+            nbytes = max(place.nbytes, 1)
+            self._space.punch(place.offset, align(nbytes, PAGE_BYTES))
+            self._allocator.free(place.offset, nbytes)
+
+    def _bytes(self, offset: int, nbytes: int) -> U8:
+        if self._arena is None:
+            raise OSError("the file of spilled blocks is closed")
+        return self._arena[offset : offset + nbytes]
+
+
+def mapped(path: str, capacity: int) -> U8:
+    """Map an arena for reading and writing. It is unmapped when the last view of it is collected."""
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        return np.frombuffer(mmap.mmap(fd, capacity, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)
+    finally:
+        os.close(fd)
+
+
+def _check_space(directory: Path, nbytes: int) -> None:
+    if nbytes < SPILL_BYTES_MIN:
+        raise UsageError(
+            f"--spill-bytes {nbytes:,} is below {SPILL_BYTES_MIN:,} bytes, which are written at a time; allow more"
+        )
+    stat = os.statvfs(directory)
+    free = stat.f_bavail * stat.f_frsize
+    if nbytes > free:
+        raise UsageError(
+            f"--spill-bytes {nbytes:,} is more than the {free:,} bytes that are free in {directory}; give fewer, or another --spill-dir"
+        )
+
+
+def _unnamed(directory: Path, capacity: int) -> Arena:
+    """A sparse file in the directory. The caller removes its name."""
+    try:
+        return Arena.create(directory, capacity)
+    except OutOfMemory as error:
+        raise UsageError(f"spill directory {directory} cannot be used: {error}; name another") from error
+
+
+def _write(fd: int, content: U8, offset: int) -> None:
+    view = memoryview(content.data)
+    while view:
+        written = os.pwrite(fd, view, offset)
+        view, offset = view[written:], offset + written
+
+
+def _read(fd: int, content: U8, offset: int) -> None:
+    view = memoryview(content.data)
+    while view:
+        count = os.preadv(fd, [view], offset)
+        if not count:
+            raise OSError(f"the file of spilled blocks ends at byte {offset}")
+        view, offset = view[count:], offset + count

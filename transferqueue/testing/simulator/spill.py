@@ -1,0 +1,104 @@
+"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while. The production `Spiller` uses it."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+
+from transferqueue.limits import LOAD_TRIES
+from transferqueue.server.spill.spill_file import (
+    BlocksLoaded,
+    BlocksWritten,
+    BlockToLoad,
+    BlockToWrite,
+    SpillAnswer,
+    SpilledBlock,
+)
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.checksum import checksum
+from transferqueue.testing.simulator.world import World
+
+SECONDS_MAX: Final = 0.2
+"""The longest time that a job of the disk takes."""
+
+
+class SimSpill:
+    """The spilled blocks of one server. stir: called when an answer is ready. It does its jobs in order, as the thread of a `SpillFile` does.
+
+    Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten.
+    """
+
+    def __init__(self, world: World, memory: bytearray, stir: Callable[[], object]) -> None:
+        self._world, self._memory, self._stir = world, memory, stir
+        self._chance: Final = random.Random(0)
+        self._stored: dict[int, bytes] = {}
+        self._answers: list[SpillAnswer] = []
+        self._free_at = 0.0
+        self._unreadable: dict[int, int] = {}
+
+    def write(self, extent: int, blocks: Sequence[BlockToWrite]) -> None:
+        """See `SpillFile.write`."""
+        self._later(lambda: self._answers.append(self._write(extent, blocks)))
+
+    def load(self, offset: int, blocks: Sequence[BlockToLoad]) -> None:
+        """See `SpillFile.load`."""
+        self._later(lambda: self._answers.append(self._load(offset, blocks)))
+
+    def free(self, places: Iterable[SpilledBlock]) -> None:
+        """See `SpillFile.free`."""
+        kept = list(places)
+        self._later(lambda: [self._stored.pop(place.block) for place in kept])
+
+    def answers(self) -> list[SpillAnswer]:
+        """See `SpillFile.answers`."""
+        ready, self._answers = self._answers, []
+        return ready
+
+    def read(self, place: SpilledBlock) -> U8:
+        """See `SpillFile.read`."""
+        return np.frombuffer(self._stored[place.block], np.uint8)
+
+    def stop(self) -> None:
+        """See `SpillFile.stop`."""
+
+    def _later(self, act: Callable[[], object]) -> None:
+        self._free_at = max(self._free_at, self._world.now) + self._chance.uniform(0.0, SECONDS_MAX)
+
+        def do() -> None:
+            act()
+            self._stir()
+
+        self._world.at(self._free_at, do)
+
+    def _write(self, extent: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
+        if self._world.strikes(self._world.rates.spill_full, "spill disk full"):
+            return BlocksWritten(extent, [], "No space left on device")
+        places = []
+        for block, offset, nbytes, _ in blocks:
+            self._stored[block] = bytes(self._memory[offset : offset + nbytes])
+            places.append(SpilledBlock(block, 0, nbytes, checksum(self._stored[block])))
+        self._world.faults["extent spilled"] += 1
+        return BlocksWritten(extent, places, "")
+
+    def _load(self, extent_offset: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
+        answer = BlocksLoaded(extent_offset, [], {}, [])
+        for place, offset in blocks:
+            if self._is_unreadable(place.block):
+                answer.failed[place.block] = "Input/output error"
+                continue
+            self._memory[offset : offset + place.nbytes] = self._stored[place.block]
+            answer.loaded.append(place.block)
+        return answer
+
+    def _is_unreadable(self, block: int) -> bool:
+        """Whether this try fails. The last one never does, since the rows would be lost."""
+        tries = self._unreadable.get(block, 0)
+        if tries == LOAD_TRIES - 1 or not self._world.strikes(
+            self._world.rates.spill_unreadable, "spill disk unreadable"
+        ):
+            return False
+        self._unreadable[block] = tries + 1
+        return True
