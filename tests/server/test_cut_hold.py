@@ -8,6 +8,8 @@ from tests.server.nodes import Bench, lease
 from tests.server.test_shards import local
 from transferqueue.errors import ProtocolError
 from transferqueue.limits import CUT_HOLD_S
+from transferqueue.policies import Task
+from transferqueue.schema import Field
 from transferqueue.server.durability import snapshot_job, snapshots
 from transferqueue.server.sessions import cut_hold
 from transferqueue.transport.control.zeromq import KeyedPeer
@@ -176,6 +178,43 @@ def test_an_ack_that_came_in_time_is_in_time(node):
     work = node.part().work
     assert node.other.take(ack) == m.DoneReply(2)
     node.leader.ask(m.EndPart(work, finish=False))
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_lease_that_was_held_back_begins_when_it_is_handed_out(node, waits):
+    """One that waited before, too, and is served by a put that was held back."""
+    node.other.ask(m.CreateTable("s", fields=[Field("x", "int64")], tasks=[Task("train", needs=["x"], lease_s=1.0)]))
+    columns = m.Columns(fields=[Field("x", "int64")], inline=[m.Inline("x", bytes(8))])
+    wanted, row = m.LeaseRequest("s", "train", rows=1, wait_s=30.0), m.PutRequest("s", 1, columns)
+    if waits:
+        call = node.other.post(wanted)
+        node.hold()
+        node.leader.post(row)
+    else:
+        node.other.ask(row)
+        node.hold()
+        call = node.other.post(wanted)
+    node.pass_time(CUT_HOLD_S - 0.5)
+    node.leader.post(m.ListTables())
+    node.leader.ask(m.EndHold(CUT))
+    leased = node.other.take(call)
+    assert leased.lease_s == 1.0
+    node.pass_time(0.9)
+    assert node.coordinator.ledger.has_leased("s", "train")
+    node.pass_time(0.2)
+    assert not node.coordinator.ledger.has_leased("s", "train")
+
+
+def test_a_lease_that_is_asked_for_again_during_a_hold_gets_its_answer_though_it_has_ended(node):
+    node.other.ask(node.other.put(2))
+    call = node.other.post(lease(2))
+    leased = node.other.take(call)
+    node.other.ask(m.Ack("t", leased.lease, leased.token))
+    node.hold()
+    node.other.post(lease(2), call=call)
+    node.pass_time(1)
+    node.leader.ask(m.EndHold(CUT))
+    assert node.other.take(call) == leased
 
 
 def test_whom_one_event_serves_comes_before_the_next(node):

@@ -39,13 +39,15 @@ from transferqueue.errors import (
     Full,
     InternalError,
     JournalFailed,
+    LeaseExpired,
+    NotFound,
     ProtocolError,
     TransferQueueError,
     UsageError,
 )
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S
+from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SECONDS_MAX
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import (
     Durability,
@@ -180,6 +182,8 @@ class Coordinator:
             spiller=lambda: self.spiller,
         )
         self.cut_hold: Final = CutHold()
+        self._handed_out_at = 0.0
+        """While what was held back happens, as of when it came: when its answers are sent. 0: at all other times."""
         self.operations: Final = Operations(self._report_sources, self.cut_hold)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
@@ -373,9 +377,22 @@ class Coordinator:
 
     def _catch_up(self, now: float) -> None:
         """What was held back happens now, in order. If one of it begins a hold, the rest is held back again."""
-        for event, came_at in self.cut_hold.take():
-            event(came_at)
-            self._run_until_idle(came_at)  # whom one event serves comes before the next one
+        before, self._handed_out_at = self._handed_out_at, now
+        try:
+            for event, came_at in self.cut_hold.take():
+                event(came_at)
+                self._run_until_idle(came_at)  # whom one event serves comes before the next one
+        finally:
+            self._handed_out_at = before
+
+    def _lengthen(self, session: OpenSession, request: m.LeaseRequest, reply: m.Leased) -> None:
+        """Have a lease of what was held back begin when it is handed out, not when its request came."""
+        late_s = self._handed_out_at - self.ledger.now
+        if late_s > 0:
+            term_s = min(reply.lease_s + late_s, SECONDS_MAX)
+            renew = m.Renew(request.table, reply.lease, reply.token, term_s)
+            with suppress(LeaseExpired, NotFound):  # the reply was repeated, and its lease has ended
+                self.ledger.apply(renew, session=session.number, call=0, now=self.ledger.now)
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
@@ -612,6 +629,8 @@ class Coordinator:
                 reply = self.ledger.apply(request, session=session.number, call=call, now=now)
             if type(request) in TABLE_EVENTS:
                 table_event(request, session.number)
+            if self._handed_out_at and type(request) is m.LeaseRequest and type(reply) is m.Leased:
+                self._lengthen(session, request, reply)
             return reply
         except JournalFailed:
             raise
