@@ -79,3 +79,5 @@ def test_a_server_that_does_not_answer_is_waited_for(tmp_path):
         slow.bind(str(tmp_path / "q.sock"))
         slow.listen()
         check_sockets(f"ipc://{tmp_path}/q.sock")
+        with pytest.raises(tq.Unreachable, match="a process listens there and does not answer"):
+            tq.connect(f"ipc://{tmp_path}/q.sock", timeout_s=0.1)

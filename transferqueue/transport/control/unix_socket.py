@@ -233,6 +233,8 @@ class UnixChannel:
         """See `transferqueue.transport.ClientChannel`."""
         if self._refused_with == errno.EACCES:
             return f"this user may not open {self._path}: connect as the user that the server runs as, or over tcp"
+        if self._stream is not None:
+            return "a process listens there and does not answer: it may be stopped, or busy"
         return f"is a server running there? Start one: transferqueue serve --address {self.address}"
 
     def send(self, frame: bytes) -> None:
