@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from tests.client.one_process import AGENTS, Copy, LocalAgent
+from tests.scale import only_long
 from tests.server.test_bulk import ARENA_BYTES, SESSION, Bench, refused
 from transferqueue.errors import BY_NAME, Unreachable
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
@@ -20,6 +21,7 @@ from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport.bulk import protocol as b
 
 TOTAL = 20 * MIB
+DATA = np.random.default_rng(1).integers(0, 1 << 63, TOTAL // 8).view(np.uint8)
 
 
 class Pulled(Bench):
@@ -27,11 +29,11 @@ class Pulled(Bench):
 
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
-        arena.ensure(0, ARENA_BYTES)
+        arena.ensure(32 * MIB, TOTAL)
         self.agent, self.client = LocalAgent(), LocalAgent()
         self.memory = ClientMemory(self.agent)
         self.exchange = ShardTransfers(self.backing, self.tickets, None, self.memory)
-        self.data = np.random.default_rng(1).integers(0, 255, TOTAL, np.uint8)
+        self.data = DATA.copy()
         self.address = int(self.data.__array_interface__["data"][0])
         self.client.register(self.address, TOTAL)
 
@@ -322,3 +324,59 @@ def test_a_shard_with_a_stream_alone_says_what_to_do(bench: Pulled) -> None:
     bench.say(bench.put(bench.ranges(0, MIB)))
     with pytest.raises(BY_NAME["Impossible"], match=r"start it with --bytes nixl, or write over the stream"):
         raise refused(bench)
+
+
+@pytest.mark.parametrize("seed", [0, *only_long(*range(1, 60))])
+def test_whatever_clients_do_buffers_are_counted_and_only_matching_bytes_are_stored(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Writes begin, are named on, hold wrong ranges, stand still, fail, and lose their connections, in random order."""
+    draw = np.random.default_rng(seed)
+    state = {"stands": False, "fails": False}
+    copied = Copy.done
+
+    def done(read: Any) -> bool:
+        if state["fails"] and draw.random() < 0.3:
+            raise Unreachable("the client is gone")
+        return not state["stands"] and copied(read)
+
+    monkeypatch.setattr(Copy, "done", done)
+    peers, number = [b"a", b"b", b"c"], 0
+    open_at: dict[bytes, tuple[int, int]] = {}
+    for _ in range(150):
+        peer = peers[draw.integers(3)]
+        match int(draw.integers(9)):
+            case 0 | 1 | 2:
+                number += 1
+                total = int(draw.integers(1, 6)) * MIB
+                named = bench.ranges(0, int(draw.integers(1, total + 1)), int(draw.integers(200 * KIB, MIB + 1)))
+                if draw.random() < 0.2:
+                    named[0] = msgspec.structs.replace(named[0], address=named[0].address + int(draw.integers(-9, 9)))
+                bench.say(bench.put(named, total, number), peer=peer)
+                open_at[peer] = number, 1
+            case 3 | 4 if peer in open_at:
+                at, frame = open_at[peer]
+                bench.say(b.WriteRangesFrame(at, frame, bench.ranges(MIB, 2 * MIB)), peer=peer)
+                open_at[peer] = at, frame + 1
+            case 5:
+                bench.exchange.lost(peer)
+            case 6:
+                state["stands"] = not state["stands"]
+            case 7:
+                state["fails"] = not state["fails"]
+            case _:
+                bench.exchange.pull()
+        failures = [head.error for _, head, _ in bench.heard() if isinstance(head, b.TransferFailed)]
+        assert set(failures) <= {"Unreachable", "Corruption", "ProtocolError", "Impossible"}, failures
+        memory = bench.memory
+        held = len(memory._free) + len(memory._under_way) + memory.quarantined
+        assert held == len(memory._registrations)
+        assert len(memory._under_way) <= BUFFERS_MAX
+    state.update(stands=False, fails=False)
+    for peer in peers:
+        bench.exchange.lost(peer)
+    bench.heard()
+    bench.memory._lost.clear()
+    bench.say(bench.put(bench.ranges(0, 8 * MIB), 8 * MIB, number + 1))
+    assert [head.done for head in bench.turns()] == [True]
+    assert np.array_equal(bench.stored[: 8 * MIB], bench.data[: 8 * MIB])
