@@ -1,5 +1,6 @@
 """What only the socket file has: frames behind their lengths, and two threads that write and read it themselves."""
 
+import errno
 import os
 import resource
 import select
@@ -485,3 +486,40 @@ def test_bytes_that_a_peer_does_not_read_are_counted_and_bounded(monkeypatch):
     assert not stream.is_full
     stream.close()
     reader.close()
+
+
+class ShortOfMemory(socket.socket):
+    """A socket whose first writes the kernel refuses, as it does while memory is short."""
+
+    refusals = 2
+
+    def _refuse(self) -> None:
+        if self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOBUFS, "No buffer space available")
+
+    def send(self, *arguments):
+        self._refuse()
+        return super().send(*arguments)
+
+    def sendmsg(self, *arguments):
+        self._refuse()
+        return super().sendmsg(*arguments)
+
+
+@pytest.mark.parametrize("size", [10, 100_000])
+def test_a_frame_waits_while_the_kernel_has_no_memory(size):
+    near, far = socket.socketpair()
+    with ShortOfMemory(fileno=near.detach()) as short, far:
+        stream, arrived = FrameStream(short), []
+        stream.send(b"x" * size)
+        assert stream.is_behind
+        stream.flush()
+        assert stream.is_behind
+        other = FrameStream(far)
+        while not arrived:
+            stream.flush()
+            with suppress(BlockingIOError):
+                other.read(arrived.append)
+        assert arrived == [b"x" * size]
+        assert not stream.is_behind

@@ -52,6 +52,8 @@ _LENGTH: Final = 4
 _NO_SIGNAL: Final = socket.MSG_NOSIGNAL
 _WRITABLE: Final = select.EPOLLOUT
 _BACKLOG: Final = 1024
+_NOT_NOW: Final = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
+"""The peer has to read first, or the kernel has no memory for a frame at this moment: the frame waits. Any other error: the peer is gone."""
 
 
 class Descriptor(Protocol):
@@ -107,10 +109,9 @@ class FrameStream:
         if not self.unsent:
             try:
                 sent = self.socket.send(whole, _NO_SIGNAL)
-            except BlockingIOError:
-                pass
-            except OSError:
-                return
+            except OSError as error:
+                if error.errno not in _NOT_NOW:
+                    return
         if sent < _LENGTH + size:
             self._queue(memoryview(whole)[sent:])
 
@@ -148,10 +149,8 @@ class FrameStream:
     def _write(self, parts: list[bytes | memoryview]) -> int:
         try:
             return self.socket.sendmsg(parts, (), _NO_SIGNAL)
-        except BlockingIOError:
-            return 0
-        except OSError:
-            return sum(map(len, parts))
+        except OSError as error:
+            return 0 if error.errno in _NOT_NOW else sum(map(len, parts))
 
     def read(self, arrived: Callable[[bytes], object]) -> bool:
         """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed` after the last frame."""
