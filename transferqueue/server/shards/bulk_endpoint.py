@@ -175,10 +175,9 @@ class ShardTransfers:
 
     @property
     def one_sided(self) -> bool:
-        """Whether a client reads one-sided now."""
-        return self._registered is not None and any(
-            isinstance(transfer, RangedRead) for transfer in self._transfers.values()
-        )
+        """Whether a client reads one-sided now. From any thread."""
+        under_way = list(self._transfers.values())  # in one step, since the endpoint's thread changes it
+        return self._registered is not None and any(isinstance(transfer, RangedRead) for transfer in under_way)
 
     @property
     def pulled_at(self) -> float | None:
