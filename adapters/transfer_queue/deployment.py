@@ -12,7 +12,7 @@ import importlib.util
 import os
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
@@ -165,8 +165,13 @@ def _with_ray(config: Mapping[str, Any]) -> DropInConnection:
         return ray.get(actor.ask.remote(name, *arguments))
 
     def end() -> None:
-        ray.get(actor.ask.remote("shutdown"))
-        ray.kill(actor)
+        if (
+            not ray.is_initialized()
+        ):  # the program has left the cluster, and with the next call Ray would start another one
+            return
+        with suppress(ray.exceptions.RayActorError):  # it is gone already
+            ray.get(actor.ask.remote("shutdown"))
+            ray.kill(actor)
 
     return DropInConnection(ask, end if created else None)
 

@@ -162,3 +162,15 @@ def test_the_drop_in_refuses_nonsense_and_outlives_its_clients(cluster: None) ->
         assert [row.tolist() for row in found["x"].unbind()] == [[1.0] * 8] * 2
     finally:
         transfer_queue.close()
+
+
+def test_the_drop_in_is_closed_though_its_service_died(cluster: None) -> None:
+    transfer_queue = drop_in()
+    client = transfer_queue.get_client()
+    transfer_queue.kv_batch_put(["a", "b"], "p", TensorDict({"x": torch.ones(2, 3)}, batch_size=[2]))
+    assert client.get_meta(["x"], 1, "p", "fetch", "work").global_indexes == [0]
+    ray.kill(ray.get_actor("TransferQueueController", namespace="transfer_queue"))
+    with pytest.raises((ray.exceptions.RayActorError, TransferQueueError)):
+        list(iter(lambda: client.get_meta(["x"], 1, "p", "force_fetch", "work"), None))  # until the kill takes effect
+    transfer_queue.close()
+    transfer_queue.close()
