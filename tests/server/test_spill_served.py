@@ -69,8 +69,8 @@ def test_four_times_the_memory_comes_out_equal_here_and_elsewhere_though_a_worke
     with served(tmp_path / "server") as server, tq.connect(server.address) as queue:
         table = fill(queue, 32)
         spill = queue.stats()["server"]["spill"]
-        assert spill["bytes"] >= (32 - 7) * MIB
-        assert server.coordinator.memory.used <= 7 * MIB
+        assert spill["bytes"] >= (32 - 6) * MIB
+        assert server.coordinator.memory.used <= 6 * MIB
         with subprocess.Popen(
             [sys.executable, "-c", WORKER, server.address], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         ) as worker:
@@ -90,7 +90,7 @@ def test_four_times_the_memory_comes_out_equal_here_and_elsewhere_though_a_worke
 def test_a_snapshot_has_what_is_on_the_disk(tmp_path):
     with served(tmp_path / "server") as server, tq.connect(server.address) as queue:
         fill(queue, 16)
-        assert queue.stats()["server"]["spill"]["bytes"] >= (16 - 7) * MIB
+        assert queue.stats()["server"]["spill"]["bytes"] >= (16 - 6) * MIB
         queue.snapshot("kept")
     with served(tmp_path / "next", 64, spills=False) as server, tq.connect(server.address) as queue:
         queue.restore("kept")

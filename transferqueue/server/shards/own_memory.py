@@ -39,6 +39,8 @@ class OwnShardMemory:
         self.extents = extents
         self.due_at: float | None = None
         """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
+        self.kept_for_loads = 0
+        """Bytes that are not for new rows, but for those that come back from a disk."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
         self._refusal = ""

@@ -324,8 +324,9 @@ class ShardRegistry:
 
 def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
     """The bytes of a shard that new rows may take."""
-    grantable = shard.grantable if isinstance(shard, RemoteShard) else shard.allocator.capacity
-    return grantable - grantable // RESULTS_SHARE
+    if isinstance(shard, RemoteShard):
+        return shard.grantable - shard.grantable // RESULTS_SHARE
+    return shard.allocator.capacity - shard.allocator.capacity // RESULTS_SHARE - shard.kept_for_loads
 
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:

@@ -4,7 +4,8 @@ The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for memory, or a load, finds
    no room.
-2. A load takes memory as new rows do: the share for results stays free, so a worker whose rows were loaded can write its results.
+2. One part in `LOADS_SHARE` of the arena and of the disk is for loads, not for new rows: these cannot fill both, so that nothing comes back. A
+   load does not take the share for results: a worker whose rows were loaded can write its results.
 3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling pauses: until a spilled
    block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for memory waits on, as without spilling.
 4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at once: its rows are made
@@ -25,6 +26,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import (
     LOAD_STUCK_S,
     LOAD_TRIES,
+    LOADS_SHARE,
     PAGE_BYTES,
     SMALL_EXTENTS_BYTES,
     SPILL_ABOVE,
@@ -101,11 +103,16 @@ class Spiller:
         capacity = memory.allocator.capacity
         self._above, self._to = int(SPILL_ABOVE * capacity), int(SPILL_TO * capacity)
         self._cold: Final = ledger.spill_cold_blocks(for_rows(memory))
+        memory.kept_for_loads = capacity // LOADS_SHARE
         self._places: dict[int, SpilledBlock] = {}
         self._writing: dict[int, int] = {}
         """Extents that are being written, and their bytes."""
         self._loads = 0
         self._tries: dict[int, int] = {}
+        self._load_wants = 0
+        """Bytes that the first load order finds no memory for."""
+        self._disk_used = 0
+        """Bytes of the disk, in whole pages."""
         self._wanted = 0
         """Bytes that somebody waits for; 0: nobody."""
         self._order_since: float | None = None
@@ -210,13 +217,14 @@ class Spiller:
             return
         used = self._memory.used
         nbytes = max(self._wanted, used - self._to if used > self._above else 0)
+        nbytes = max(self._load_wants, min(nbytes, self._room_on_disk(nbytes)))
         if not nbytes:
             self._fruitless = 0
             return
-        if not self._wanted and self._fruitless:
+        if not (self._wanted or self._load_wants) and self._fruitless:
             self._fruitless -= 1
             return
-        chosen = self._cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted)))
+        chosen = self._cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self._load_wants)))
         self._wanted = 0 if chosen else self._wanted
         self._fruitless = 0 if chosen else _TURNS_SKIPPED
         if self.paused and not chosen:
@@ -227,6 +235,16 @@ class Spiller:
                 extent.number, [BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks]
             )
 
+    def _room_on_disk(self, wanted: int) -> int:
+        """The bytes that may go to the disk for the sake of new rows. If these are too few, `paused` says so."""
+        room = max(self.nbytes - self.nbytes // LOADS_SHARE - self._disk_used, 0)
+        if wanted and not room and not self.paused:
+            self.paused = (
+                f"the spilled blocks take {self._disk_used:,} of {self.nbytes:,} bytes (--spill-bytes), and the rest is for blocks that make room for "
+                "those that come back"
+            )
+        return room
+
     def _written(self, answer: BlocksWritten, now: float) -> None:
         del self._writing[answer.extent]
         if answer.error:
@@ -236,6 +254,7 @@ class Spiller:
         spilled = set(self._cold.finish_writing(answer.extent, written=not answer.error))
         kept = [place for place in answer.places if place.block in spilled]
         self._places.update((place.block, place) for place in kept)
+        self._disk_used += _disk_bytes(kept)
         self.counters.spilled_blocks += len(kept)
         self.counters.spilled_bytes += sum(place.nbytes for place in kept)
         self._space.free(place for place in answer.places if place.block not in spilled)
@@ -269,13 +288,14 @@ class Spiller:
         return False
 
     def _begin_loads(self, now: float) -> None:
+        self._load_wants = 0
         if not self._cold.orders:
             return
         if self._order_since is None:
             self._order_since = now
         for numbers, nbytes in _extents_for(self._cold.missing()):
             if (offset := self._take(nbytes)) is None:
-                self.need(nbytes)
+                self._load_wants = nbytes
                 return
             offsets = self._cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
             self._loads += 1
@@ -327,7 +347,12 @@ class Spiller:
             self._freed_while_held += places
             return
         self._space.free(places)
+        self._disk_used -= _disk_bytes(places)
         self._paused_until = 0.0
+
+
+def _disk_bytes(places: Iterable[SpilledBlock]) -> int:
+    return sum(align(max(place.nbytes, 1), PAGE_BYTES) for place in places)
 
 
 def _extents_for(blocks: list[BlockLocation]) -> Iterator[tuple[list[int], int]]:
