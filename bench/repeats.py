@@ -6,6 +6,7 @@
 Costs: CPU time of a process with an embedded server, for a put and the deletion of its rows. Each turn puts the same columns through three clients: one that does not
 look for repeated values (`TRANSFERQUEUE_FIND_REPEATS=0`), another one of that kind, and one that looks. A sample of ``on/...`` is the time of the last over that of the
 first, in one turn; of ``control/...`` that of the second over the first: what the machine does to a ratio of equal work. The order changes from turn to turn.
+``search/...`` is the CPU time of the search alone, for the columns of one put, and ``share/...`` its least over the least of ``off/...``: what a busy machine disturbs less.
 
 Group: 16 rows of one prompt with an image, to a client of another host. ``stored``: bytes of the table; ``received``: bytes (both exact) that the shard sent for the leases of all rows,
 one lease a row.
@@ -29,6 +30,8 @@ from bench.run_record import RECORDS, save_record, show
 from bench.server import Server
 from transferqueue.limits import KIB
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, summarize
+from transferqueue.storage.inputs.prepare import _parse
+from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 
 WORD: Final = "TRANSFERQUEUE_FIND_REPEATS"
 TURN_S: Final = 0.02
@@ -93,15 +96,26 @@ def costs(turns: int) -> list[MeasuredResult]:
     """The ratios of all cases."""
     os.environ.pop(WORD, None)
     results: list[MeasuredResult] = []
-    with tq.connect("embedded", arena_bytes="1GiB") as server, tq.connect(server.address) as on:
-        os.environ[WORD] = "0"
-        with tq.connect(server.address) as off, tq.connect(server.address) as control:
-            os.environ.pop(WORD)
-            for name, columns in cases().items():
-                server.create_table(name, retention=tq.Manual())
-                results += _ratios(name, columns, [client.table(name) for client in (off, control, on)], turns)
-                show(results[-3:])
+    with (
+        tq.connect("embedded", arena_bytes="1GiB") as server,
+        _client(server, "0") as off,
+        _client(server, None) as on,
+        _client(server, "0") as control,
+    ):
+        for name, columns in cases().items():
+            server.create_table(name, retention=tq.Manual())
+            results += _ratios(name, columns, [client.table(name) for client in (off, control, on)], turns)
+            show(results[-5:])
     return results
+
+
+def _client(server: tq.Queue, word: str | None) -> tq.Queue:
+    if word is not None:
+        os.environ[WORD] = word
+    try:
+        return tq.connect(server.address)
+    finally:
+        os.environ.pop(WORD, None)
 
 
 def _ratios(name: str, columns: Columns, tables: Sequence[tq.Table], turns: int) -> list[MeasuredResult]:
@@ -113,11 +127,26 @@ def _ratios(name: str, columns: Columns, tables: Sequence[tq.Table], turns: int)
         for each in np.roll(np.arange(3), turn)[:: 1 if turn % 2 else -1].tolist():
             samples[each].append(_cpu_s(tables[each], columns, puts))
     off, control, on = samples
+    search = [_search_s(columns) for _ in range(turns)]
     return [
         summarize(f"off/{name}", "s", off),
         summarize(f"control/{name}", "ratio", [b / a for a, b in zip(off, control, strict=True)]),
         summarize(f"on/{name}", "ratio", [b / a for a, b in zip(off, on, strict=True)]),
+        summarize(f"search/{name}", "s", search),
+        summarize(f"share/{name}", "ratio", [min(search) / min(off)]),
     ]
+
+
+def _search_s(columns: Columns) -> float:
+    """CPU seconds of the search of all columns, without what parses them."""
+    spent = 0.0
+    for name, value in columns.items():
+        parsed = _parse(value, None, name)
+        began = time.thread_time()
+        if find_repeats(value) or share_rows(parsed):
+            raise ValueError(f"{name} repeats a value")
+        spent += time.thread_time() - began
+    return spent
 
 
 def _cpu_s(table: tq.Table, columns: Columns, puts: int) -> float:

@@ -13,6 +13,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.limits import KIB
 from transferqueue.schema import Field
 from transferqueue.storage import BlockWriter, Column, MappedBlocks, PlainValues, RowPlacement, RowsOf
+from transferqueue.storage.inputs import repeats
 from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.inputs.repeats import COMPARED_APART_BYTES, COMPARED_BYTES
 from transferqueue.wire.messages import BlockLocation
@@ -21,6 +22,9 @@ CHANCE = np.random.default_rng(7)
 IMAGE = CHANCE.integers(0, 255, (8, 128, 128), np.uint8)
 IDS = [torch.from_numpy(CHANCE.integers(0, 150_000, 700)) for _ in range(4)]
 TEXTS = ["a" * 9_000, "b" * 9_000, "c" * 9_000]
+PADDED = np.zeros((6, 36 * KIB), np.uint8)
+"""Rows that have the same bytes wherever a sample is taken."""
+PADDED[:, 1000:2000] = CHANCE.integers(0, 255, (6, 1000), np.uint8)
 
 
 def read(prepared: Prepared) -> list[Any]:
@@ -59,6 +63,10 @@ REPEATED: dict[str, tuple[Callable[[], Any], int]] = {
     "lists that are equal": (lambda: [row.tolist() for row in grouped(IDS, 4)], 4),
     "a nested tensor": (lambda: torch.nested.as_nested_tensor(grouped(IDS, 4), layout=torch.jagged), 4),
     "arrays that are equal": (lambda: copied(grouped([np.tile(IMAGE[0], (3, 1)), np.tile(IMAGE[1], (3, 1))], 4)), 2),
+    "padded rows": (lambda: PADDED.repeat(2, 0), 6),
+    "padded rows after one that differs": (lambda: PADDED[:3].repeat(3, 0)[2:], 3),
+    "padded tensors": (lambda: copied(list(torch.from_numpy(PADDED.repeat(2, 0)))), 6),
+    "padded texts": (lambda: [row.tobytes() for row in PADDED.repeat(2, 0)], 6),
     "texts that are equal": (lambda: grouped(["".join(["ab", "c" * 9_000]), "d" * 9_002], 4), 2),
     "plain values that are equal": (lambda: PlainValues([{"a": "x" * 9_000} for _ in range(6)]), 1),
 }
@@ -73,6 +81,32 @@ def test_a_repeated_value_is_stored_once(kind: str) -> None:
     assert found.nbytes <= whole.nbytes // 2
     assert found.row_lengths().tolist() == whole.row_lengths().tolist()
     assert read(found) == read(whole)
+
+
+def comparisons(value: Any, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of each value that a put of a column compares with its neighbour to the end or to the first difference."""
+    sizes: list[int] = []
+    same_bytes = repeats._same_bytes
+
+    def counting(one: Any, other: Any) -> bool:
+        sizes.append(len(one))
+        return same_bytes(one, other)
+
+    monkeypatch.setattr(repeats._is_promising, "__defaults__", (counting,))
+    monkeypatch.setattr(repeats._firsts, "__defaults__", (counting,))
+    assert prepare("x", value, share=True).slots is None
+    return sizes
+
+
+@pytest.mark.parametrize("given", [lambda a: a, torch.from_numpy, lambda a: list(torch.from_numpy(a))])
+def test_the_search_of_what_repeats_nothing_is_bounded(given: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert comparisons(given(different(64, 128 * KIB)), monkeypatch) == []
+    dear = comparisons(given(late(16, 512 * KIB)), monkeypatch)  # they differ after 170 KiB
+    assert dear == [64 * KIB, 512 * KIB]
+    assert comparisons(given(late(64, 40 * KIB)), monkeypatch) == [40 * KIB] * 2
+    early = np.zeros((16, 512 * KIB), np.uint8)
+    early[:, 1000] = np.arange(16)
+    assert comparisons(given(early), monkeypatch) == [64 * KIB] * 2
 
 
 def different(rows: int, nbytes: int) -> np.ndarray:

@@ -11,8 +11,9 @@ among byte strings, from `COMPARED_APART_BYTES` where each row is an array of it
 
 Rows are shared only if that spares at least half of the column and, where they are not one array, `SAVED_BYTES`, since a column whose rows share values lies in a block of
 its own, and readers gather its rows. So a few rows spread over the column are looked at first; then three short samples of all neighbours; and
-the search ends when too few rows can repeat, or more than `MISTAKES_MAX` of them turned out to differ. A column that repeats nothing costs
-little more than the first look.
+the search ends when too few rows can repeat, or when it was mistaken too often: more than `MISTAKES_MAX` rows had the samples of their neighbours
+and other bytes, besides one for each row that was equal. Of the first look, one mistake is enough if more
+than `_LARGE_BYTES` had to be compared for it. A column that repeats nothing costs little more than the first look, which touches no other row.
 
 Equal means: the same bytes. So 0.0 and -0.0 differ, and NaNs of the same bits do not.
 """
@@ -39,6 +40,7 @@ SAVED_BYTES: Final = 16 * KIB
 MISTAKES_MAX: Final = 1
 _SAMPLE: Final = 16
 """Bytes of a sample. There is one at the start, in the middle and at the end of a value."""
+_LARGE_BYTES: Final = 64 * KIB
 _PROBED_PAIRS: Final = 8
 """Places at which neighbours are compared before all are."""
 _PROBED_OBJECTS: Final = 128
@@ -152,6 +154,8 @@ def _nbytes(row: Any) -> int:
     if isinstance(row, str | bytes):
         return len(row)
     if isinstance(row, list | tuple):
+        if row and isinstance(row[0], int):
+            return 8 * len(row)
         return 8 * sum(len(each) if isinstance(each, list | tuple) else 1 for each in row[:_LISTED_MAX])
     if isinstance(row, dict):
         return sum(_nbytes(each) for each in islice(row.values(), _LISTED_MAX) if not isinstance(each, dict))
@@ -239,19 +243,23 @@ def _of_arrays(parsed: RaggedInput, source: Arrays) -> SharedRows | None:
     """Rows that are arrays of their own."""
     if source.arrays[0].nbytes < COMPARED_APART_BYTES or len(source.arrays) != len(parsed.shapes):
         return None
-    sizes = np.fromiter((array.nbytes for array in source.arrays), np.int64, len(source.arrays))
     first = source.arrays[0].dtype
     if any(array.dtype != first or not array.flags.c_contiguous for array in source.arrays):
         return None
-    flat = [array.reshape(-1).view(np.uint8) for array in source.arrays]
-    if not _is_promising(_probed_pairs(len(flat)), flat.__getitem__):
+
+    def row_bytes(row: int) -> U8:
+        return source.arrays[row].reshape(-1).view(np.uint8)
+
+    if not _is_promising(_probed_pairs(len(source.arrays)), row_bytes):
         return None
+    flat = list(map(row_bytes, range(len(source.arrays))))
     alike = (parsed.shapes[1:] == parsed.shapes[:-1]).all(axis=1)
     for row in np.flatnonzero(alike).tolist():
         alike[row] = _may_be_equal(flat[row], flat[row + 1])
     firsts = _firsts(alike, flat.__getitem__)
     if firsts is None:
         return None
+    sizes = np.fromiter(map(len, flat), np.int64, len(flat))
     return _grouped(parsed, firsts, sizes, Arrays([source.arrays[row] for row in firsts.tolist()], source.dtype))
 
 
@@ -274,7 +282,8 @@ def _alike_in(memory: U8, starts: I64, sizes: I64) -> I64 | None:
     def row_bytes(row: int) -> U8:
         return memory[starts[row] : starts[row] + sizes[row]]
 
-    if not _is_promising(_probed_pairs(len(sizes)), row_bytes):
+    likely = _pairs_that_end_alike(memory.data, starts, sizes)
+    if not likely or not _is_promising(likely, row_bytes):
         return None
     alike = (sizes[1:] == sizes[:-1]) & (sizes[1:] >= _SAMPLE)
     sampled = np.where(sizes >= _SAMPLE, np.arange(len(sizes)), int(np.argmax(sizes)))  # no byte beside a row is read
@@ -283,6 +292,19 @@ def _alike_in(memory: U8, starts: I64, sizes: I64) -> I64 | None:
         sample = memory[at[:, np.newaxis] + np.arange(_SAMPLE)].view(np.int64)
         alike &= (sample[1:] == sample[:-1]).all(axis=1)
     return _firsts(alike, row_bytes)
+
+
+def _pairs_that_end_alike(memory: memoryview, starts: I64, sizes: I64) -> list[int]:
+    """Those of `_probed_pairs` that have the same size and the same last bytes."""
+    likely = []
+    for row in _probed_pairs(len(sizes)):
+        size = sizes.item(row)
+        if size == sizes.item(row + 1):
+            one, other = starts.item(row) + size, starts.item(row + 1) + size
+            sample = min(size, _SAMPLE)
+            if memory[one - sample : one] == memory[other - sample : other]:
+                likely.append(row)
+    return likely
 
 
 def _same_bytes(one: U8, other: U8) -> bool:
@@ -296,10 +318,13 @@ def _same_bytes(one: U8, other: U8) -> bool:
 
 
 def _may_be_equal(one: Any, other: Any) -> bool:
-    """Whether the samples of two values are equal."""
-    return len(one) == len(other) and all(
-        bytes(one[at : at + _SAMPLE]) == bytes(other[at : at + _SAMPLE]) for at in _sample_starts(len(one))
-    )
+    """Whether the samples of two values are equal. The end comes first: values of one origin often begin alike."""
+    size = len(one)
+    if size != len(other) or bytes(one[-_SAMPLE:]) != bytes(other[-_SAMPLE:]):
+        return False
+    half = size // 2
+    middle = slice(half, half + _SAMPLE)
+    return bytes(one[middle]) == bytes(other[middle]) and bytes(one[:_SAMPLE]) == bytes(other[:_SAMPLE])
 
 
 def _probed_pairs(rows: int) -> Iterable[int]:
@@ -318,8 +343,8 @@ def _is_promising(
     for row in pairs:
         one, other = row_bytes(row), row_bytes(row + 1)
         if _may_be_equal(one, other):
-            if equal(one, other):
-                return True
+            if equal(one[:_LARGE_BYTES], other[:_LARGE_BYTES]):
+                return len(one) <= _LARGE_BYTES or equal(one, other)
             mistakes += 1
             if mistakes > MISTAKES_MAX:
                 return False
@@ -336,11 +361,11 @@ def _firsts(
     if 2 * (rows - int(alike.sum())) > rows:
         return None
     mistakes = 0
-    for row in np.flatnonzero(alike).tolist():
+    for compared, row in enumerate(np.flatnonzero(alike).tolist()):
         if not equal(row_bytes(row), row_bytes(row + 1)):
             alike[row] = False
             mistakes += 1
-            if mistakes > MISTAKES_MAX:
+            if mistakes > MISTAKES_MAX + (compared + 1 - mistakes):
                 return None
     firsts: I64 = np.concatenate([[0], np.flatnonzero(~alike) + 1])
     return firsts if 2 * len(firsts) <= rows else None
