@@ -255,6 +255,50 @@ def test_weights_in_slices_are_put_together_on_the_device(queue: tq.Queue, devic
     assert torch.equal(part.torch(device=device)["w"], whole[20:70])
 
 
+def test_rows_that_are_read_land(queue: tq.Queue, device: Any) -> None:
+    x, lengths = torch.randn(6, 3000), [1, 5000, 0, 2, 7, 3]
+    table = table_of(queue, {"x": x, "r": [torch.arange(n) for n in lengths], "t": list("abcdef")})
+    rows = table.read().rows
+    with table.read(rows[[4, 1]], device=device) as read:
+        assert torch.equal(read["x"].torch(), x[[4, 1]])
+        assert [len(row) for row in read["r"].nested().unbind()] == [7, 5000]
+        assert read["t"].list() == ["e", "b"]
+
+
+def test_a_read_refuses_devices_that_do_not_fit(queue: tq.Queue) -> None:
+    table = table_of(queue, {"x": torch.randn(6, 3000)})
+    with pytest.raises(tq.UsageError, match="no values are read"):
+        table.read(values=False, device="cpu")
+    with pytest.raises(tq.UsageError, match="nothing:0"):
+        table.read(device="nothing:0")
+    full = LateDevice(at_once=True, room=100)
+    for _ in range(3):
+        with pytest.raises(tq.OutOfMemory, match="no room"):
+            table.read(device=full)
+    with table.read() as read:
+        table.drop(read.rows, "read")
+    assert table.stats()["rows_live"] == 0
+
+
+@pytest.mark.parametrize("registers", [True, False], ids=["registered", "staged"])
+@pytest.mark.parametrize("far", [False, True], ids=["mapped", "remote"])
+def test_a_device_is_given_the_wanted_rows_of_a_weight_alone(tmp_path: Path, registers: bool, far: bool) -> None:
+    """As to four engine workers: each a quarter of `w`, all of `b`, and of `e`, which has no bytes, nothing."""
+    model = {"w": torch.randn(512, 64, 3), "b": torch.randn(40), "e": torch.empty(8, 0)}
+    with served(tmp_path) as server, tq.connect(server.tcp, data="remote" if far else "auto") as queue:
+        weights = queue.weights("policy")
+        weights.publish(1, model)
+        for rank in range(4):
+            device = LateDevice(at_once=True, registers=registers)
+            rows = range(rank * 128, (rank + 1) * 128)
+            with weights.pull(only={"w": rows, "b": None, "e": range(2, 4)}) as pulled:
+                landed = pulled.torch(device=device)
+            assert torch.equal(landed["w"], model["w"][rows.start : rows.stop])
+            assert torch.equal(landed["b"], model["b"])
+            assert landed["e"].shape == (2, 0)
+            assert device.direct + device.staged == model["w"].nbytes // 4 + model["b"].nbytes
+
+
 def test_without_page_locked_memory_a_copy_is_made_from_other_memory(caplog: pytest.LogCaptureFixture) -> None:
     """As where the machine has no more of it; here there is no accelerator to lock pages for."""
     if torch.accelerator.is_available():

@@ -1,7 +1,7 @@
 """What only a GPU can show: ``make test-gpu``. Skipped where there is none. All figures are ratios or bounds within one run.
 
 G1 pages that the arena returned · G2 registering · G3 one copy · G4 a lease · G5 scattered rows · G6 puts · G7 late events · G8 a killed reader · G9 dtypes ·
-G10 growth and reuse under late copies · G11 a refused registration.
+G10 growth and reuse under late copies · G11 a refused registration · G12 a quarter of a weight.
 """
 
 from __future__ import annotations
@@ -43,11 +43,10 @@ def dry(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture
-def device(dry: bool) -> Any:
+def device(dry: bool, request: pytest.FixtureRequest) -> Any:
     if dry:
         return LateDevice(at_once=True)
-    if not torch.cuda.is_available():
-        pytest.skip("there is no CUDA device")
+    request.getfixturevalue("cuda")
     return accelerator("cuda:0")
 
 
@@ -346,3 +345,21 @@ def test_g11_a_refused_registration_leaves_the_device_usable(device: Any, dry: b
     device.unregister(start, 4096)
     device.unregister(start, 4096)
     assert torch.ones(4, device=place(device)).sum().item() == 4
+
+
+def test_g12_a_quarter_of_a_weight_takes_a_quarter_of_the_device(device: Any, dry: bool, run_bytes: int) -> None:
+    whole = torch.arange(run_bytes // 4, dtype=torch.int32).reshape(1024, -1)
+    with tq.connect() as queue:
+        weights = queue.weights("policy")
+        weights.publish(1, {"w": whole})
+        for rank in range(4):
+            rows = range(rank * 256, (rank + 1) * 256)
+            if not dry:
+                torch.cuda.reset_peak_memory_stats()
+                before = torch.cuda.memory_allocated()
+            with weights.pull(only={"w": rows}) as pulled:
+                landed = pulled.torch(device=device)["w"]
+            assert torch.equal(landed.cpu(), whole[rows.start : rows.stop])
+            if not dry:
+                assert torch.cuda.max_memory_allocated() - before <= run_bytes // 4 + MIB
+            del landed

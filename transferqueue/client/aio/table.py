@@ -422,6 +422,7 @@ class AsyncTable(TableBase):
         fields: FieldsWanted = None,
         limit: int | None = None,
         values: bool = True,
+        device: Any = None,
     ) -> Rows:
         """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
 
@@ -430,8 +431,9 @@ class AsyncTable(TableBase):
         the table, for an unknown field, and for a field named here that one of the rows does not have yet; `ColumnFreed` if it had it.
 
         values: False brings facts and the names of the columns alone: no bytes move, no memory stays pinned, and a view is `BatchEnded`.
+        device: where the tensors are to be, as of `lease`. It does not go with ``values=False``.
         """
-        return await self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values))
+        return await self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values, device))
 
     async def find(self, keys: str | Sequence[str]) -> NDArray[np.int64]:
         """Row ids ``[keys]`` of keys; -1 where there is no such row."""

@@ -90,10 +90,11 @@ def lease_spec(
         awaited=_spans(awaited),
         but_held=bool(but_held),
     )
-    return LeaseSpec(request, limit_s, slices, None if device is None else _device(device))
+    return LeaseSpec(request, limit_s, slices, None if device is None else named_device(device))
 
 
-def _device(device: Any) -> Accelerator:
+def named_device(device: Any) -> Accelerator:
+    """The device that a caller names; torch is imported only here. Errors as of `landing.accelerator`."""
     from transferqueue.storage.devices.landing import accelerator
 
     return accelerator(device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import near_misses
 from transferqueue.client.operations.column_source import content_source
 from transferqueue.client.operations.facts import check_key
-from transferqueue.client.operations.lease import LOST_MAX, predicates
+from transferqueue.client.operations.lease import LOST_MAX, named_device, predicates
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
@@ -23,6 +23,9 @@ from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_plain
+
+if TYPE_CHECKING:
+    from transferqueue.storage.devices.accelerator import Accelerator
 
 R = TypeVar("R")
 
@@ -121,8 +124,12 @@ def read(
     fields: FieldsWanted,
     limit: int | None,
     values: bool,
+    device: Any,
 ) -> Operation[Rows]:
     """Read rows without a lease."""
+    if device is not None and not values:
+        raise UsageError(f"device={device!r} with values=False: no values are read; leave out one of the two")
+    where_to = None if device is None else named_device(device)
     names, slices = checks.field_slices(fields)
     cut_fields(terms.fields, slices)
     request = m.ReadRequest(
@@ -134,17 +141,28 @@ def read(
     )
     for _ in range(LOST_MAX):
         try:
-            return (yield from _read(client, terms, request, slices, values))
+            return (yield from _read(client, terms, request, slices, values, where_to))
         except ShardLost:
             continue  # the next reply names copies in other shards, or says that the rows are gone
-    return (yield from _read(client, terms, request, slices, values))
+    return (yield from _read(client, terms, request, slices, values, where_to))
 
 
 def _read(
-    client: ClientSession, terms: TableInfo, request: m.ReadRequest, slices: Mapping[str, Slice], values: bool
+    client: ClientSession,
+    terms: TableInfo,
+    request: m.ReadRequest,
+    slices: Mapping[str, Slice],
+    values: bool,
+    device: Accelerator | None,
 ) -> Operation[Rows]:
     content = (yield from request_reply(request, m.ReadRows)).content
     source = yield from content_source(client, content, terms, f'table "{terms.name}"', slices, values=values)
+    if device is not None:
+        try:
+            yield from source.land(device)
+        except BaseException:
+            source.end("was not handed out")
+            raise
     left_out = [name for name in terms.fields if name not in source.fields] if request.fields is None else []
     return Rows(content, source.without(left_out), tuple(left_out))
 

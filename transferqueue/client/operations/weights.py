@@ -125,11 +125,25 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._of_each(adapter, partial(self._torch, columns=columns))
 
     def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
-        """The columns of all fields of the base (or of an adapter), on the device."""
+        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted range, these rows alone."""
         from transferqueue.storage.devices.landing import accelerator, land
 
-        names = [field for fields in self._of_each(adapter, lambda _, fields: fields).values() for field in fields]
-        return land({name: self._tensors[name].column for name in names}, accelerator(device))
+        wanted = self._of_each(adapter, self._parts).values()
+        parts = {field: part for of_tensor in wanted for field, part in of_tensor.items()}
+        columns = {field: self._tensors[field].column for field in parts}
+        return land(columns, accelerator(device), {field: part for field, part in parts.items() if part is not None})
+
+    def _parts(self, name: str, fields: list[str]) -> dict[str, range | None]:
+        """The wanted rows of each field, counted from the field's first; None: the whole field."""
+        rows = self._range(name, fields)
+        if rows is None:
+            return dict.fromkeys(fields)
+        return {field: self._part(rows, field) for field in fields}
+
+    def _part(self, rows: range, field: str) -> range:
+        first, count = self._first(field), self._tensors[field].column.field.shape[0] or 0
+        start = min(max(rows.start - first, 0), count)
+        return range(start, max(start, min(rows.stop - first, count)))
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
@@ -170,8 +184,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return Field(name, first.dtype, first.shape if rows is None else (len(rows), *first.shape[1:]))
 
     def _torch(self, name: str, fields: list[str], columns: Mapping[str, Column] | None = None) -> Any:
-        values = [(self._tensors[field].column if columns is None else columns[field]).torch()[0] for field in fields]
-        return self._put_together(name, fields, values, values[0].new_empty)
+        if columns is None:
+            values = [self._tensors[field].column.torch()[0] for field in fields]
+            return self._put_together(name, fields, values, values[0].new_empty)
+        parts = [columns[field].torch()[0] for field in fields]  # wanted rows alone
+        rows = self._range(name, fields)
+        return parts[0] if rows is None or len(parts) == 1 else _join(_empty_like(parts[0], len(rows)), parts)
 
     def _numpy(self, name: str, fields: list[str]) -> Any:
         values = [self._tensors[field].column.numpy()[0] for field in fields]
@@ -274,6 +292,11 @@ def mirror_weights(
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
     return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
+
+
+def _empty_like(part: Any, rows: int) -> Any:
+    """A new tensor with this many rows, on the device of `part`."""
+    return part.new_empty((rows, *part.shape[1:]))
 
 
 def _join(whole: Any, parts: list[Any]) -> Any:

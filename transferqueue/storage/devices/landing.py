@@ -13,6 +13,7 @@ Every copy's memory is held until the device says that it has ended (`in_flight`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -53,14 +54,17 @@ def lands(column: Column) -> bool:
     return column.field.dense or column.field.ragged
 
 
-def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column]:
+def land(
+    columns: Mapping[str, Column], device: Accelerator, parts: Mapping[str, range] = MappingProxyType({})
+) -> dict[str, Column]:
     """Begin to copy these columns to the device. Returns them by name: `DeviceColumn`, or the column itself where that stays on the host.
 
+    parts: for dense columns of one row, the range along dimension 0 of that row which is copied; no other byte of the column is.
     Does not wait for the device. Blocks while rows are gathered and while pages are registered, once each. `OutOfMemory` if the device has no room.
     """
     landing = _Landing(device)
     try:
-        landed = {name: landing.take(column) for name, column in columns.items() if lands(column)}
+        landed = {name: landing.take(column, parts.get(name)) for name, column in columns.items() if lands(column)}
     finally:
         event = landing.end()  # what has begun before an error holds its memory, too
     return {
@@ -86,8 +90,10 @@ class _Landing:
         self._memory: list[object] = []
         self._used: list[RegisteredRange] = []
 
-    def take(self, column: Column) -> LandedColumn:
-        """Begin the copies of a column."""
+    def take(self, column: Column, part: range | None = None) -> LandedColumn:
+        """Begin the copies of a column, or of a part of its only row."""
+        if part is not None:
+            return self._part(column, part)
         if column.field.dense:
             nbytes = len(column) * column.field.row_bytes
             memory = self._device.empty(nbytes)
@@ -105,6 +111,17 @@ class _Landing:
             raise
         in_flight(self._device).hold(event, self._memory, [used.end for used in self._used])
         return event
+
+    def _part(self, column: Column, part: range) -> LandedColumn:
+        """Begin the copy of a range along dimension 0 of the only row: its bytes lie together."""
+        rows, *fixed = column.field.fixed
+        step = column.field.row_bytes // rows if rows else 0
+        memory = self._device.empty(len(part) * step)
+        if len(memory):
+            whole = next(_Runs(column, column.placement).views())
+            self._whole(memory, whole[part.start * step : part.stop * step])
+        kind = torch_dtype(column.field.dtype, require_torch("torch"))
+        return LandedColumn(memory, memory.view(kind).reshape(1, len(part), *fixed))
 
     def _ragged(self, column: Column) -> LandedColumn:
         torch = require_torch("torch")
