@@ -73,7 +73,7 @@ class Partition:
         partition_id: str,
         rows_max: int,
         guard: threading.Condition,
-        times_ready: Callable[[str, str], int | None] | None = None,
+        times_ready: Callable[[str, str], object | None] | None = None,
     ) -> None:
         self.partition_id = partition_id
         self._guard, self._times_ready = guard, times_ready

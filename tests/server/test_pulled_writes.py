@@ -91,6 +91,17 @@ def test_what_a_client_names_is_stored_and_acknowledged_frame_by_frame(bench: Pu
     assert [head.done for head in bench.turns()] == [True], "the metadata is known"
 
 
+def test_a_client_that_was_unloaded_between_two_frames_takes_no_buffer(bench: Pulled) -> None:
+    bench.say(bench.put(bench.ranges(0, 4 * MIB)))
+    bench.turns()
+    free = len(bench.memory._free)
+    bench.memory.keep_only(lambda session: False)  # as when others need its place
+    bench.say(b.WriteRangesFrame(1, 1, bench.ranges(4 * MIB, 8 * MIB)))
+    with pytest.raises(BY_NAME["Unreachable"], match="has forgotten the metadata"):
+        raise refused_after(bench)
+    assert (len(bench.memory._free), bench.memory.quarantined, len(bench.exchange)) == (free, 0, 0)
+
+
 def test_bytes_that_do_not_match_their_checksum_change_nothing(bench: Pulled) -> None:
     bench.say(bench.put([bench.range(0, MIB), bench.range(MIB, MIB)], 2 * MIB))
     bench.data[MIB + 5] ^= 1

@@ -181,9 +181,17 @@ def test_a_server_of_this_process_is_found_by_its_address(server, clients):
     assert embedded.running("ipc:///nowhere.sock") is None
     client = clients(server.address)
     create(client)
-    assert (server.times_ready("t", "train"), server.times_ready("t", "other")) == (0, None)
+    before = server.times_ready("t", "train")
+    assert (before[1], server.times_ready("t", "other")) == (0, None)
     client.ask(m.PutRequest("t", 1, ONE_ROW))
-    assert server.times_ready("t", "train") == 1
+    after = server.times_ready("t", "train")
+    assert after == server.times_ready("t", "train") == (before[0], 1)
+    client.ask(m.DropTable("t"))
+    create(client)
+    client.ask(m.PutRequest("t", 1, ONE_ROW))
+    again = server.times_ready("t", "train")
+    assert again[1] == after[1]
+    assert again != after  # another table of this name
     child = os.fork()
     if child == 0:
         os._exit(embedded.running(server.address) is not None)

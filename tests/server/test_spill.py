@@ -1,12 +1,15 @@
 """Cold blocks go to a disk when memory is short, and come back when a request needs them: a node, in time that the test decides."""
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from tests.server.nodes import Bench, lease
-from transferqueue.errors import UsageError
+from transferqueue.errors import Impossible, UsageError
+from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.limits import KIB, LOAD_STUCK_S, LOAD_TRIES, MIB, PAGE_BYTES, SPILL_PAUSE_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -433,6 +436,26 @@ def test_the_file_has_no_name_and_returns_what_it_was_given(bench, file, tmp_pat
     beyond = written.places[0]._replace(offset=64 * MIB)
     file.load(8 * PAGE_BYTES, [BlockToLoad(beyond, 8 * PAGE_BYTES)])
     assert "ends at byte" in answer_of(file).failed[5]
+
+
+def test_a_stop_beside_a_thread_that_takes_the_last_job_closes_the_file(file, monkeypatch):
+    jobs = file._jobs
+    late = SimpleNamespace(put=jobs.put, get=jobs.get, get_nowait=jobs.get_nowait, empty=lambda: False)
+    monkeypatch.setattr(file, "_jobs", late)  # `empty` says what was true a moment before
+    file.stop()
+    assert not file._thread.is_alive()
+
+
+def test_small_blocks_count_as_they_are_loaded_side_by_side():
+    def cold(rooms):
+        registry = SimpleNamespace(blocks={at: SimpleNamespace(at=m_block(at, 0, 64), replicas=2) for at in range(640)})
+        found = ColdBlocks(registry, rooms * PAGE_BYTES, list)
+        found.on_disk = dict(registry.blocks)
+        return found
+
+    assert isinstance(cold(10).want(range(640)), MustWait)
+    with pytest.raises(Impossible, match="40,960 bytes"):
+        cold(9).want(range(640))
 
 
 def test_the_bound_is_kept_and_freed_space_is_used_again(bench, file):

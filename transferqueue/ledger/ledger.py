@@ -12,6 +12,7 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
@@ -327,13 +328,13 @@ class Ledger:
         """Whether the table exists and has this task."""
         return table in self.state.tables and task in self.state.tables[table].tasks
 
-    def times_ready(self, table: str, task: str) -> int | None:
-        """How often rows became ready to a task, returned to it or were ranked again; None if table or task do not exist. It only grows, and
-        reads one number: another thread may call this while a request is applied.
+    def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
+        """How often rows became ready to a task, returned to it or were ranked again, beside what stands for the life of the table; None if table
+        or task do not exist. The number only grows. Another thread may call this while a request is applied.
         """
         state = self.state.tables.get(table)
         known = None if state is None else state.tasks.get(task)
-        return None if known is None else known.times_ready
+        return None if state is None or known is None else (weakref.ref(state), known.times_ready)
 
     def has_leased(self, table: str, task: str) -> bool:
         """Whether rows of the task are leased."""

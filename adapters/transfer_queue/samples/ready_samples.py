@@ -47,14 +47,14 @@ class ReadySamples:
         name: str,
         fields: Sequence[str],
         guard: threading.Condition,
-        times_ready: Callable[[str, str], int | None] | None = None,
+        times_ready: Callable[[str, str], object | None] | None = None,
     ) -> None:
         self.rows = IndexSet()
         self.bound: int | None = None
         self.changes = 0
         self._table, self._name, self._fields, self._guard = table, name, tuple(fields), guard
         self._times_ready = times_ready
-        self._heard: int | None = None
+        self._heard: object | None = None
         """How often samples had become ready when the last lease began: nothing that it could miss is counted."""
         self._ear = threading.Lock()
         self._leased: list[tq.Batch] = []
@@ -103,7 +103,7 @@ class ReadySamples:
             finally:
                 self._ear.release()
 
-    def _now(self) -> int | None:
+    def _now(self) -> object | None:
         return None if self._times_ready is None else self._times_ready(self._table.name, self._name)
 
     def _is_current(self) -> bool:

@@ -110,7 +110,7 @@ class ColdBlocks:
         if self.on_disk.keys().isdisjoint(numbers):
             return None
         needed = frozenset(numbers)
-        nbytes = sum(align(self._blocks.blocks[number].at.nbytes, PAGE_BYTES) for number in needed)
+        nbytes = align(sum(align(max(self._blocks.blocks[number].at.nbytes, 1)) for number in needed), PAGE_BYTES)
         if nbytes > self.room:
             raise Impossible(
                 f"the blocks of these rows have {nbytes:,} bytes, and rows may have {self.room:,} bytes of memory at a time, so they cannot all be "

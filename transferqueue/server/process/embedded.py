@@ -36,10 +36,11 @@ class EmbeddedServer:
         thread.start()
         _running[os.getpid(), self.address] = self
 
-    def times_ready(self, table: str, task: str) -> int | None:
+    def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
         """How often rows became ready to a task, or returned to it; None if table or task do not exist. Callable from any thread; asks none.
 
-        It only grows, and counts whatever a call made ready that was answered before. So between two equal numbers nothing became ready.
+        The number, which is the second, only grows, and counts whatever a call made ready that was answered before. The first stands for the life of the
+        table. So between two equal answers nothing became ready.
         """
         return self._ledger.times_ready(table, task)
 

@@ -110,10 +110,12 @@ class ClientMemory:
 
     def pull(self, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
         """Begin to read these ranges of at most `PULL_BYTES`. None: no buffer is free now. `Unreachable` if they cannot be read."""
-        buffer = self._buffer()
+        known = self._loaded.get(session)
+        if known is None:  # it was unloaded to make room for another one
+            raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
+        buffer, agent = self._buffer(), known.agent
         if buffer is None:
             return None
-        agent = self._loaded[session].agent
         try:
             pending = self._agent.read(agent, list(_copied(ranges, _address(buffer))))
         except Unreachable:

@@ -17,6 +17,7 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -136,8 +137,9 @@ class SpillFile:
         """Close the file, after the job that runs; the others are not carried out. The system frees its space."""
         if self._arena is None:
             return
-        while not self._jobs.empty():
-            self._jobs.get_nowait()
+        with suppress(queue.Empty):  # the thread takes jobs meanwhile
+            while True:
+                self._jobs.get_nowait()
         self._jobs.put(None)
         self._thread.join()
         self._arena = None
