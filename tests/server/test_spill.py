@@ -446,6 +446,18 @@ def test_a_stop_beside_a_thread_that_takes_the_last_job_closes_the_file(file, mo
     assert not file._thread.is_alive()
 
 
+def test_a_stop_does_not_wait_for_a_disk_that_never_answers(file, monkeypatch, caplog):
+    monkeypatch.setattr("transferqueue.server.spill.spill_file.STOP_S", 0.01)
+    answers = threading.Event()
+    file._jobs.put(lambda: (file.heard.set(), answers.wait(20.0)))
+    assert file.heard.wait(20.0)
+    file.stop()
+    assert "has not answered for" in caplog.text
+    answers.set()
+    file._thread.join(20.0)
+    assert not file._thread.is_alive()
+
+
 def test_small_blocks_count_as_they_are_loaded_side_by_side():
     def cold(rooms):
         registry = SimpleNamespace(blocks={at: SimpleNamespace(at=m_block(at, 0, 64), replicas=2) for at in range(640)})

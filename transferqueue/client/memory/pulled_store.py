@@ -20,8 +20,8 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.memory.one_sided import PAUSE_S, OneSidedMemory
-from transferqueue.client.memory.transfers import checked
-from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unreachable, UsageError
+from transferqueue.client.memory.transfers import WritingTransfer
+from transferqueue.errors import Impossible, TransferQueueError, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.transport.bulk import protocol as b
@@ -76,7 +76,7 @@ class ShardWriter:
         self.bytes_pulled += nbytes
 
 
-class PulledStore:
+class PulledStore(WritingTransfer):
     """Has the shard read `data`, a registered buffer of `writer`, into a granted extent. The bytes must not change before it is `done`."""
 
     serve_s = SERVE_S
@@ -84,13 +84,10 @@ class PulledStore:
     def __init__(
         self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview, writer: ShardWriter
     ) -> None:
-        self.done = False
-        self._number: Final = number
-        self._window = b.SendWindow()
         self._writer, self._epoch, self._nbytes = writer, epoch, len(data)
         self._version, metadata = writer.description(epoch)
         self._served = 0
-        self._head = b.WriteRanges(
+        head = b.WriteRanges(
             number,
             session,
             granted.shard,
@@ -105,11 +102,7 @@ class PulledStore:
             metadata,
             [],
         )
-        self._left = self._frames(data)
-
-    def opening(self) -> list[b.Message]:
-        """The request with the first ranges, and as many more as the window allows."""
-        return self._more()
+        super().__init__(number, _frames(head, data))
 
     def serve(self) -> bool:
         """Make progress for the shard's reads. Whether the shard should be asked now."""
@@ -117,45 +110,23 @@ class PulledStore:
         self._served += 1
         return self._served % _ASK_EVERY == 0
 
-    def ask(self) -> b.Message:
-        """Whether it has arrived."""
-        return b.message(b.FlowAck(self._number, self._window.taken))
-
     def expect(self, head: bytes, nbytes: int) -> None:
-        """The shard says which frames it has stored."""
-        message = checked(head, self._number)
-        if nbytes:
-            raise Corruption(f"{nbytes} bytes came where a write was under way")
-        if isinstance(message, b.FlowAck) and message.transfer == self._number:
-            self._window.took(message.frames)
-            if message.done and not self.done:
-                self.done = True
-                self._writer.stored(self._epoch, self._version, self._nbytes)
+        """The shard says which frames it has stored. When these are all, it knows what was registered."""
+        was_done = self.done
+        super().expect(head, nbytes)
+        if self.done and not was_done:
+            self._writer.stored(self._epoch, self._version, self._nbytes)
 
-    def fill(self, read: b.Reader) -> int:
-        """A write receives no bytes."""
-        raise Corruption("bytes came where a write was under way")
 
-    def receive(self) -> list[b.Message]:
-        """The shard has stored frames: name further ranges."""
-        return self._more()
-
-    def _more(self) -> list[b.Message]:
-        frames = []
-        while self._window.open and (frame := next(self._left, None)) is not None:
-            self._window.send()
-            frames.append(frame)
-        return frames
-
-    def _frames(self, data: memoryview) -> Iterator[b.Message]:
-        address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
-        for number, start in enumerate(range(0, len(data), b.RANGES_FRAME_BYTES)):
-            ranges = [
-                b.ByteRange(address + at, len(piece), b.digest((piece,)))
-                for at in range(start, min(start + b.RANGES_FRAME_BYTES, len(data)), FRAME_BYTES)
-                for piece in (data[at : at + FRAME_BYTES],)
-            ]
-            if number:
-                yield b.message(b.WriteRangesFrame(self._number, number, ranges))
-            else:
-                yield b.message(msgspec.structs.replace(self._head, ranges=ranges))
+def _frames(head: b.WriteRanges, data: memoryview) -> Iterator[b.Message]:
+    address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+    for number, start in enumerate(range(0, len(data), b.RANGES_FRAME_BYTES)):
+        ranges = [
+            b.ByteRange(address + at, len(piece), b.digest((piece,)))
+            for at in range(start, min(start + b.RANGES_FRAME_BYTES, len(data)), FRAME_BYTES)
+            for piece in (data[at : at + FRAME_BYTES],)
+        ]
+        if number:
+            yield b.message(b.WriteRangesFrame(head.transfer, number, ranges))
+        else:
+            yield b.message(msgspec.structs.replace(head, ranges=ranges))

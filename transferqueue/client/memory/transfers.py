@@ -223,28 +223,17 @@ class FetchTransfer(_StreamTransfer):
         self.done = True
 
 
-class StoreTransfer(_StreamTransfer):
-    """Writes bytes into a granted extent. The bytes must not change before it is `done`."""
+class WritingTransfer:
+    """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which ones it has stored."""
 
-    def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
+    def __init__(self, number: int, left: Iterator[b.Message]) -> None:
         self.done = False
         self._number: Final = number
         self._window = b.SendWindow()
-        self._head = b.WriteExtent(
-            number,
-            session,
-            granted.shard,
-            granted.extent,
-            granted.offset,
-            granted.nbytes,
-            granted.ticket,
-            at,
-            len(data),
-        )
-        self._left = self._frames(data)
+        self._left = left
 
     def opening(self) -> list[b.Message]:
-        """The request with the first bytes, and as many more frames as the window allows."""
+        """The request with the first frame, and as many more frames as the window allows."""
         return self._more()
 
     def ask(self) -> b.Message:
@@ -252,7 +241,7 @@ class StoreTransfer(_StreamTransfer):
         return b.message(b.FlowAck(self._number, self._window.taken))
 
     def expect(self, head: bytes, nbytes: int) -> None:
-        """The shard says which frames it has taken."""
+        """The shard says which frames it has stored."""
         message = checked(head, self._number)
         if nbytes:
             raise Corruption(f"{nbytes} bytes came where a write was under way")
@@ -265,7 +254,7 @@ class StoreTransfer(_StreamTransfer):
         raise Corruption("bytes came where a write was under way")
 
     def receive(self) -> list[b.Message]:
-        """The shard has taken frames: send further ones."""
+        """The shard has stored frames: send further ones."""
         return self._more()
 
     def _more(self) -> list[b.Message]:
@@ -275,10 +264,29 @@ class StoreTransfer(_StreamTransfer):
             frames.append(frame)
         return frames
 
-    def _frames(self, data: memoryview) -> Iterator[b.Message]:
-        yield b.message(self._head, [data[:FRAME_BYTES]])
-        for number, start in enumerate(range(FRAME_BYTES, len(data), FRAME_BYTES), start=1):
-            yield b.message(b.WriteFrame(self._number, number), [data[start : start + FRAME_BYTES]])
+
+class StoreTransfer(WritingTransfer, _StreamTransfer):
+    """Writes bytes into a granted extent. The bytes must not change before it is `done`."""
+
+    def __init__(self, number: int, session: int, granted: m.Granted, at: int, data: memoryview) -> None:
+        head = b.WriteExtent(
+            number,
+            session,
+            granted.shard,
+            granted.extent,
+            granted.offset,
+            granted.nbytes,
+            granted.ticket,
+            at,
+            len(data),
+        )
+        super().__init__(number, _frames(head, data))
+
+
+def _frames(head: b.WriteExtent, data: memoryview) -> Iterator[b.Message]:
+    yield b.message(head, [data[:FRAME_BYTES]])
+    for number, start in enumerate(range(FRAME_BYTES, len(data), FRAME_BYTES), start=1):
+        yield b.message(b.WriteFrame(head.transfer, number), [data[start : start + FRAME_BYTES]])
 
 
 def checked(head: bytes, number: int) -> b.ToClient:

@@ -189,7 +189,11 @@ class Weights(ProcessBound, Mapping[str, Any]):
             return self._put_together(name, fields, values, values[0].new_empty)
         parts = [columns[field].torch()[0] for field in fields]  # wanted rows alone
         rows = self._range(name, fields)
-        return parts[0] if rows is None or len(parts) == 1 else _join(_empty_like(parts[0], len(rows)), parts)
+        return (
+            parts[0]
+            if rows is None or len(parts) == 1
+            else _join(parts[0].new_empty((len(rows), *parts[0].shape[1:])), parts)
+        )
 
     def _numpy(self, name: str, fields: list[str]) -> Any:
         values = [self._tensors[field].column.numpy()[0] for field in fields]
@@ -292,11 +296,6 @@ def mirror_weights(
     if not isinstance(weights, Weights):
         raise UsageError(f"weights are {type(weights).__name__}; mirror what was pulled, or publish tensors")
     return publish.mirror_version(client, channel, keep, weights.version, weights._copies(), timeout_s)
-
-
-def _empty_like(part: Any, rows: int) -> Any:
-    """A new tensor with this many rows, on the device of `part`."""
-    return part.new_empty((rows, *part.shape[1:]))
 
 
 def _join(whole: Any, parts: list[Any]) -> Any:

@@ -12,6 +12,7 @@ The rules:
 
 from __future__ import annotations
 
+import logging
 import mmap
 import os
 import queue
@@ -31,6 +32,10 @@ from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport.system.private_files import private_directory
+
+_log: Final = logging.getLogger("transferqueue.server")
+STOP_S: Final = 10.0
+"""How long a stop waits for the job that runs."""
 
 
 class SpillPolicy(NamedTuple):
@@ -134,14 +139,18 @@ class SpillFile:
         return ready
 
     def stop(self) -> None:
-        """Close the file, after the job that runs; the others are not carried out. The system frees its space."""
+        """Close the file, after the job that runs; the others are not carried out. The system frees its space. A disk that does not answer for
+        `STOP_S` is left to the end of the process."""
         if self._arena is None:
             return
         with suppress(queue.Empty):  # the thread takes jobs meanwhile
             while True:
                 self._jobs.get_nowait()
         self._jobs.put(None)
-        self._thread.join()
+        self._thread.join(STOP_S)
+        if self._thread.is_alive():
+            _log.warning("the disk of %s has not answered for %g s; its file is left open", self._directory, STOP_S)
+            return
         self._arena = None
         os.close(self._fd)
         self._space.close()
