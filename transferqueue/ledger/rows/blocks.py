@@ -127,7 +127,7 @@ class Spill(Protocol):
     def committed(self, block: CommittedBlock) -> None:
         """A block was committed."""
 
-    def forget(self, number: int) -> None:
+    def forget(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more."""
 
     def want(self, numbers: Collection[int]) -> MustWait | None:
@@ -441,7 +441,7 @@ class BlockRegistry:
             return
         del self.blocks[block.at.block]
         if self.cold is not None:
-            self.cold.forget(block.at.block)
+            self.cold.forget(block)
         for extent in block.extents:
             extent.blocks -= 1
             self._free_if_unused(extent)

@@ -12,14 +12,17 @@ The rules (docs/decisions/0056):
 5. A load order names all blocks that its request needs. Orders are carried out one after the other. The blocks of the first one are not
    spilled, so they are all in memory when it ends; then its request is tried again, before anything else is spilled, and pins them. An
    order that finds no memory ends without that, so that no request keeps others from their blocks.
-6. A request whose blocks could never be in memory together is refused.
-7. A block that nobody needs any more is forgotten, and its bytes on the disk with it.
+6. Blocks of an order that are in memory may lie scattered, each in an extent with others that nobody needs now. If the order finds no memory,
+   and nothing else is cold, these extents leave, too, and the blocks come back side by side. At most twice for each order: first where that
+   makes room, then all, which ends fragmentation. Neither if what cannot leave takes too much memory anyway.
+7. A request whose blocks could never be in memory together is refused.
+8. A block that nobody needs any more is forgotten, and its bytes on the disk with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Final
 
 from msgspec.structs import replace
@@ -28,7 +31,7 @@ from transferqueue.errors import Full, Impossible
 from transferqueue.ledger.effects import MustWait, WakeKey
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, OwnerBytes
 from transferqueue.ledger.rows.missing_copies import OWN_SHARD
-from transferqueue.limits import LOAD_ORDERS_MAX, PAGE_BYTES
+from transferqueue.limits import LOAD_ORDERS_MAX, PAGE_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation
 
@@ -36,6 +39,8 @@ ON_DISK: Final = -1
 """The shard that the location of a block names while its bytes are on a disk."""
 LOADED: Final[WakeKey] = ("loaded",)
 """What a request waits for whose blocks are on a disk."""
+_LOADED_TOGETHER_BYTES: Final = SMALL_EXTENTS_BYTES
+"""Small blocks are loaded into extents of this size, which small puts have, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +49,7 @@ class ColdExtent:
 
     number: int
     nbytes: int
-    blocks: list[BlockLocation] = field(default_factory=list)
+    blocks: list[BlockLocation]
 
 
 class ColdBlocks:
@@ -57,12 +62,16 @@ class ColdBlocks:
         self.room: Final = room
         self.on_disk: dict[int, CommittedBlock] = {}
         self.bytes_on_disk = 0
-        self.orders: dict[frozenset[int], None] = {}
-        """The load orders that have not ended, by the blocks that they need; the first one is carried out."""
+        self.orders: dict[frozenset[int], int] = {}
+        """The load orders that have not ended, by the blocks that they need, and how often extents left for each (rule 6). The first one is carried
+        out."""
         self._tables: Final = tables
-        self._resident: dict[int, CommittedBlock] = {}
+        self._resident: dict[int, dict[int, CommittedBlock]] = {}
+        """By extent: its blocks that may be spilled."""
         self._writing: dict[int, list[int]] = {}
         """By extent: the blocks that are being written."""
+        self._gathered: set[int] = set()
+        """Extents that are being written though the first order needs blocks in them."""
         self._loading: dict[int, dict[int, int]] = {}
         """By extent: the blocks that are being loaded into it, with their offsets."""
         self._forgotten: list[int] = []
@@ -80,15 +89,19 @@ class ColdBlocks:
 
     def committed(self, block: CommittedBlock) -> None:
         """A block was committed."""
-        if block.replicas == 1 and block.extents[0].shard == OWN_SHARD:
-            self._resident[block.at.block] = block
+        if block.replicas == 1 and block.extent.shard == OWN_SHARD:
+            self._resident.setdefault(block.extent.id, {})[block.at.block] = block
 
-    def forget(self, number: int) -> None:
+    def forget(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more."""
-        self._resident.pop(number, None)
-        if (block := self.on_disk.pop(number, None)) is not None:
+        number = block.at.block
+        if self.on_disk.pop(number, None) is not None:
             self.bytes_on_disk -= block.at.nbytes
             self._forgotten.append(number)
+        elif number in (members := self._resident.get(block.extent.id, {})):
+            del members[number]
+            if not members:
+                del self._resident[block.extent.id]
 
     @property
     def is_idle(self) -> bool:
@@ -110,7 +123,7 @@ class ColdBlocks:
         if self.on_disk.keys().isdisjoint(numbers):
             return None
         needed = frozenset(numbers)
-        nbytes = align(sum(align(max(self._blocks.blocks[number].at.nbytes, 1)) for number in needed), PAGE_BYTES)
+        nbytes = self._pages_of(needed)
         if nbytes > self.room:
             raise Impossible(
                 f"the blocks of these rows have {nbytes:,} bytes, and rows may have {self.room:,} bytes of memory at a time, so they cannot all be "
@@ -118,7 +131,7 @@ class ColdBlocks:
             )
         if needed not in self.orders and len(self.orders) >= LOAD_ORDERS_MAX:
             raise Full(f"{LOAD_ORDERS_MAX} requests wait for blocks on the disk already, which is the most; ask again")
-        self.orders[needed] = None
+        self.orders.setdefault(needed, 0)
         return MustWait((LOADED,))
 
     @property
@@ -126,12 +139,30 @@ class ColdBlocks:
         """The blocks of the load order that is carried out; empty if there is none."""
         return next(iter(self.orders), frozenset())
 
-    def missing(self) -> list[BlockLocation]:
-        """The blocks of the first order that are on disk, and that nobody loads yet, ascending."""
+    def missing(self) -> list[tuple[list[int], int]]:
+        """The blocks of the first order that are on disk, and that nobody loads yet, in groups. Each is to be loaded into one extent of so many
+        bytes; the largest first."""
         loading = {number for offsets in self._loading.values() for number in offsets}
-        return [
-            self.on_disk[number].at for number in sorted(self.first_order) if number in self.on_disk.keys() - loading
-        ]
+        return self._grouped(self.first_order & (self.on_disk.keys() - loading))
+
+    def _grouped(self, numbers: Iterable[int]) -> list[tuple[list[int], int]]:
+        """These blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together; the largest first."""
+        groups: list[tuple[list[int], int]] = []
+        group, nbytes = list[int](), 0
+        for number in sorted(numbers):
+            size = self._blocks.blocks[number].at.nbytes
+            if group and nbytes + size > _LOADED_TOGETHER_BYTES:
+                groups.append((group, nbytes))
+                group, nbytes = [], 0
+            group.append(number)
+            nbytes = align(nbytes + max(size, 1))
+        if group:
+            groups.append((group, nbytes))
+        return sorted(groups, key=lambda entry: -entry[1])
+
+    def _pages_of(self, numbers: Iterable[int]) -> int:
+        """The bytes of memory that these blocks take side by side."""
+        return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(numbers))
 
     def end_order(self) -> bool:
         """End the first order if nothing of it is on disk any more. Returns whether it ended: then requests are due that wait for blocks."""
@@ -150,48 +181,73 @@ class ColdBlocks:
     def choose(self, nbytes: int) -> list[ColdExtent]:
         """Extents of at least `nbytes` together that are to be written now, fewer if no others are cold. Each is being written until
         `finish_writing`."""
-        tables = {id(usage) for usage in self._tables()}
-        spared = self.first_order
-        cold: dict[int, ColdExtent] = {}
         chosen: list[ColdExtent] = []
-        for number, block in reversed(self._resident.items()):
-            extent = block.extents[0]
-            if (
-                block.pins
-                or extent.open
-                or extent.id in self._writing
-                or number in spared
-                or id(block.usage) not in tables
-            ):
-                continue
-            found = cold.setdefault(extent.id, ColdExtent(extent.id, extent.nbytes))
-            found.blocks.append(block.at)
-            if len(found.blocks) == extent.blocks:
-                chosen.append(found)
-                nbytes -= extent.nbytes
+        for extent in self._cold_extents(self.first_order):
+            chosen.append(extent)
+            nbytes -= extent.nbytes
             if nbytes <= 0:
                 break
-        for found in chosen:
-            self._writing[found.number] = [at.block for at in found.blocks]
+        return self._begin_writing(chosen)
+
+    def choose_scattered(self, used: int) -> list[ColdExtent]:
+        """As `choose`, of the extents that the first order needs blocks of, if it has room once they were written (rule 6). used: bytes of memory
+        that are in use."""
+        order = self.first_order
+        if not order or self.orders[order] > 1:
+            return []
+        cold = list(self._cold_extents(frozenset()))
+        if used - sum(extent.nbytes for extent in cold) + self._pages_of(order) > self.room:
+            return []
+        scattered = [extent for extent in cold if any(at.block in order for at in extent.blocks)]
+        while self.orders[order] < 2:
+            self.orders[order] += 1
+            chosen = [extent for extent in scattered if self.orders[order] > 1 or self._is_sparse(extent, order)]
+            if chosen:
+                self._gathered.update(extent.number for extent in chosen)
+                return self._begin_writing(chosen)
+        return []
+
+    def _is_sparse(self, extent: ColdExtent, order: frozenset[int]) -> bool:
+        """Whether the blocks that the order needs take less memory without the others of the extent."""
+        return self._pages_of(at.block for at in extent.blocks if at.block in order) < extent.nbytes
+
+    def _cold_extents(self, spared: frozenset[int]) -> Iterator[ColdExtent]:
+        """The cold extents without a block in `spared`, the latest first."""
+        tables = {id(usage) for usage in self._tables()}
+        for number, members in reversed(self._resident.items()):
+            extent = self._blocks.extents[number]
+            if (
+                not extent.open
+                and len(members) == extent.blocks
+                and number not in self._writing
+                and spared.isdisjoint(members)
+                and not any(block.pins or id(block.usage) not in tables for block in members.values())
+            ):
+                yield ColdExtent(number, extent.nbytes, [block.at for block in members.values()])
+
+    def _begin_writing(self, chosen: list[ColdExtent]) -> list[ColdExtent]:
+        for extent in chosen:
+            self._writing[extent.number] = [at.block for at in extent.blocks]
         return chosen
 
     def finish_writing(self, number: int, *, written: bool) -> list[int]:
         """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now on: none if somebody
         needs the extent again."""
-        members = [block for one in self._writing.pop(number) if (block := self._resident.get(one)) is not None]
-        spared = self.first_order
-        extent = self._blocks.extents.get(number)
-        if not written or extent is None or len(members) != extent.blocks:
+        begun = self._writing.pop(number)
+        spared = self.first_order if number not in self._gathered else frozenset[int]()
+        self._gathered.discard(number)
+        members, extent = self._resident.get(number, {}), self._blocks.extents.get(number)
+        if not written or extent is None or len(members) != extent.blocks or not members.keys() <= set(begun):
             return []
-        if any(block.pins or block.at.block in spared for block in members):
+        if any(block.pins for block in members.values()) or not spared.isdisjoint(members):
             return []
-        for block in members:
-            del self._resident[block.at.block]
+        del self._resident[number]
+        for block in members.values():
             self.on_disk[block.at.block] = block
             self.bytes_on_disk += block.at.nbytes
             block.at = replace(block.at, shard=ON_DISK, extent=0, offset=0)
             self._blocks.leave(block)
-        return [block.at.block for block in members]
+        return list(members)
 
     # ------------------------------------------------------------ back into memory
 
@@ -217,5 +273,5 @@ class ColdBlocks:
             self.bytes_on_disk -= block.at.nbytes
             block.at = replace(block.at, shard=OWN_SHARD, extent=number, offset=at)
             self._blocks.arrive(block, number)
-            self._resident[member] = block
+            self.committed(block)
         self._blocks.close(number)

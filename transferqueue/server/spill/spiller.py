@@ -18,7 +18,7 @@ The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Final, Protocol
 
 from transferqueue.errors import OutOfMemory
@@ -28,7 +28,6 @@ from transferqueue.limits import (
     LOAD_TRIES,
     LOADS_SHARE,
     PAGE_BYTES,
-    SMALL_EXTENTS_BYTES,
     SPILL_ABOVE,
     SPILL_BATCH_BYTES,
     SPILL_PAUSE_S,
@@ -46,13 +45,10 @@ from transferqueue.server.spill.spill_file import (
     SpilledBlock,
 )
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.wire.messages import BlockLocation
 
 _log: Final = logging.getLogger("transferqueue.server")
 _TURNS_SKIPPED: Final = 64
 """Where nothing was cold and nobody waits, so many turns pass before the next look."""
-_LOADED_TOGETHER_BYTES: Final = SMALL_EXTENTS_BYTES
-"""Small blocks are loaded into extents of this size, which small puts have, too."""
 
 
 class SpillSpace(Protocol):
@@ -163,7 +159,7 @@ class Spiller:
         if not self._cold.orders:
             return ""
         count = len(self._cold.orders)
-        lacking = sum(at.nbytes for at in self._cold.missing())
+        lacking = sum(nbytes for _, nbytes in self._cold.missing())
         return (
             f"blocks on the disk are being loaded for {count} requests, one after the other; the first one lacks {lacking:,} bytes of them"
             + (
@@ -225,6 +221,8 @@ class Spiller:
             self._fruitless -= 1
             return
         chosen = self._cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self._load_wants)))
+        if not chosen and self._load_wants:
+            chosen = self._cold.choose_scattered(self._memory.used)
         self._wanted = 0 if chosen else self._wanted
         self._fruitless = 0 if chosen else _TURNS_SKIPPED
         if self.paused and not chosen:
@@ -293,7 +291,7 @@ class Spiller:
             return
         if self._order_since is None:
             self._order_since = now
-        for numbers, nbytes in _extents_for(self._cold.missing()):
+        for numbers, nbytes in self._cold.missing():
             if (offset := self._take(nbytes)) is None:
                 self._load_wants = nbytes
                 return
@@ -353,17 +351,3 @@ class Spiller:
 
 def _disk_bytes(places: Iterable[SpilledBlock]) -> int:
     return sum(align(max(place.nbytes, 1), PAGE_BYTES) for place in places)
-
-
-def _extents_for(blocks: list[BlockLocation]) -> Iterator[tuple[list[int], int]]:
-    """The blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together."""
-    group: list[int] = []
-    nbytes = 0
-    for at in blocks:
-        if group and nbytes + at.nbytes > _LOADED_TOGETHER_BYTES:
-            yield group, nbytes
-            group, nbytes = [], 0
-        group.append(at.block)
-        nbytes = align(nbytes + max(at.nbytes, 1))
-    if group:
-        yield group, nbytes
