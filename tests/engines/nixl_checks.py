@@ -157,6 +157,34 @@ def threads() -> None:
     deployment(work)
 
 
+def putting_threads() -> None:
+    """Four threads of one client put ever larger batches at once: what they register meanwhile is loaded while the shard reads for the others."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.tcp, data="remote") as queue:
+            table = queue.create_table("t")
+            failed: list[BaseException] = []
+
+            def put(number: int) -> None:
+                try:
+                    for turn in range(6):
+                        data = content((2 + 3 * turn) * MIB, number * 100 + turn).reshape(2 + 3 * turn, MIB)
+                        with table.read(list(table.put(x=data))) as found:
+                            assert np.array_equal(found["x"].numpy(), data)
+                except BaseException as error:
+                    failed.append(error)
+
+            working = [threading.Thread(target=put, args=(number,)) for number in range(4)]
+            for thread in working:
+                thread.start()
+            for thread in working:
+                thread.join(120)
+            assert not failed, failed
+            assert received(queue) == {"stream": 0, "one_sided": 4 * (6 * 2 + 3 * 15) * MIB}
+
+    deployment(work)
+
+
 def reader_killed() -> None:
     """A client is killed in the middle of its reads: the server lives, its pins return, others read on."""
 
@@ -372,6 +400,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
         kit,
         columns,
         threads,
+        putting_threads,
         reader_killed,
         shard_killed,
         shard_stopped,

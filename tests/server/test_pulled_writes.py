@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,7 +18,7 @@ from transferqueue.errors import BY_NAME, Unreachable
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.server.shards import client_memory
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
-from transferqueue.server.shards.client_memory import BUFFERS_MAX, QUARANTINED_MAX, ClientMemory
+from transferqueue.server.shards.client_memory import BUFFERS_MAX, QUARANTINED_MAX, QUARANTINED_OF_ONE, ClientMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport.bulk import protocol as b
 
@@ -237,7 +239,9 @@ def test_a_failed_read_costs_its_buffer_and_after_too_many_the_stream_is_left(
             raise refused_after(bench)
         assert bench.memory.quarantined == number
     bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
-    with pytest.raises(BY_NAME["Impossible"], match="takes columns over its stream alone until it is started again"):
+    with pytest.raises(
+        BY_NAME["Impossible"], match="takes columns over its stream alone until the shard is started again"
+    ):
         raise refused(bench)
     bench.memory.close()
     assert len(bench.agent.regions) == 4, "lost buffers stay registered, and are never freed"
@@ -391,3 +395,147 @@ def test_whatever_clients_do_buffers_are_counted_and_only_matching_bytes_are_sto
     bench.say(bench.put(bench.ranges(0, 8 * MIB), 8 * MIB, number + 1))
     assert [head.done for head in bench.turns()] == [True]
     assert np.array_equal(bench.stored[: 8 * MIB], bench.data[: 8 * MIB])
+
+
+def test_a_write_that_names_nothing_yet_is_not_looked_after(bench: Pulled) -> None:
+    bench.say(bench.put([]))
+    bench.exchange.now = 5.0
+    bench.turns(3)
+    assert bench.exchange.pulled_at is None, (
+        "else the endpoint would never sleep while its client makes checksums, or is stopped"
+    )
+    bench.say(b.WriteRangesFrame(1, 1, bench.ranges(0, 4 * MIB)))
+    assert [head.frames for head in bench.turns()] == [2]
+    bench.exchange.now = 5.0 + BULK_SILENCE_S
+    assert bench.turns(3) == [], "its silence is counted from what it names next"
+    assert bench.exchange.pulled_at is None
+
+
+def test_writes_take_turns_at_the_buffers(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_memory, "BUFFERS_MAX", 2)
+    for at, peer in enumerate((b"a", b"b", b"c")):
+        half = at * 6 * MIB
+        head = bench.put(bench.ranges(half, half + MIB), 6 * MIB)
+        bench.say(msgspec.structs.replace(head, at=head.offset + half), peer=peer)
+        for frame in range(1, 6):
+            bench.say(
+                b.WriteRangesFrame(1, frame, bench.ranges(half + frame * MIB, half + (frame + 1) * MIB)), peer=peer
+            )
+    monkeypatch.setattr("transferqueue.server.shards.pulled_write.PULL_BYTES", MIB)
+    for _ in range(40):
+        bench.exchange.pull()
+    order = [peer for peer, _, _ in bench.heard()]
+    assert sorted(order) == [b"a"] * 6 + [b"b"] * 6 + [b"c"] * 6
+    assert set(order[:4]) == {b"a", b"b", b"c"}, "none waits for the end of another"
+
+
+def test_a_write_that_ends_while_it_waits_for_a_buffer_gives_up_its_turn(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_memory, "BUFFERS_MAX", 1)
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        for at, peer in enumerate((b"a", b"b", b"c")):
+            head = bench.put(bench.ranges(at * MIB, (at + 1) * MIB), MIB)
+            bench.say(msgspec.structs.replace(head, at=head.offset + at * MIB), peer=peer)
+        bench.turns(2)
+        bench.exchange.lost(b"b")
+    assert [head.done for head in bench.turns()] == [True, True]
+
+
+def test_what_is_registered_in_addition_does_not_wait_for_the_reads_of_another_put(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    more = DATA[:MIB].copy()
+    address = int(more.__array_interface__["data"][0])
+    first = bench.data[4 * MIB :]
+    with monkeypatch.context() as stopped:
+        pending(stopped, lambda read: read.ranges[0].remote == address)
+        bench.say(bench.put(bench.ranges(4 * MIB, 12 * MIB), 8 * MIB), peer=b"long")
+        bench.turns(2)
+        bench.client.register(address, MIB)
+        head = bench.put([b.ByteRange(address, MIB, b.digest((more.data,)))], MIB, regions=2)
+        bench.say(msgspec.structs.replace(head, at=head.offset + 12 * MIB), peer=b"short")
+        assert [head.done for head in bench.turns(3)] == [True], "the other is read meanwhile"
+    assert [head.done for head in bench.turns()] == [True]
+    assert np.array_equal(bench.stored[: 8 * MIB], first[: 8 * MIB])
+    assert np.array_equal(bench.stored[12 * MIB : 13 * MIB], more)
+
+
+def test_metadata_that_cannot_be_loaded_leaves_nothing_loaded(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    bench.say(bench.put(bench.ranges(0, MIB), MIB))
+    bench.turns(2)
+    load = bench.agent.load
+
+    def half(metadata: bytes) -> str:
+        load(metadata)
+        raise Unreachable("NIXL_ERR_BACKEND")
+
+    bench.agent.load = half  # type: ignore[method-assign]
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 2, regions=2))
+    with pytest.raises(BY_NAME["Unreachable"], match="NIXL_ERR_BACKEND"):
+        raise refused_after(bench)
+    assert (bench.agent.loaded, bench.memory.loaded) == ({}, {}), "nobody would unload it"
+
+
+def test_a_client_whose_reads_fail_again_and_again_turns_pulls_off_for_itself_alone(bench: Pulled) -> None:
+    def fail() -> None:
+        raise Unreachable("the client is gone")
+
+    bench.agent.before = fail
+    for number in range(1, QUARANTINED_OF_ONE + 2):
+        bench.say(bench.put(bench.ranges(0, MIB), MIB, number))
+        with pytest.raises(BY_NAME["Unreachable"], match="the client is gone"):
+            raise refused_after(bench)
+    bench.agent.before = lambda: None
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 50))
+    with pytest.raises(
+        BY_NAME["Impossible"], match=f"{QUARANTINED_OF_ONE + 1} reads of the memory of session {SESSION} failed"
+    ):
+        raise refused(bench)
+    assert QUARANTINED_OF_ONE * 4 <= QUARANTINED_MAX
+    other = LocalAgent()
+    other.register(bench.address, TOTAL)
+    granted = bench.tickets.granted(SESSION + 1, bench.grant(TOTAL))
+    head = bench.put(bench.ranges(0, MIB), MIB, 51, agent=other.name, metadata=other.metadata())
+    bench.say(msgspec.structs.replace(head, session=SESSION + 1, ticket=granted.ticket))
+    assert [head.done for head in bench.turns()] == [True]
+
+
+def test_reads_that_may_still_end_turn_pulls_off_for_a_while_only(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_OF_ONE", 1)
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        bench.say(bench.put(bench.ranges(0, TOTAL)))
+        bench.turns(3)
+        bench.exchange.lost(b"p")
+        bench.say(bench.put(bench.ranges(0, TOTAL)))
+        with pytest.raises(BY_NAME["Unreachable"], match=r"2 reads of the memory of session .* have not ended"):
+            raise refused(bench)
+    bench.say(bench.put(bench.ranges(0, MIB), MIB))
+    assert [head.done for head in bench.turns()] == [True]
+
+
+def test_what_a_late_read_may_write_is_not_freed_when_the_shard_closes(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An embedded server may stop while its process lives on."""
+    bench.say(bench.put(bench.ranges(0, TOTAL)))
+    with monkeypatch.context() as stopped:
+        pending(stopped)
+        bench.turns(3)
+        bench.memory._free.append(bench.memory._fresh())
+        free, late = bench.memory._free[:], [pull.buffer for pull in bench.memory._under_way]
+        assert (len(free), len(late)) == (1, 2)
+        addresses = {client_memory._address(buffer) for buffer in late}
+        buffers = [weakref.ref(buffer) for buffer in (*free, *late)]
+        del free, late
+        bench.exchange.stop()
+        bench.heard()
+        bench.memory.close()
+        bench.memory = bench.exchange = None  # type: ignore[assignment]
+        gc.collect()
+        assert [buffer() is not None for buffer in buffers] == [False, True, True]
+        assert {low for low, _ in bench.agent.regions.values()} == addresses, "the others are given up"

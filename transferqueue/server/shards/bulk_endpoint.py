@@ -181,9 +181,9 @@ class ShardTransfers:
 
     @property
     def pulled_at(self) -> float | None:
-        """When a write of ranges last moved; None: none is under way."""
-        pulled = [transfer.moved_at for transfer in self._transfers.values() if isinstance(transfer, PulledWrite)]
-        return max(pulled, default=None)
+        """When a write of ranges last moved; None: none has anything to read."""
+        pulled = [transfer for transfer in self._transfers.values() if isinstance(transfer, PulledWrite)]
+        return max((transfer.moved_at for transfer in pulled if transfer.is_busy), default=None)
 
     def pull(self) -> None:
         """Do one step of each write of ranges."""
@@ -308,7 +308,7 @@ class ShardTransfers:
                 "this shard takes columns over its stream alone, so it reads no memory of its clients; start it with --bytes nixl, or write over "
                 "the stream"
             )
-        self._clients.check_usable()
+        self._clients.check_usable(message.session)
         return PulledWrite(message, self._backing, self._tickets, self._digests, self.now, self._clients)
 
     def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:

@@ -3,18 +3,19 @@
 Rules:
 
 1. A *pull* is one read of at most `PULL_BYTES` into one buffer. Buffers are registered once and used again; at most `BUFFERS_MAX` are in use, so pulls
-   beyond that wait.
-2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets it. A read that ends well
-   later returns it. With more than `QUARANTINED_MAX` of them this shard pulls nothing any more, and writes cross over the stream.
+   beyond that wait, and writes take turns.
+2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets it, and it is not freed before
+   the process ends. A read that ends well later returns it. With more than `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all,
+   nothing is pulled from that session, or from anybody, and writes cross over the stream: until enough have ended; for good where reads failed.
 3. A session's agent is loaded once, and again when it names more or other regions. It is unloaded only when no read from it is under way, in
-   quarantine too. After a failed read it is loaded afresh.
+   quarantine too. After a failed read or load it is loaded afresh.
 4. The agent that pulls is not the one by which clients read the arena: nobody gets its metadata, so nobody else reaches its buffers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -25,22 +26,26 @@ from transferqueue.limits import BULK_CONNECTIONS_MAX, MIB
 from transferqueue.server.shards.registered_arena import MetadataVersion
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, PendingRead
+from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, PendingRead, keep_for_good
 
 _log: Final = logging.getLogger("transferqueue.server")
 PULL_BYTES: Final = 4 * MIB
 """Bytes of one read: a hundredth of a second at 400 MB/s, and small beside the caches that the checksum and the copy profit from."""
 BUFFERS_MAX: Final = 16
 QUARANTINED_MAX: Final = 64
+QUARANTINED_OF_ONE: Final = 8
+"""As many as one session may have in use: so many were lost when all its writes failed at once."""
 
 
 class ClientRead:
-    """A read under way, of these ranges, one behind the other in a buffer."""
+    """A read under way, of these ranges of a session's agent, one behind the other in a buffer."""
 
-    __slots__ = ("_ended", "_pending", "agent", "buffer", "failed", "ranges")
+    __slots__ = ("_ended", "_pending", "agent", "buffer", "failed", "ranges", "session")
 
-    def __init__(self, agent: str, ranges: Sequence[b.ByteRange], buffer: U8, pending: PendingRead) -> None:
-        self.agent, self.ranges, self.buffer = agent, ranges, buffer
+    def __init__(
+        self, session: int, agent: str, ranges: Sequence[b.ByteRange], buffer: U8, pending: PendingRead
+    ) -> None:
+        self.session, self.agent, self.ranges, self.buffer = session, agent, ranges, buffer
         self._pending = pending
         self.failed = self._ended = False
 
@@ -63,7 +68,8 @@ class ClientMemory:
         self._loaded: dict[int, MetadataVersion] = {}  # by session; the one loaded first is first
         self._stale: set[str] = set()
         self._free: list[U8] = []
-        self._registrations: list[object] = []
+        self._registrations: dict[int, object] = {}  # by the address of their buffer
+        self._turns: dict[object, None] = {}  # writes that wait for a buffer, in order
         self._under_way: set[ClientRead] = set()
         self._limbo: set[ClientRead] = set()
         self._lost: list[ClientRead] = []
@@ -78,19 +84,19 @@ class ClientMemory:
         """What was loaded, by session."""
         return dict(self._loaded)
 
-    def check_usable(self) -> None:
-        """`Impossible` if this shard pulls nothing any more (rule 2)."""
+    def check_usable(self, session: int) -> None:
+        """`Impossible` if nothing is pulled from this session any more, `Unreachable` if nothing is now (rule 2)."""
         self.settle()
-        if self.quarantined > QUARANTINED_MAX:
-            raise Impossible(
-                f"{self.quarantined} reads of clients' memory failed or did not end, and their buffers cannot be used again, so this shard takes "
-                "columns over its stream alone until it is started again"
-            )
+        _check_quarantine(
+            QUARANTINED_OF_ONE, _of(session, self._lost), _of(session, self._limbo), f" of session {session}", "it"
+        )
+        _check_quarantine(QUARANTINED_MAX, len(self._lost), len(self._limbo), "", "the shard")
 
     def load(self, session: int, version: MetadataVersion, metadata: bytes) -> bool:
         """Load what a client has registered, unless this or newer is loaded. False if it must wait until reads have ended (rule 3)."""
         known = self._loaded.get(session)
-        if known is not None and known.agent == version.agent and known >= version and known.agent not in self._stale:
+        is_fresh = known is not None and known.agent == version.agent and known.agent not in self._stale
+        if is_fresh and known is not None and known >= version:
             return True
         if not metadata:
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
@@ -98,31 +104,47 @@ class ClientMemory:
             raise UsageError(
                 f"session {session} names memory of agent {version.agent!r}, which is another session's; name memory of its own"
             )
-        if self._is_read(version.agent) or (known is not None and self._is_read(known.agent)):
-            return False
-        self._forget(session, fresh=(version.agent, version.generation))
-        self._make_room()
-        if (name := self._agent.load(metadata)) != version.agent:
-            self._agent.unload(name)
-            raise Corruption(f"the metadata of a client's memory is not that of agent {version.agent!r}")
-        self._loaded[session] = version
+        if not is_fresh or known is None or known.generation != version.generation:  # else it named more regions only
+            if self._is_read(version.agent) or (known is not None and self._is_read(known.agent)):
+                return False
+            self._forget(session)
+            self._make_room()
+        self._load(session, version, metadata)
         return True
 
-    def pull(self, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
-        """Begin to read these ranges of at most `PULL_BYTES`. None: no buffer is free now. `Unreachable` if they cannot be read."""
+    def _load(self, session: int, version: MetadataVersion, metadata: bytes) -> None:
+        try:
+            name = self._agent.load(metadata)
+        except Unreachable:  # perhaps half of it is loaded
+            self._loaded[session] = version
+            self._stale.add(version.agent)
+            self._forget(session)
+            raise
+        if name != version.agent:
+            if all(name != other.agent for other in self._loaded.values()):
+                self._agent.unload(name)
+            raise Corruption(f"the metadata of a client's memory is not that of agent {version.agent!r}")
+        self._loaded.pop(session, None)  # now it is the last one
+        self._loaded[session] = version
+
+    def pull(self, write: object, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
+        """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free now, so it is given one in its turn, unless it is
+        `forgotten`. `Unreachable` if they cannot be read."""
         known = self._loaded.get(session)
         if known is None:  # it was unloaded to make room for another one
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
-        buffer, agent = self._buffer(), known.agent
+        buffer, agent = self._buffer(write), known.agent
         if buffer is None:
+            self._turns.setdefault(write)
             return None
+        self.forgotten(write)
         try:
             pending = self._agent.read(agent, list(_copied(ranges, _address(buffer))))
         except Unreachable:
             self._free.append(buffer)
             self._stale.add(agent)
             raise
-        pull = ClientRead(agent, ranges, buffer, pending)
+        pull = ClientRead(session, agent, ranges, buffer, pending)
         self._under_way.add(pull)
         try:
             pull.done()  # which posts it
@@ -130,6 +152,10 @@ class ClientMemory:
             self.give_up(pull)
             raise
         return pull
+
+    def forgotten(self, write: object) -> None:
+        """This write waits for no buffer any more."""
+        self._turns.pop(write, None)
 
     def end(self, pull: ClientRead) -> None:
         """Its read has ended well, and its bytes are not needed any more."""
@@ -165,28 +191,28 @@ class ClientMemory:
             self._forget(session)
 
     def close(self) -> None:
-        """Give up all buffers that nothing writes any more."""
+        """Give up all buffers that nothing writes any more; the others stay until the process ends."""
         for session in list(self._loaded):
             self._forget(session)
-        if not self._under_way and not self._limbo and not self._lost:
-            for registration in self._registrations:
-                with suppress(Unreachable):
-                    self._agent.deregister(registration)
-        self._registrations, self._free = [], []
+        for buffer in self._free:
+            with suppress(Unreachable):
+                self._agent.deregister(self._registrations.pop(_address(buffer)))
+        self._free = []
+        if late := [*self._under_way, *self._limbo, *self._lost]:
+            keep_for_good(self._agent, late)
 
     def _is_read(self, agent: str) -> bool:
         self.settle()
         return any(pull.agent == agent for pull in (*self._under_way, *self._limbo))
 
-    def _forget(self, session: int, fresh: tuple[str, int] = ("", 0)) -> None:
-        """Unload the agent of a session, unless that is `fresh` (agent and generation) and only named more regions."""
+    def _forget(self, session: int) -> None:
+        """Unload the agent of a session, unless it is read."""
         known = self._loaded.get(session)
         if known is None or self._is_read(known.agent):
             return
         del self._loaded[session]
-        if (known.agent, known.generation) != fresh or known.agent in self._stale:
-            self._stale.discard(known.agent)
-            self._agent.unload(known.agent)
+        self._stale.discard(known.agent)
+        self._agent.unload(known.agent)
 
     def _make_room(self) -> None:
         """Unload an agent if there are too many."""
@@ -195,15 +221,33 @@ class ClientMemory:
             if session not in self._loaded:
                 return
 
-    def _buffer(self) -> U8 | None:
-        if not self._free and len(self._under_way) < BUFFERS_MAX:
-            self._free.append(self._fresh())
-        return self._free.pop() if self._free and len(self._under_way) < BUFFERS_MAX else None
+    def _buffer(self, write: object) -> U8 | None:
+        """A buffer for this write, if one is left once each write before it had one."""
+        before = list(self._turns).index(write) if write in self._turns else len(self._turns)
+        if BUFFERS_MAX - len(self._under_way) <= before:
+            return None
+        return self._free.pop() if self._free else self._fresh()
 
     def _fresh(self) -> U8:
         buffer = np.empty(PULL_BYTES, np.uint8)
-        self._registrations.append(self._agent.register(_address(buffer), PULL_BYTES))
+        self._registrations[_address(buffer)] = self._agent.register(_address(buffer), PULL_BYTES)
         return buffer
+
+
+def _of(session: int, reads: Iterable[ClientRead]) -> int:
+    return sum(read.session == session for read in reads)
+
+
+def _check_quarantine(most: int, lost: int, pending: int, whose: str, who: str) -> None:
+    if lost > most:
+        raise Impossible(
+            f"{lost} reads of the memory{whose or ' of clients'} failed, and their buffers cannot be used again, so the shard takes columns{whose} over "
+            f"its stream alone until {who} is started again"
+        )
+    if lost + pending > most:
+        raise Unreachable(
+            f"{lost + pending} reads of the memory{whose or ' of clients'} failed or have not ended, so the shard takes columns{whose} over its stream for now"
+        )
 
 
 def _copied(ranges: Sequence[b.ByteRange], into: int) -> list[CopiedRange]:

@@ -48,7 +48,9 @@ class PulledWrite(ExtentTransfer):
         self._frame_ends: deque[int] = deque()
         self._named = self._taken = 0
         self.moved_at = now
-        """When a read last began or ended."""
+        """When a read last began or ended, or there was something to read again."""
+        self.is_busy = False
+        """Whether it has something to read."""
         self.name(0, write.ranges)
 
     def name(self, number: int, ranges: Sequence[b.ByteRange]) -> None:
@@ -68,6 +70,7 @@ class PulledWrite(ExtentTransfer):
 
     def end(self) -> None:
         """The reads that are under way are not waited for any more."""
+        self._clients.forgotten(self)
         while self._pulls:
             self._clients.give_up(self._pulls.popleft())
 
@@ -75,9 +78,11 @@ class PulledWrite(ExtentTransfer):
         """Begin reads, and take in one that has ended; returns how many bytes that were. Raises `Disconnected` if the write may not go on,
         `Unreachable` if the client's memory cannot be read, `Corruption` if a checksum does not match."""
         self.check()
+        if not self.is_busy:
+            self.moved_at = now
         self._begin(now)
         if not self._pulls or not self._pulls[0].done():
-            self._check_time(now)
+            self._look(now)
             return 0
         self.moved_at = now
         pull = self._pulls.popleft()
@@ -86,6 +91,7 @@ class PulledWrite(ExtentTransfer):
         finally:
             self._clients.end(pull)
         self._begin(now)
+        self._look(now)
         return sum(each.nbytes for each in pull.ranges)
 
     def acknowledge(self) -> b.FlowAck | None:
@@ -104,7 +110,7 @@ class PulledWrite(ExtentTransfer):
         """Begin as many reads as may be under way."""
         while self._waiting and len(self._pulls) < PULLS_AHEAD and self._load():
             ranges = self._next()
-            pull = self._clients.pull(self.session, ranges)
+            pull = self._clients.pull(self, self.session, ranges)
             if pull is None:
                 return
             for _ in ranges:
@@ -142,12 +148,10 @@ class PulledWrite(ExtentTransfer):
             self._commit(each.nbytes, each.digest)
             start += each.nbytes
 
-    def _check_time(self, now: float) -> None:
-        if self._waiting or self._pulls:
-            if now - self.moved_at >= BULK_SILENCE_S:
-                raise Unreachable(f"no byte of the client's memory could be read for {BULK_SILENCE_S:g} s")
-        else:
-            self.moved_at = now
+    def _look(self, now: float) -> None:
+        self.is_busy = bool(self._waiting or self._pulls)
+        if self.is_busy and now - self.moved_at >= BULK_SILENCE_S:
+            raise Unreachable(f"no byte of the client's memory could be read for {BULK_SILENCE_S:g} s")
 
 
 def _check_range(named: b.ByteRange) -> None:

@@ -11,7 +11,7 @@ Rules:
 3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
    are under way (`MemoryAgent.progress`).
 4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
-   memory that a read which did not succeed could still write.
+   memory that a read which did not succeed could still write, so it is not freed before the process ends (`keep_for_good`).
 
 Metadata is NIXL's own format, which NIXL checks. Nothing here uses `deserialize_descs`, which is pickle.
 """
@@ -148,6 +148,14 @@ class MemoryAgent(Protocol):
         """Serve peers that are connecting, or that read over a transport which needs this process."""
 
 
+_kept_for_good: Final[list[object]] = []
+
+
+def keep_for_good(*things: object) -> None:
+    """Free these no more, though nobody holds them: memory that a read may still write, and the agent of that read (rule 4)."""
+    _kept_for_good.extend(things)
+
+
 class NixlAgent:
     """An agent of NIXL. `UsageError` as of `check_carrier`; takes up to half a second."""
 
@@ -232,13 +240,13 @@ class _NixlRead:
     def done(self) -> bool:
         try:
             state = self._agent.check_xfer_state(self._handle) if self._posted else self._agent.transfer(self._handle)
+            if state == _DONE:
+                self._agent.release_xfer_handle(self._handle)
         except Exception as error:
             raise _failed(error) from error
         self._posted = True
         if state not in (_DONE, _PENDING):
             raise Unreachable(f"a read of a shard's memory ended with {state}")
-        if state == _DONE:
-            self._agent.release_xfer_handle(self._handle)
         return bool(state == _DONE)
 
     def abandon(self) -> None:
@@ -260,7 +268,13 @@ def _nixl(carrier: Carrier) -> Any:
     os.environ.setdefault(
         "NIXL_LOG_LEVEL", "ERROR"
     )  # its default writes to standard output, where a server says "ready"
-    import nixl._api as api
+    try:
+        import nixl._api as api
+    except (ImportError, OSError) as error:
+        raise UsageError(
+            f"bytes={str(carrier)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
+            f"says: {INSTALL}"
+        ) from error
 
     _exit_without_unloading()
     return api
