@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import sys
 import threading
+import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,7 +18,7 @@ from tests.client.one_process import AGENTS, LocalAgent
 from tests.scale import only_long
 from transferqueue.client.client import _Carriers
 from transferqueue.client.memory import one_sided, remote
-from transferqueue.client.memory.one_sided import OneSidedMemory, RegisteredPool
+from transferqueue.client.memory.one_sided import OneSidedMemory, Quarantine, RegisteredPool
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
 from transferqueue.server.shards.bulk_endpoint import OneSidedParts
@@ -23,7 +27,7 @@ from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
-from transferqueue.transport.bulk.one_sided import Carrier, check_carrier, rdma_devices
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier, rdma_devices
 
 PLACE = Range(1, 0, 9 * MIB)
 
@@ -43,7 +47,8 @@ def agent() -> Iterator[LocalAgent]:
 
 @pytest.fixture
 def backing(agent: LocalAgent) -> Iterator[CarriedBacking]:
-    with OverCarrier(lambda: ShardEnd(registered), OneSidedMemory(lambda: agent)).open() as opened:
+    memory = OneSidedMemory(lambda: agent, Quarantine())
+    with OverCarrier(lambda: ShardEnd(registered), memory).open() as opened:
         opened.ensure(0, 16 * MIB)
         write(opened, PLACE, content(PLACE.nbytes))
         yield opened
@@ -82,7 +87,7 @@ def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_never_used_ag
     monkeypatch.setattr(one_sided, "PAUSE_S", 1e6)
     assert is_read(backing)
     memory = backing.client.reader.memory  # type: ignore[union-attr]
-    assert memory.quarantined_bytes == PLACE.nbytes
+    assert memory._quarantine.nbytes == PLACE.nbytes
     agent.before = lambda: None
     reads = agent.reads
     assert is_read(backing)
@@ -191,3 +196,35 @@ def test_a_carrier_is_chosen_by_name_or_by_the_environment(monkeypatch: pytest.M
             Carrier.chosen(name)
     assert _Carriers(Carrier.STREAM).memories(encrypted=False) == (None, None)
     assert _Carriers(Carrier.NIXL).memories(encrypted=True) == (None, None), "nothing would encrypt it"
+
+
+def test_what_a_late_read_may_write_is_not_freed_when_the_queue_closes() -> None:
+    """A process may close its queue, and live on."""
+    buffer = np.empty(100, np.uint8)
+    late = weakref.ref(buffer)
+    memory = OneSidedMemory(LocalAgent, Quarantine())
+    memory.quarantine([buffer])
+    del memory, buffer
+    gc.collect()
+    assert late() is not None
+
+
+def test_the_next_session_of_a_process_knows_what_earlier_ones_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(one_sided, "QUARANTINE_BYTES_MAX", 150)
+    shared = Quarantine()
+    for lost, usable in ((0, True), (100, True), (200, False)):
+        memory = OneSidedMemory(LocalAgent, shared)
+        assert (shared.nbytes, memory.usable) == (lost, usable)
+        memory.quarantine([np.empty(100, np.uint8)])
+
+
+def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "nixl").mkdir()
+    (tmp_path / "nixl" / "__init__.py").touch()
+    (tmp_path / "nixl" / "_api.py").write_text("raise ImportError('libucp.so.0: cannot open shared object file')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    monkeypatch.setenv("NIXL_LOG_LEVEL", "ERROR")
+    with pytest.raises(UsageError, match=r"nixl:cma.*cannot be loaded.*libucp.so.0"):
+        NixlAgent(Carrier.NIXL_CMA)
+    monkeypatch.delitem(sys.modules, "nixl")

@@ -16,7 +16,7 @@ from tests.scale import only_long
 from transferqueue.client.memory import pulled_store, remote
 from transferqueue.client.memory.one_sided import OneSidedMemory
 from transferqueue.client.session.calls import Deadline
-from transferqueue.errors import DeadlineExceeded, Unreachable
+from transferqueue.errors import DeadlineExceeded, Forked, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.server.shards import pulled_write
 from transferqueue.server.shards.bulk_endpoint import OneSidedParts
@@ -24,6 +24,7 @@ from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
+from transferqueue.transport.bulk import protocol
 from transferqueue.wire import messages as m
 
 PLACE = Range(1, 0, 70 * MIB // 8)
@@ -182,3 +183,39 @@ def test_the_caller_s_deadline_ends_a_put_that_is_not_read(
     granted = backing._tickets.granted(7, m.Granted(1, 0, 0, PLACE.nbytes))
     with pytest.raises(DeadlineExceeded, match=r"did not cross within the 0.05 s that the call was given"):
         backing.client._write(granted, 0, PLACE.nbytes, lambda _: None, caller)
+
+
+def test_the_first_frame_leaves_before_the_next_ones_are_hashed(backing: CarriedBacking) -> None:
+    assert backing.client.writer is not None
+    data = backing.client.writer.take(3 * protocol.RANGES_FRAME_BYTES)
+    assert data is not None
+    granted = m.Granted(1, 0, 0, len(data))
+    messages = iter(pulled_store.PulledStore(1, 7, 1, granted, 0, data.data, backing.client.writer).opening())
+    next(messages)
+    data[:] = 7
+    (second,) = protocol.to_shard(next(messages)[0]).ranges[:1]
+    assert second.digest == protocol.digest((data[:MIB].data,)), "what is hashed later sees what is there later"
+
+
+def test_a_forked_child_waits_for_nothing_of_its_parent(
+    backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread of the parent was registering memory, so it held the lock when the child was made."""
+    put(backing)
+    monkeypatch.setattr(backing.client, "_pid", -1)
+    failed: list[BaseException] = []
+
+    def write_it() -> None:
+        try:
+            put(backing)
+        except BaseException as error:  # noqa: BLE001
+            failed.append(error)
+
+    assert backing.client.writer is not None
+    with backing.client.writer.memory._guard:
+        writing = threading.Thread(target=write_it)
+        writing.start()
+        writing.join(5)
+        assert [type(error) for error in failed] == [Forked]
+    writing.join(20)
+    monkeypatch.undo()

@@ -4,8 +4,8 @@ Rules:
 
 1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed any more is deregistered
    by the next `take`, since a finalizer must take no lock.
-2. A buffer that a read may still write, because the read failed or its peer stands still, is never used again. After `QUARANTINE_BYTES_MAX` of
-   such buffers this process reads over the stream for good.
+2. A buffer that a read may still write, because the read failed or its peer stands still, is never used again, and not freed before the process
+   ends. After `QUARANTINE_BYTES_MAX` of such buffers, of all its sessions, this process reads over the stream for good.
 3. After a failed read the stream carries the bytes, and for `PAUSE_S` everything from that shard.
 4. A reader reads for one transfer at a time. So metadata of a new generation is loaded when no read of the old one is under way.
 """
@@ -26,7 +26,7 @@ from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unr
 from transferqueue.limits import RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
-from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent
+from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, keep_for_good
 from transferqueue.transport.bulk.protocol import RangesFrame
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -80,21 +80,37 @@ class RegisteredPool(BufferPool):
         self._dropped.append(raw)
 
 
+class Quarantine:
+    """Memory of this process that reads may still write (rule 2). nbytes: how much."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.nbytes = 0
+
+    def add(self, agent: MemoryAgent | None, buffers: Sequence[U8]) -> None:
+        """Never use nor free these buffers again, nor the agent whose read may write them."""
+        keep_for_good(agent, buffers)
+        with self._guard:
+            self.nbytes += sum(map(len, buffers))
+
+
+QUARANTINE: Final = Quarantine()
+"""That of this process."""
+
+
 class OneSidedMemory:
     """What the remote shards of a session share: an agent, which `open_agent` makes at the first read, and buffers that it may write."""
 
-    def __init__(self, open_agent: Callable[[], MemoryAgent]) -> None:
+    def __init__(self, open_agent: Callable[[], MemoryAgent], quarantine: Quarantine = QUARANTINE) -> None:
         self._open = open_agent
         self._guard = threading.Lock()
         self._opened: tuple[MemoryAgent, RegisteredPool] | None = None
-        self._quarantined: list[U8] = []
-        self.quarantined_bytes = 0
-        """Bytes that failed reads may still write."""
+        self._quarantine: Final = quarantine
 
     @property
     def usable(self) -> bool:
         """Whether reads may begin (rule 2)."""
-        return self.quarantined_bytes <= QUARANTINE_BYTES_MAX
+        return self._quarantine.nbytes <= QUARANTINE_BYTES_MAX
 
     @property
     def agent(self) -> MemoryAgent:
@@ -108,9 +124,7 @@ class OneSidedMemory:
 
     def quarantine(self, buffers: Sequence[U8]) -> None:
         """Never use this memory again."""
-        with self._guard:
-            self._quarantined += buffers
-            self.quarantined_bytes += sum(map(len, buffers))
+        self._quarantine.add(self._opened[0] if self._opened else None, buffers)
 
     def _both(self) -> tuple[MemoryAgent, RegisteredPool]:
         with self._guard:

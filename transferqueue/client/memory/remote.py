@@ -121,6 +121,7 @@ class RemoteMemory:
     def _write(
         self, granted: m.Granted, offset: int, nbytes: int, fill: Callable[[memoryview], object], caller: Caller
     ) -> None:
+        self._check_living(caller)
         registered = self.writer.take(nbytes) if self.writer is not None else None
         staged = self.buffers.take(nbytes) if registered is None else registered
         fill(staged.data)

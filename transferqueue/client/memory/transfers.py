@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -39,8 +39,8 @@ class ClientTransfer(Protocol):
     def serve(self) -> bool:
         """Nothing has arrived for a while. Whether the shard should be asked now (`ask`)."""
 
-    def opening(self) -> list[b.Message]:
-        """The messages to send first."""
+    def opening(self) -> Iterable[b.Message]:
+        """The messages to send first, each made when the one before it was sent."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """A message begins to arrive. Raises what the shard refused the transfer with, or `Corruption`."""
@@ -48,8 +48,8 @@ class ClientTransfer(Protocol):
     def fill(self, read: b.Reader) -> int:
         """Read the next bytes of the message to their place. Returns how many."""
 
-    def receive(self) -> list[b.Message]:
-        """The message has arrived whole, and its checksum matches. Returns the messages to send now."""
+    def receive(self) -> Iterable[b.Message]:
+        """The message has arrived whole, and its checksum matches. Returns the messages to send now, made as those of `opening`."""
 
     def ask(self) -> b.Message:
         """The message to send after a silence: it asks whether the shard still knows of the transfer."""
@@ -232,7 +232,7 @@ class WritingTransfer:
         self._window = b.SendWindow()
         self._left = left
 
-    def opening(self) -> list[b.Message]:
+    def opening(self) -> Iterable[b.Message]:
         """The request with the first frame, and as many more frames as the window allows."""
         return self._more()
 
@@ -253,16 +253,14 @@ class WritingTransfer:
         """A write receives no bytes."""
         raise Corruption("bytes came where a write was under way")
 
-    def receive(self) -> list[b.Message]:
+    def receive(self) -> Iterable[b.Message]:
         """The shard has stored frames: send further ones."""
         return self._more()
 
-    def _more(self) -> list[b.Message]:
-        frames = []
+    def _more(self) -> Iterator[b.Message]:
         while self._window.open and (frame := next(self._left, None)) is not None:
             self._window.send()
-            frames.append(frame)
-        return frames
+            yield frame
 
 
 class StoreTransfer(WritingTransfer, _StreamTransfer):
