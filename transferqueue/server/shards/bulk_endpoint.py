@@ -330,9 +330,12 @@ class ShardTransfers:
         self._transfers[peer] = transfer
 
     def _end(self, peer: bytes) -> None:
-        """Forget the transfer of `peer`, if it has one."""
-        if (transfer := self._transfers.pop(peer, None)) is not None:
-            transfer.end()
+        """Forget the transfer of `peer`, if it has one. Other threads see none only once it has ended."""
+        if (transfer := self._transfers.get(peer)) is not None:
+            try:
+                transfer.end()
+            finally:
+                del self._transfers[peer]
 
     def _transfer_of(self, peer: bytes, message: b.ToShard) -> ReadTransfer | ExtentTransfer:
         transfer = self._transfers.get(peer)
