@@ -261,6 +261,8 @@ class SimServer:
     def kill(self) -> None:
         """End here."""
         if self.node is not None:
+            if self.node.spiller is not None:
+                self.node.spiller.stop()
             self.node = None
             self.on_down()
             self._world.after(self._world.random.uniform(0.05, 0.8), self._restart)

@@ -28,7 +28,8 @@ SECONDS_MAX: Final = 0.2
 class SimSpill:
     """The spilled blocks of one server. stir: called when an answer is ready. It does its jobs in order, as the thread of a `SpillFile` does.
 
-    Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten.
+    Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that have not ended when the
+    server ends are never done: the memory is that of another server by then.
     """
 
     def __init__(self, world: World, memory: bytearray, stir: Callable[[], object]) -> None:
@@ -37,6 +38,7 @@ class SimSpill:
         self._stored: dict[int, bytes] = {}
         self._answers: list[SpillAnswer] = []
         self._free_at = 0.0
+        self._stopped = False
         self._unreadable: dict[int, int] = {}
 
     def write(self, extent: int, blocks: Sequence[BlockToWrite]) -> None:
@@ -63,13 +65,15 @@ class SimSpill:
 
     def stop(self) -> None:
         """See `SpillFile.stop`."""
+        self._stopped = True
 
     def _later(self, act: Callable[[], object]) -> None:
         self._free_at = max(self._free_at, self._world.now) + self._chance.uniform(0.0, SECONDS_MAX)
 
         def do() -> None:
-            act()
-            self._stir()
+            if not self._stopped:
+                act()
+                self._stir()
 
         self._world.at(self._free_at, do)
 
