@@ -170,7 +170,16 @@ def test_one_value_for_all_rows_and_updates(server: Served, name: str) -> None:
         rows = table.put(prompt=tq.Interned("a prompt " * 2000), number=[1, 2, 3])
         table.put(prompt=tq.Interned(["a prompt " * 2000] * 2), number=[4, 5])
         assert table.stats()["bytes"] < 19_000
+        table.update(rows, overwrite=True, prompt=tq.Interned("another one " * 2000))
+        assert table.stats()["bytes"] < 24_000 + 19_000
+        table.update(rows[:1], overwrite=True, prompt=tq.Interned("a prompt " * 2000))
+        table.update(rows[1:2], overwrite=True, prompt=tq.Interned("a prompt " * 2000), number=[2])
+        assert (
+            table.read()["prompt"].list()
+            == ["a prompt " * 2000] * 2 + ["another one " * 2000] + ["a prompt " * 2000] * 2
+        )
         table.update(rows, overwrite=True, prompt=tq.Interned(["another one " * 2000] * 3))
+        assert table.stats()["bytes"] < 24_000 + 19_000
         assert table.read()["prompt"].list() == ["another one " * 2000] * 3 + ["a prompt " * 2000] * 2
         with pytest.raises(tq.SchemaError, match="Interned of an Interned"):
             table.put(prompt=tq.Interned(tq.Interned(["x"])))
@@ -180,6 +189,41 @@ def test_one_value_for_all_rows_and_updates(server: Served, name: str) -> None:
             table.put(prompt=tq.Interned([1, 2]))
         with pytest.raises(tq.NotFound):  # not of a value: it stands
             queue.table("nothing").put(prompt=tq.Interned(["x" * 9000]))
+
+
+def test_results_of_acks_and_releases_cross_and_are_stored_once(server: Served, name: str) -> None:
+    """A teacher that gives each row of a group the same image, row by row; one gives up, and says how far it was."""
+    tasks = [tq.Task("teach", needs=["ids"], gives=["image"]), tq.Task("train", needs=["image", "ids"])]
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        fields = [*FIELDS, tq.Field("draft", "uint8", (3, 128, 128))]
+        table = queue.create_table(name, fields=fields, tasks=tasks)
+        for row in range(ROWS):
+            table.put(ids=ids(row))
+        passed = counted(between)
+        with table.lease("teach", rows=1) as batch:
+            batch.release(reason="half done", draft=tq.Interned([IMAGE.clone()]))
+        for _ in range(ROWS):
+            with table.lease("teach", rows=1) as batch:
+                batch.ack(image=tq.Interned([IMAGE.clone()]))
+        assert table.stats()["bytes"] < 2 * IMAGE.nbytes + ROWS * SLACK
+        assert 2 * IMAGE.nbytes < passed[True] < 2 * IMAGE.nbytes + ROWS * 1024
+        with table.lease("train", rows=ROWS) as batch:
+            assert torch.equal(batch["image"].torch(), torch.stack([IMAGE] * ROWS))
+        assert table.stats()["bytes"] == 0
+
+
+def test_rows_that_have_a_value_beside_others_get_new_bytes(server: Served, name: str) -> None:
+    """The table has the value in a block that is older than theirs, so the first attempt is refused, and the second writes it."""
+    with tq.connect(server.ipc) as queue:
+        table = queue.create_table(name, fields=FIELDS, retention=tq.Manual())
+        first = table.put(image=tq.Interned([IMAGE]), ids=ids(0))
+        rows = table.put(image=torch.stack([OTHER, OTHER]), ids=[*ids(1), *ids(2)])
+        table.update(rows[:1], overwrite=True, image=tq.Interned([IMAGE]))
+        table.update(rows[1:], overwrite=True, image=tq.Interned([IMAGE]))
+        assert torch.equal(table.read()["image"].torch(), torch.stack([IMAGE] * 3))
+        table.update(first, overwrite=True, image=tq.Interned([OTHER]))
+        assert torch.equal(table.read()["image"].torch(), torch.stack([OTHER, IMAGE, IMAGE]))
+        assert table.read()["ids"].list() == [ids(row)[0].tolist() for row in range(3)]
 
 
 def test_a_server_that_starts_anew_gets_the_bytes_again(
@@ -271,7 +315,14 @@ def test_a_pipeline_copies_what_it_is_given_and_keeps_the_order():
             promises.append(pipeline.put(image=tq.Interned([image]), ids=ids))
             ids[:] = 9
             promises.append(pipeline.put(image=[image + 1], ids=ids))
+            ids[:] = 10
+            promises[0].result()
+            updated = pipeline.update([0], overwrite=True, image=tq.Interned([image]), ids=ids)
+            ids[:] = 11
+        updated.result()
         rows = [int(promise.result()[0]) for promise in promises]
         assert rows == [0, 1, 2]
+        assert table.read([0])["ids"].numpy()[0, 0] == 10
+        table.update([0], overwrite=True, ids=ids - 4)
         assert table.read(rows)["ids"].numpy()[:, 0].tolist() == [7, 8, 9]
         assert queue.stats()["tables"]["t"]["bytes"] < 3 * (image.size + ids.nbytes)

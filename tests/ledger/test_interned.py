@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 from msgspec.structs import replace
 
 from tests.ledger.driver import Driver, World, i64
 from tests.scale import only_long
-from transferqueue.errors import Full, NotFound, UsageError
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, RowsChanged, UsageError
 from transferqueue.ledger import Ledger, MustWait
+from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Manual, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.codec import decode_constant
 
 IMAGE = Field("image", "int64", (None,))
 SUM = 77
+
+
+def i32(values: list[int]) -> bytes:
+    return np.asarray(values, "<i4").tobytes()
 
 
 def key(number: int) -> bytes:
@@ -64,7 +72,11 @@ def bytes_of(world: World) -> int:
 @pytest.mark.parametrize(
     ("changed", "error", "match"),
     [
-        ({"content": b"x"}, UsageError, "a content of 1 bytes; only a put gives contents, of 16 bytes each"),
+        (
+            {"content": b"x"},
+            UsageError,
+            "a content of 1 bytes; only blocks of one field of a table have contents, of 16 bytes each",
+        ),
         ({"offset": 64}, UsageError, "named by its content, and by a place as well"),
         ({"copies": [m.WrittenCopy(1, 0)]}, UsageError, "named by its content, and by a place as well"),
         ({"content": key(2)}, NotFound, f"no row has a value of content {key(2).hex()} now; write its bytes"),
@@ -86,19 +98,15 @@ def test_a_bad_reference_is_refused_and_changes_nothing(changed: Any, error: typ
     assert (world.stats(), world.table().usage.contents) == before
 
 
-def test_only_puts_give_contents() -> None:
+def test_contents_are_of_blocks_of_one_field_of_a_table() -> None:
     world, client = world_of(fields=[IMAGE, Field("other", "int64", (None,))])
     block = value(client, 1)
-    (row,) = put(client, block)
-    for content in (block, named(block)):
-        with pytest.raises(UsageError, match="only a put gives contents"):
-            client.apply(m.Update("t", i64([row]), m.Columns([], [replace(content, fields=["other"])])))
-    lease = client.lease("x", 1)
-    with pytest.raises(UsageError, match="only a put gives contents"):
-        client.ack(lease, columns=m.Columns([], [replace(named(block), fields=["other"])]))
+    put(client, block)
     two = replace(named(block), fields=["image", "other"], counts=[1, 1], nbytes=256)
-    with pytest.raises(UsageError, match="only a put gives contents"):  # a reference names one column
+    with pytest.raises(UsageError, match="only blocks of one field of a table have contents"):
         client.apply(m.PutRequest("t", 1, m.Columns([], [two])))
+    with pytest.raises(UsageError, match="only blocks of one field of a table have contents"):
+        client.apply(m.Publish("policy", 0, [IMAGE], [named(block, slots=None)]))
     assert world.stats()["rows_live"] == 1
 
 
@@ -169,6 +177,131 @@ def test_a_column_that_ends_with_its_task_ends_when_the_last_row_needs_it_no_mor
         client.ack(lease)
         assert len(world.table().usage.contents) == left
     assert (world.stats()["rows_live"], world.freed) == (2, [block.extent])
+
+
+# ---------------------------------------------------------------- rows that exist already
+
+OTHER = Field("other", "int64", (None,))
+
+
+def update(client: Driver, rows: list[int], *blocks: m.WrittenBlock, overwrite: bool = False, **condition: Any) -> None:
+    client.apply(m.Update("t", i64(rows), m.Columns([], list(blocks)), overwrite, **condition))
+
+
+def contents_of(client: Driver, rows: list[int]) -> list[int]:
+    """The content of the block in which each row has its image; 0: none."""
+    (part,) = [part for part in client.read(rows, fields=["image"]).parts if "image" in part.fields]
+    client.unpin([at.block for at in part.blocks])
+    blocks = decode_constant(part.block_of_row, "<i4", len(rows)).tolist()
+    return [int.from_bytes(part.blocks[number].content) for number in blocks]
+
+
+def refused_unchanged(world: World, act: Callable[[], object], match: str) -> None:
+    before = world.stats(), world.table().usage.contents.copy(), world.ledger.state.core.blocks.committed
+    with pytest.raises(NotFound, match=match):
+        act()
+    assert (world.stats(), world.table().usage.contents, world.ledger.state.core.blocks.committed) == before
+
+
+def test_updates_acks_and_releases_refer_to_values_of_the_table() -> None:
+    world, client = world_of(fields=[OTHER, IMAGE], tasks=[Task("x", ["other"], gives=["image"])])
+    rows = client.put(4, [OTHER])
+    block = value(client, 1, 1)
+    update(client, rows[:1], block)
+    before = bytes_of(world)
+    update(client, rows[1:2], named(block))
+    lease = client.lease("x", 2)
+    client.release(lease, [0], columns=m.Columns([], [named(block)]))  # it has the value already, by its block
+    client.ack(lease, [1])
+    lease = client.lease("x", 3)
+    assert lease.rows == [0, 2, 3]
+    client.ack(lease, [2, 3], columns=m.Columns([], [named(block, slots=i32([0, 0]))]))
+    assert (bytes_of(world), contents_of(client, rows)) == (before, [1] * 4)
+    client.ack(lease, [0])
+    world.ledger = Ledger.from_image(world.ledger.image())
+    for row in rows:
+        assert world.table().usage.contents
+        client.delete([row])
+    assert (bytes_of(world), world.table().usage.contents) == (0, {})
+
+
+def test_a_row_never_refers_to_a_block_that_it_would_not_read() -> None:
+    world, client = world_of(fields=[OTHER, IMAGE])
+    block = value(client, 1)
+    put(client, block)
+    (row,) = client.put(
+        1, [OTHER, IMAGE]
+    )  # in a newer block than that of content 1, which an update of the image does not replace
+    why = "older than a block in which these rows have the field beside others"
+    refused_unchanged(world, lambda: update(client, [row], named(block), overwrite=True), why)
+    refused_unchanged(world, lambda: update(client, [0, row], named(block, slots=i32([0, 0])), overwrite=True), why)
+    update(client, [row], value(client, 1), overwrite=True)  # written: other rows may refer to it from now on
+    assert (contents_of(client, [0, row]), len(blocks_of(client, [0, row]))) == ([1, 1], 2)
+    update(client, [0], named(block), overwrite=True)
+    assert (contents_of(client, [0, row]), len(blocks_of(client, [0, row]))) == ([1, 1], 1)
+
+
+def test_a_row_takes_an_older_value_again() -> None:
+    """A block of the field alone is replaced, whatever its number."""
+    world, client = world_of()
+    first, second = value(client, 1), value(client, 2)
+    rows = put(client, first) + put(client, second) + put(client, second := named(second))
+    read = client.read(rows[1:2])
+    update(client, rows[1:2], named(first), overwrite=True)
+    assert contents_of(client, rows) == [1, 1, 2]
+    condition = m.RowsRead(
+        blocks=[m.BlocksRead(["image"], i64([at.block for part in read.parts for at in part.blocks]))]
+    )
+    with pytest.raises(RowsChanged):
+        update(client, rows[1:2], named(first), overwrite=True, if_unchanged=condition)
+    update(client, rows[1:2], second, overwrite=True)
+    update(client, rows[1:2], named(first), overwrite=True, if_unchanged=condition)  # the same value again
+    assert contents_of(client, rows) == [1, 1, 2]
+    assert bytes_of(world) == 2 * first.nbytes
+
+
+def test_a_freed_column_still_lies_in_the_block_of_columns_that_are_read() -> None:
+    """Its number counts: rows read the field there again once it is set."""
+    world, client = world_of(fields=[OTHER, IMAGE], tasks=[])
+    block = value(client, 1)
+    put(client, block)
+    (row,) = client.put(1, [OTHER, IMAGE])
+    client.apply(m.FreeColumns("t", i64([row]), ["image"], again=True))
+    refused_unchanged(world, lambda: update(client, [row], named(block)), "older")
+    update(client, [row], value(client, 1))
+    assert contents_of(client, [row]) == [1]
+
+
+def test_rows_that_exist_never_share_a_block_of_several_values() -> None:
+    """An update that depends on what was read compares numbers of blocks: it would not see a row that moved to another value of its block."""
+    world, client = world_of(fields=[IMAGE, OTHER])
+    two = replace(client.block([IMAGE], 2, slots=[0, 1]), content=key(5), checksum=SUM)
+    rows = client.put(2, [OTHER])
+    update(client, rows, two)
+    refused_unchanged(world, lambda: update(client, rows, named(two), overwrite=True), "several values")
+    before = client.read(rows, fields=["image"]).parts[0]
+    again = replace(client.block([IMAGE], 2, slots=[1, 0]), content=key(5), checksum=SUM)
+    update(client, rows, again, overwrite=True)
+    after = client.read(rows, fields=["image"]).parts[0]
+    assert {at.block for at in before.blocks}.isdisjoint(at.block for at in after.blocks)
+    assert put(client, named(two, slots=i32([0, 1])), rows=2) == [2, 3]  # new rows may
+
+
+def test_results_of_replicas_refer_to_a_value_until_the_last_ack() -> None:
+    world, client = world_of(fields=[OTHER, IMAGE], tasks=[Task("x", ["other"], gives=["image"])])
+    block = value(client, 1)
+    (first,) = put(client, block)
+    (row,) = client.put(1, [OTHER])
+    lease, other = [client.lease("x", 1, replica=number, replicas=2) for number in range(2)]
+    assert lease.rows == other.rows == [row]
+    client.ack(lease, columns=m.Columns([], [named(block)]))
+    client.delete([first])
+    assert len(world.table().usage.contents) == 1  # the results need it
+    world.ledger = Ledger.from_image(world.ledger.image())
+    client.ack(other, columns=m.Columns([], [named(block)]))
+    assert contents_of(client, [row]) == [1]
+    client.delete([row])
+    assert world.table().usage.contents == {}
 
 
 # ---------------------------------------------------------------- retries, deaths, waits
@@ -309,3 +442,182 @@ def test_references_agree_with_a_model(seed: int) -> None:
     client.unpin(views, None) if views else None
     client.delete(sorted(content_of))
     assert (bytes_of(world), world.table().usage.contents, world.taken) == (0, {}, {})
+
+
+class Course:
+    """Rows that are put, updated and acked, their columns interned or not, under losses of shards, deaths and restarts from images.
+
+    number: the content of each row's image, as it was written last; 0: none. The block that a row reads names its number by where it lies.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.draw = random.Random(seed)
+        tasks = [Task("x", ["other"], lease_s=1e6, attempts_max=0), Task("never", ["late"])]  # so that rows live on
+        self.world, self.client = world_of(fields=[OTHER, IMAGE], tasks=tasks)
+        self.number: dict[int, int] = {}
+        self.places: dict[tuple[int, int], list[int]] = {}
+        """Extent and offset of each block with images -> the content of each of its rows."""
+        self.leases: list[Any] = []
+        self.referred = self.refused = 0
+
+    def pick(self) -> list[int]:
+        return sorted(self.draw.sample(sorted(self.number), min(len(self.number), self.draw.randint(1, 3))))
+
+    def images(self, rows: int) -> tuple[list[m.WrittenBlock], list[int]]:
+        """The blocks of a commit that gives these rows images: referred to, interned, of several values, alone, or beside another column."""
+        self.client.shard, content = self.draw.choice([0, 0, 1]), self.draw.randint(1, 3)
+        match self.draw.choice(["refer", "refer", "refer", "write", "several", "plain", "together"]):
+            case "refer":
+                return [named(self._value(content, rows, grant=False))], [content] * rows
+            case "write":
+                return [self._kept(self._value(content, rows), [content])], [content] * rows
+            case "several":
+                of = [self.draw.randint(0, 1) for _ in range(rows)]
+                block = replace(self.client.block([IMAGE], 2, slots=of), content=key(9), checksum=SUM)
+                return [self._kept(block, [1, 2])], [1 + slot for slot in of]
+            case how:
+                numbers = [self.draw.randint(1, 3) for _ in range(rows)]
+                block = self.client.block([IMAGE] if how == "plain" else [IMAGE, OTHER], rows)
+                return [self._kept(block, numbers)], numbers
+
+    def _value(self, content: int, rows: int, *, grant: bool = True) -> m.WrittenBlock:
+        block = replace(self.client.block([IMAGE], 1, slots=[0] * rows), content=key(content), checksum=SUM)
+        if not grant:
+            self.client.apply(m.ReturnGrant(block.extent))
+        return block
+
+    def _kept(self, block: m.WrittenBlock, numbers: list[int]) -> m.WrittenBlock:
+        self.places[block.extent, block.offset] = numbers
+        return block
+
+    def commit(self, rows: int, send: Callable[[m.Columns], Any]) -> tuple[Any, list[int]] | None:
+        """Give `rows` rows images. If there is no value to refer to, nothing changes: None."""
+        blocks, numbers = self.images(rows)
+        refers = not blocks[0].extent
+        before = self.world.stats(), self.world.table().usage.contents.copy()
+        try:
+            reply = send(m.Columns([], blocks))
+        except AlreadyExists:  # an ack that brings the other column too
+            return None
+        except NotFound:
+            assert refers
+            assert (self.world.stats(), self.world.table().usage.contents) == before
+            self.refused += 1
+            return None
+        self.referred += refers
+        return reply, numbers
+
+    # ------------------------------------------------------------ steps
+
+    def put(self) -> None:
+        rows = self.draw.randint(1, 3)
+        if done := self.commit(rows, lambda columns: self.client.apply(m.PutRequest("t", rows, columns))):
+            self.number |= zip(range(done[0].first, done[0].first + rows), done[1], strict=True)
+
+    def put_without(self) -> None:
+        self.number |= dict.fromkeys(self.client.put(self.draw.randint(1, 3), [OTHER]), 0)
+
+    def update(self) -> None:
+        rows = self.pick()
+        if done := self.commit(len(rows), lambda columns: self.client.apply(m.Update("t", i64(rows), columns, True))):
+            self.number |= zip(rows, done[1], strict=True)
+
+    def lease(self) -> None:
+        try:
+            self.leases.append(self.client.lease("x", 3, at_least=1))
+        except DeadlineExceeded:
+            return
+        self.client.unpin(self.leases[-1].blocks())
+
+    def end(self, send: Any) -> None:
+        """End a lease with images: an ack, which only rows without one may get, or a release."""
+        if not self.leases:
+            return
+        lease = self.leases.pop()
+        rows = [row for row in lease.rows if row in self.number]
+        if not rows:
+            return
+        may = send == self.client.release or not any(self.number[row] for row in rows)
+        done = self.commit(len(rows), lambda columns: send(lease, rows, columns=columns)) if may else None
+        if done is None:
+            send(lease, rows)
+        else:
+            self.number |= zip(rows, done[1], strict=True)
+
+    def free(self) -> None:
+        rows = self.pick()
+        self.client.apply(m.FreeColumns("t", i64(rows), ["image"], again=True))
+        self.number |= dict.fromkeys(rows, 0)
+
+    def delete(self) -> None:
+        leased = {row for lease in self.leases for row in lease.rows}
+        if rows := [row for row in self.pick() if row not in leased]:
+            self.client.delete(rows)
+            for row in rows:
+                del self.number[row]
+
+    def lose(self) -> None:
+        """What lay in shard 1 is gone."""
+        self.world.lose_shard(1)
+        rows, has = self._with_image()
+        self.number |= dict.fromkeys(rows[~has].tolist(), 0)
+
+    def _with_image(self) -> tuple[Any, Any]:
+        table = self.world.table()
+        rows = np.array(sorted(self.number), np.int64)
+        return rows, table.rows.has_all(table.rows.pages.index(rows), table.rows.mask(("image",)))
+
+    def bury(self) -> None:
+        """Delete rows that were dropped, since a column that a task needs was lost."""
+        pages = self.world.table().rows.pages
+        if ended := [row for row in self.number if pages.fate.a[pages.index(np.array([row]))][0] != LIVE]:
+            self.client.delete(ended)
+            for row in ended:
+                del self.number[row]
+
+    def die(self) -> None:
+        self.client.close()
+        self.client, self.leases = self.world.client("another"), []
+
+    def restart(self) -> None:
+        self.world.ledger = Ledger.from_image(self.world.ledger.image())
+
+    def run(self, steps: int) -> None:
+        weighted = [self.put] * 4 + [self.put_without] * 2 + [self.update] * 8 + [self.lease] * 3
+        weighted += [lambda: self.end(self.client.ack), lambda: self.end(self.client.release)] * 2
+        weighted += [self.free, self.delete, self.restart]
+        for _ in range(steps):
+            rare = self.draw.random()
+            step = self.lose if rare < 0.02 else self.die if rare < 0.04 else self.draw.choice(weighted)
+            if self.number or step == self.put:
+                step()
+            self.bury()
+            self.check()
+
+    def check(self) -> None:
+        """Each row reads what it was given last, from a block that needs exactly the rows that have it."""
+        table, blocks = self.world.table(), self.world.ledger.state.core.blocks.blocks
+        rows, has = self._with_image()
+        (places,) = table.parts.locate(["image"], table.rows.pages.index(rows))
+        for row, had, block, slot in zip(
+            rows.tolist(), has, places.blocks.tolist(), places.slots.tolist(), strict=True
+        ):
+            read = self.places[blocks[block].at.extent, blocks[block].at.offset][slot] if had else 0
+            assert read == self.number[row], f"row {row} reads {read}, and was given {self.number[row]}"
+        entries: dict[int, int] = {}
+        for part in table.parts._by_fields.values():
+            for number in part.block.a[table.rows.pages.index(table.rows.pages.resident_rows())].tolist():
+                entries[number] = entries.get(number, 0) + bool(number)
+        assert {number: block.refs for number, block in blocks.items() if block.refs} == {
+            number: count for number, count in entries.items() if number
+        }
+        assert table.usage.bytes == sum(block.at.nbytes for block in blocks.values() if block.refs)
+        assert all(block.refs and blocks[block.at.block] is block for block in table.usage.contents.values())
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2, *only_long(*range(3, 60))])
+def test_rows_read_what_they_were_given_last(seed: int) -> None:
+    course = Course(seed)
+    course.run(400)
+    assert course.referred > 20
+    assert course.refused

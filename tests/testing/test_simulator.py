@@ -48,6 +48,18 @@ def test_no_promise_is_broken_where_blocks_go_to_a_disk(seeds: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(6, 300))
+def test_no_promise_is_broken_where_rows_share_values(seeds: int):
+    """Puts, updates, acks and releases refer to values of the table, with a disk for cold blocks and without."""
+    referred = 0
+    for seed in range(seeds):
+        run = SimRun(seed, interns=True, spills=bool(seed % 2))
+        run.whole()
+        referred += run.world.faults["value referred to"]
+    assert referred > 5 * seeds
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [5037, 5132])
 def test_a_put_whose_rows_have_ended_is_not_repeated(seed: int):
     """The painter of these seeds does not hear of its put, and tries again when both tasks are done with its rows: no key holds them any more."""

@@ -75,7 +75,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         """Give existing rows more columns or facts; arguments as of `AsyncTable.update`."""
         facts, columns = facts_among(columns)
         return await self._start(
-            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged)
+            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, refers=False)
         )
 
     async def ack(
@@ -83,7 +83,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     ) -> AsyncPromise[None]:
         """The rows are done; arguments as of `AsyncBatch.ack`. The batch ends when the answer has come."""
         facts, columns = facts_among(columns)
-        return await self._start(lease.ack(batch._lease, rows, facts, columns, step))
+        return await self._start(lease.ack(batch._lease, rows, facts, columns, step, refers=False))
 
     async def drain(self) -> None:
         """Wait until all calls are answered. Raises the first error that nobody has seen."""

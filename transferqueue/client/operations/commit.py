@@ -5,8 +5,8 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
-4. `Interned` columns of a put are first referred to by the content of their bytes, which the table may have. If it does not, the put is refused
-   with `NotFound`, nothing has changed, and the second attempt writes them.
+4. `Interned` columns are first referred to by the content of their bytes, which the table may have. If it does not, or if rows that exist already
+   have the field in a newer block, the commit is refused with `NotFound`, nothing has changed, and the second attempt writes them.
 5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
    region is gone, the columns are written into another shard.
 """
@@ -96,8 +96,10 @@ def update(
     columns: Mapping[str, Any],
     overwrite: bool,
     if_unchanged: RowsBase | None,
+    *,
+    refers: bool = True,
 ) -> Operation[None]:
-    """Give existing rows more columns or facts."""
+    """Give existing rows more columns or facts. refers: see `commit`."""
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
@@ -107,7 +109,9 @@ def update(
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, bool(overwrite), read)
 
-    yield from commit(client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update")
+    yield from commit(
+        client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update", refers=refers
+    )
 
 
 def commit(
@@ -221,7 +225,7 @@ def _attempt(
         fields.append(column.field)
         if column.field.inline:
             inline.append(m.Inline(column.field.name, column.inline()))
-        elif column.interned and rows is None:
+        elif column.interned and (rows is None or column.stored_rows == 1):  # rows that exist share single values alone
             if column.field.name not in interned:
                 yield _making(column, interned, checksums=client.checksums)
         else:

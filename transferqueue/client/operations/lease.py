@@ -263,8 +263,16 @@ def _time_limit(terms: TableInfo, task: str) -> Operation[float]:
     return terms.time_limits.get(task, 0.0)
 
 
-def ack(lease: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str, Any], step: int) -> Operation[None]:
-    """Ack the rows, and commit results and facts about them in the same request."""
+def ack(
+    lease: BatchLease,
+    rows: object,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    step: int,
+    *,
+    refers: bool = True,
+) -> Operation[None]:
+    """Ack the rows, and commit results and facts about them in the same request. refers: see `commit.commit`."""
     lease.check()
     chosen = lease.chosen(rows)
 
@@ -278,7 +286,8 @@ def ack(lease: BatchLease, rows: object, facts: GivenFacts, columns: Mapping[str
             step=checks.step(step, -1),
         )
 
-    yield from _ending_lease_on_expiry(lease, _request_with_columns(lease, chosen, facts, columns, request, "ack"))
+    carried = _request_with_columns(lease, chosen, facts, columns, request, "ack", refers=refers)
+    yield from _ending_lease_on_expiry(lease, carried)
     lease.take(chosen, "was acked")
 
 
@@ -322,13 +331,15 @@ def _request_with_columns(
     columns: Mapping[str, Any],
     request: Callable[[int, m.Columns | None], m.Request],
     call: str,
+    *,
+    refers: bool = True,
 ) -> Operation[m.DoneReply]:
     """Send a request about rows of a lease, with the columns and facts that were given, if any."""
     count = len(lease.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
         return request_reply(request(count, None), m.DoneReply)
     deadline = Deadline(lease.client.clock, TIMEOUT_S_DEFAULT)
-    return commit(lease.client, lease.terms, facts, columns, count, deadline, request, m.DoneReply, call)
+    return commit(lease.client, lease.terms, facts, columns, count, deadline, request, m.DoneReply, call, refers=refers)
 
 
 def renew(lease: BatchLease, lease_s: float | None) -> Operation[float]:

@@ -75,12 +75,14 @@ class Pipeline(PipelineBase[Promise[Any]]):
     ) -> Promise[None]:
         """Give existing rows more columns or facts; arguments as of `Table.update`."""
         facts, columns = facts_among(columns)
-        return self._start(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
+        return self._start(
+            commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged, refers=False)
+        )
 
     def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[None]:
         """The rows are done; arguments as of `Batch.ack`. The batch ends when the answer has come."""
         facts, columns = facts_among(columns)
-        return self._start(lease.ack(batch._lease, rows, facts, columns, step))
+        return self._start(lease.ack(batch._lease, rows, facts, columns, step, refers=False))
 
     def drain(self) -> None:
         """Wait until all calls are answered. Raises the first error that nobody has seen."""

@@ -13,6 +13,7 @@ from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, agreed, decode_i
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
+    check_contents,
     check_no_group_facts,
     check_size,
     check_unset,
@@ -107,13 +108,16 @@ def _check_columns(
     """Check the columns that come with the end of a lease, for the rows that it names. None if there are none."""
     if request.columns is None:
         return None
-    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, named.size, table.replicas)
+    staged = check_columns(
+        table.shapes, table.core.blocks, session, request.columns, named.size, table.replicas, table.usage
+    )
     check_no_group_facts(staged)
     if staged.empty:
         return None
     if not named.size:
         raise UsageError(f"lease {lease.id} has no rows left; its end carries no columns")
     check_size(staged, table.name, table.limits.bytes_max, named.size)
+    check_contents(staged, table.parts, table.usage, table.rows.pages.index(lease.rows[named[lease.held[named]]]))
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, lease.rows[named])
     return staged

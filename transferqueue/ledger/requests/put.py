@@ -11,6 +11,7 @@ from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode_row
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
+    check_contents,
     check_no_group_facts,
     check_size,
     check_unset,
@@ -182,7 +183,9 @@ def _record_put(table: TableState, author: tuple[bytes, int], first: int, rows: 
 def update(table: TableState, request: Update, session: int, now: float) -> DoneReply:
     """Add columns or facts to live rows."""
     rows = decode_rows(request.rows)
-    staged = check_columns(table.shapes, table.core.blocks, session, request.columns, rows.size, table.replicas)
+    staged = check_columns(
+        table.shapes, table.core.blocks, session, request.columns, rows.size, table.replicas, table.usage
+    )
     at = table.rows.live_places(rows)
     if request.if_unchanged is not None:
         check_unchanged(table, request.if_unchanged, rows, at)
@@ -190,6 +193,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
     check_size(staged, table.name, table.limits.bytes_max, rows.size)
     if not request.overwrite:
         check_unset(table.rows, staged, rows, at)
+    check_contents(staged, table.parts, table.usage, at)
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, rows)
     if staged.empty:

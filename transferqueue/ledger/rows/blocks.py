@@ -13,9 +13,11 @@ columns of one commit inside an extent. Invariants:
 - An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
-- A block may have a *content*: the digest of its bytes. Later puts of its owner refer to it by that instead of writing the bytes again
+- A block may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that instead of writing the bytes again
   (`OwnerBytes.contents`). Such a reference counts as those of the rows that came with the block, and is found and added in one call: there
   is no moment between. When the last reference ends, the content is forgotten with the block's bytes.
+- A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of them has the field in
+  a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are written, and the new block has the content from then on.
 - A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count for the
   owner of the block: so there is room for it when it comes.
 - A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It counts as before, and nobody pins it.
@@ -41,7 +43,7 @@ Written = dict[int, tuple[int, int]]
 
 
 class OwnerBytes:
-    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`) that puts may refer to."""
+    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`) that commits may refer to."""
 
     __slots__ = ("bytes", "contents")
 
@@ -322,9 +324,7 @@ class BlockRegistry:
     def check(
         self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1, usage: OwnerBytes | None = None
     ) -> None:
-        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner; None: no block of this
-        request may have a content.
-        """
+        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner; None: it has no contents."""
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
             if block.content and _is_reference(block, usage):
@@ -368,15 +368,22 @@ class BlockRegistry:
         return extent.shard
 
     def commit(
-        self, placed: Sequence[WrittenBlock], usage: OwnerBytes, refs: Sequence[int], replicas: int = 1
+        self,
+        placed: Sequence[WrittenBlock],
+        usage: OwnerBytes,
+        refs: Sequence[int],
+        replicas: int = 1,
+        anew: Collection[str] = (),
     ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
-        to each. replicas: how many shards are to have each, if that is more than have it now.
+        to each. replicas: how many shards are to have each, if that is more than have it now. anew: fields whose written blocks are needed, also
+        if another one has the same content.
         """
         written: Written = {}
         numbers = []
         for block, count in zip(placed, refs, strict=True):
-            numbers.append(self._commit(block, usage, count, written, replicas))
+            known = _same_content(block, usage) if block.content and block.fields[0] not in anew else None
+            numbers.append(self._commit(block, usage, count, written, replicas, known))
         for number, (start, end) in written.items():
             extent = self.extents[number]
             if start == extent.offset and end > extent.offset + extent.nbytes - PAGE_BYTES:  # it is full
@@ -384,8 +391,16 @@ class BlockRegistry:
                 self._free_if_unused(extent)
         return numbers
 
-    def _commit(self, placed: WrittenBlock, usage: OwnerBytes, refs: int, written: Written, replicas: int) -> int:
-        known = _same_content(placed, usage) if placed.content else None
+    def _commit(
+        self,
+        placed: WrittenBlock,
+        usage: OwnerBytes,
+        refs: int,
+        written: Written,
+        replicas: int,
+        known: CommittedBlock | None,
+    ) -> int:
+        """known: the block of the same content that is referred to instead."""
         if known is not None and not placed.extent:
             known.refs += refs
             return known.at.block
@@ -394,7 +409,9 @@ class BlockRegistry:
         extents = [self._write(placed.extent, placed.offset, placed.nbytes, written)]
         if placed.copies:
             extents += [self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies]
-        if known is not None:  # two puts wrote the same content at the same time: the second one's bytes are not needed
+        if (
+            known is not None
+        ):  # two commits wrote the same content at the same time: the second one's bytes are not needed
             known.refs += refs
             return known.at.block
         if refs:
@@ -518,8 +535,8 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
     names = ", ".join(placed.fields)
     if usage is None or len(placed.fields) != 1 or len(placed.content) != CONTENT_BYTES:
         raise UsageError(
-            f"block of {names} has a content of {len(placed.content)} bytes; only a put gives contents, of {CONTENT_BYTES} bytes each, to blocks "
-            "of one field"
+            f"block of {names} has a content of {len(placed.content)} bytes; only blocks of one field of a table have "
+            f"contents, of {CONTENT_BYTES} bytes each"
         )
     if placed.extent:
         return False
@@ -530,6 +547,16 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
             f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a grant, and commit them'
         )
     return True
+
+
+def may_refer(placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
+    """Whether rows that exist already may refer to the live block of this content. newest: of the blocks that keep the field of such a row.
+
+    A block of several values is for new rows alone: a row that moved from one of its values to another would have the same block as before,
+    by which an update that depends on what was read would not see the change (`rules.unchanged`).
+    """
+    block = _same_content(placed, usage)
+    return block is not None and block.at.rows == 1 and block.at.block > newest
 
 
 def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:

@@ -3,7 +3,8 @@
 Fields that were written together lie in one block, so they have the same place. Each distinct set of fields written
 together is a *column group* (`parts` in names): a block number and a slot for each row (block 0: none). Block numbers
 ascend. So the current place of a field is the entry with the highest block number among the parts that contain the
-field.
+field. An entry replaces the one before it in its part, also one of a higher number, if it refers to an older block of the same content
+(`newest_beside`).
 
 An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
 (block, rows), for `BlockRegistry.retire`.
@@ -136,6 +137,12 @@ class ColumnGroups:
     def _newest(self, name: str, at: IntArray) -> IntArray:
         newest: IntArray = np.max([part.block.a[at] for part in self._of_field[name]], axis=0)
         return newest
+
+    def newest_beside(self, name: str, at: IntArray) -> int:
+        """The highest number of a block in which one of the rows has the field beside others, read or not; 0 if there is none. A block of the
+        field alone does not replace it."""
+        beside = [part for part in self._of_field.get(name, ()) if part.entries and len(part.fields) > 1]
+        return max([int(part.block.a[at].max(initial=0)) for part in beside], default=0)
 
     def release(self, at: Index) -> Retired:
         """Remove all entries of finished rows. Returns their references."""

@@ -17,9 +17,9 @@ from functools import cache
 
 import numpy as np
 
-from transferqueue.errors import AlreadyExists, Impossible, SchemaError, UsageError
+from transferqueue.errors import AlreadyExists, Impossible, NotFound, SchemaError, UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered
-from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
+from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refer
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
 from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
@@ -44,6 +44,8 @@ class StagedCommit:
     parts: list[list[ColumnGroup]] = field(default_factory=list)
     written: int = 0
     """Number of rows whose references are in use."""
+    anew: list[str] = field(default_factory=list)
+    """Fields whose written blocks the rows need, also if another block has the same content (`check_contents`)."""
 
     @property
     def empty(self) -> bool:
@@ -61,10 +63,10 @@ def check_columns(
     columns: Columns,
     count: int,
     replicas: int,
-    usage: OwnerBytes | None = None,
+    usage: OwnerBytes,
 ) -> StagedCommit:
     """Check `columns` for `count` rows, each block in `replicas` shards: everything that does not depend on the rows
-    themselves. usage: of the table, if the rows are new, so that blocks may have contents (`OwnerBytes`).
+    themselves. usage: of the table.
     """
     shape = shapes.of(columns)
     inline: list[tuple[str, AnyArray]] = []
@@ -108,6 +110,21 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
             )
 
 
+def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes, at: IntArray) -> None:
+    """Raise if a block is named by its content alone, and the rows, which exist already, would not read it: they have the field in a newer block.
+    If its bytes were written, the rows get the written block.
+    """
+    for placed in staged.placed:
+        if not placed.content or may_refer(placed, usage, parts.newest_beside(placed.fields[0], at)):
+            continue
+        if not placed.extent:
+            raise NotFound(
+                f'field "{placed.fields[0]}": the block of content {placed.content.hex()} is older than a block in which these rows have the field '
+                "beside others, or has several values; write the bytes into a grant, and commit them"
+            )
+        staged.anew.append(placed.fields[0])
+
+
 def check_no_group_facts(staged: StagedCommit) -> None:
     """Raise if an update or ack carries facts that only a put may carry."""
     if "group_id" in staged.facts.numbers:
@@ -139,7 +156,7 @@ def reserve_blocks(
         groups = parts.parts_of(placed.fields)
         staged.parts.append(groups)
         refs.append(staged.rows * len(groups))
-    staged.blocks = blocks.commit(staged.placed, usage, refs)
+    staged.blocks = blocks.commit(staged.placed, usage, refs, anew=staged.anew)
 
 
 def write_columns(

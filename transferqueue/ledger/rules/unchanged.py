@@ -1,8 +1,8 @@
 """Compares rows with what a client read of them: the condition of an update that must not overwrite what others wrote since.
 
 No row has a counter for this. A value in a block is known by the number of its block: blocks are never changed, each write of a field
-brings a new one, and a number is used once. An inline value and tags are compared themselves: an update that is made of the
-same value is the same update, whatever happened in between.
+brings a new one or refers to one that has a single value, and a number is used once. An inline value and tags are compared themselves: an
+update that is made of the same value is the same update, whatever happened in between.
 """
 
 from __future__ import annotations

@@ -91,7 +91,8 @@ class Interned:
 
     ``table.put(image=Interned([image]), ...)`` stores the values of the call once for all puts that give the same bytes. values: any column
     input, also a `Repeat`. The values of one call are compared together, so give those that come together again in calls of their own. Calls
-    with fewer than `INTERNED_BYTES_MIN` bytes of values store them as usual, and so do updates and acks.
+    with fewer than `INTERNED_BYTES_MIN` bytes of values store them as usual, and so do updates, acks and releases whose rows do not all have the
+    same value.
 
     >>> import transferqueue as tq
     >>> image = tq.Interned([b"the same in sixteen puts" * 1024])

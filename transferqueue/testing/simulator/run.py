@@ -16,6 +16,7 @@ from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulator.columns import ColumnEndsJob
 from transferqueue.testing.simulator.copied import ReplicatedShardsJob
+from transferqueue.testing.simulator.interned import INTERNED_PAGES, InternedJob
 from transferqueue.testing.simulator.job import SimJob
 from transferqueue.testing.simulator.kept import ManualRetentionJob
 from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, own_extents
@@ -77,16 +78,18 @@ def rows_ahead_max(table: TableState) -> float:
 
 class SimRun:
     """The deployment of one seed: the server, the clients, and their jobs. spills: the server has a disk for cold blocks, whatever the seed
-    says, and keeps nothing through a crash."""
+    says, and keeps nothing through a crash. interns: it has an `InternedJob` beside `Rollouts`, whatever the seed says."""
 
-    def __init__(self, seed: int, rates: Rates | None = None, *, spills: bool = False) -> None:
+    def __init__(self, seed: int, rates: Rates | None = None, *, spills: bool = False, interns: bool = False) -> None:
         self.seed, self.world = seed, World(seed, rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
+        pages += INTERNED_PAGES * (interns and not spills)
         self.spills = spills or (not self.durable and seed % 2 == 1)
         self.durable = self.durable and not spills
+        self.interns = interns
         self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=self.spills)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
@@ -97,8 +100,10 @@ class SimRun:
     def _make_jobs(self) -> None:
         """Choose the jobs of the deployment and make their workers: `Rollouts` and one other job, or remote shards alone."""
         chance = self.world.random
-        if chance.random() < SHARDED:
-            self.jobs: list[SimJob] = [ReplicatedShardsJob(chance)]
+        if self.interns:
+            self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
+        elif chance.random() < SHARDED:
+            self.jobs = [ReplicatedShardsJob(chance)]
         else:
             self._choose_jobs(chance)
         self.workers = [

@@ -40,8 +40,9 @@ class WrittenBlock(Message, tag="Placed"):
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
     checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the table has replicas.
-    content: of a block of one field that later puts into the table may refer to, xxh3-128 of its bytes; else empty. A block with a content and
-    extent 0 is such a reference: nothing was written, and the put is refused unless the table has a block of this content and layout.
+    content: of a block of one field that later commits into the table may refer to, xxh3-128 of its bytes; else empty. A block with a content and
+    extent 0 is such a reference: nothing was written, and the request is refused unless the table has a block of this content and layout. For
+    rows that exist already the block must have one row, and none of them may have the field in a newer block beside other fields.
     """
 
     extent: Count
