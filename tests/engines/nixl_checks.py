@@ -216,6 +216,77 @@ def reader_killed() -> None:
     deployment(work)
 
 
+SCATTERED_READER: Final = """
+    import numpy as np
+    queue = tq.connect(sys.argv[1], data="remote")
+    table, ids = queue.table("t"), np.array([int(one) for one in sys.argv[2].split(",")])
+    while True:
+        order = np.random.permutation(len(ids))[:512]
+        with table.read(ids[order]) as found:
+            values, offsets = found["x"].ragged()
+            for at, row in enumerate(order.tolist()):
+                assert (values[offsets[at] : offsets[at + 1]] == row % 251).all(), row
+        print("read", flush=True)
+"""
+
+
+def scattered() -> None:
+    """Random rows of 4 KiB are staged: by six threads at once, which share the slots; while readers are stopped and killed; the slots return."""
+
+    def work(server: Served) -> None:
+        with tq.connect(server.tcp, data="remote") as queue, tq.connect(server.ipc) as local:
+            table = queue.create_table("t")
+            lengths = np.random.default_rng(1).integers(0, 8 << 10, 2048)
+            ids = np.array(list(table.put(x=[np.full(n, at % 251, np.uint8) for at, n in enumerate(lengths)])))
+
+            def read(reads: int, seed: int) -> None:
+                for _ in range(reads):
+                    order = np.random.default_rng(seed).permutation(len(ids))
+                    with table.read(ids[order]) as found:
+                        for row, got in zip(order, found["x"].list(), strict=True):
+                            assert np.array_equal(np.asarray(got, np.uint8), np.full(lengths[row], row % 251, np.uint8))
+
+            def is_staged() -> None:
+                before = sent(queue)
+                read(1, 0)
+                after = sent(queue)
+                assert after["one_sided"] - before["one_sided"] > 0.99 * lengths.sum(), (before, after)
+
+            is_staged()
+            failed: list[BaseException] = []
+
+            def run(number: int) -> None:
+                try:
+                    read(3, number)
+                except BaseException as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=run, args=(number,)) for number in range(6)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(100)
+            assert not failed, failed
+            for life in range(4):
+                with Worker(server.tcp, SCATTERED_READER, ",".join(map(str, ids))) as reader:
+                    assert [reader.line() for _ in range(3)] == ["read"] * 3
+                    time.sleep(0.003 * life)  # somewhere in a read
+                    reader.send(signal.SIGSTOP)
+                    read(1, life)
+                    if life % 2:
+                        reader.send(signal.SIGCONT)
+                        assert [reader.line() for _ in range(3)] == ["read"] * 3
+                    reader.send(signal.SIGKILL)
+                    reader.process.wait()
+            is_staged()
+            table.drop(ids, "done")
+            deadline = time.monotonic() + 30
+            while local.stats()["server"]["used_bytes"]:
+                assert time.monotonic() < deadline, local.stats()["server"]
+
+    deployment(work)
+
+
 PUTTER: Final = """
     from transferqueue.testing.conformance.backings import content
     queue = tq.connect(sys.argv[1], data="remote")
@@ -402,6 +473,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
         threads,
         putting_threads,
         reader_killed,
+        scattered,
         shard_killed,
         shard_stopped,
         putter_killed,

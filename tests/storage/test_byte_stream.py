@@ -51,6 +51,8 @@ def test_the_stream_is_a_block_of_these_rows(
     assert max(map(len, found), default=0) <= piece_bytes
     assert b"".join(piece.tobytes() for piece in found) == block.tobytes()
     assert layout([field], len(rows), counts)[1] == len(block)
+    _, roomy = column_stream([field], placement, piece_bytes, ranges_from, lambda nbytes: np.full(nbytes, 7, np.uint8))
+    assert b"".join(piece.tobytes() for piece in roomy) == block.tobytes(), "in memory of another"
 
 
 @pytest.mark.parametrize("edges_kept", [0, 1 << 18])

@@ -73,6 +73,8 @@ def test_a_cut_is_what_a_writer_of_it_would_have_made(
     named = list(views)
     assert b"".join(piece.tobytes() for piece in named) == block.tobytes()
     assert max(map(len, named), default=0) <= piece_bytes
+    _, roomy = cut_stream(field, cut, placement, piece_bytes, room=lambda nbytes: np.full(nbytes, 7, np.uint8))
+    assert b"".join(piece.tobytes() for piece in roomy) == block.tobytes(), "in memory of another"
     loaded = load_cut(field, cut, placement)
     assert loaded.values.tobytes() == b"".join(np.ascontiguousarray(each).tobytes() for each in expected)
 

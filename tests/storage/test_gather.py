@@ -25,11 +25,14 @@ def whole(starts: Any, ends: Any) -> bytes:
     return b"".join(MEMORY[start:end].tobytes() for start, end in zip(starts, ends, strict=True))
 
 
-@pytest.mark.parametrize("few", [0, 1000], ids=["by Arrow", "one by one"])
+@pytest.mark.parametrize(("few", "placed"), [(0, 0), (1000, 0), (0, 1000)], ids=["by Arrow", "one by one", "placed"])
 @given(found=RANGES, disjoint=st.booleans(), inside=st.booleans())
-def test_ranges_are_copied_in_order(few: int, found: list[tuple[int, int]], disjoint: bool, inside: bool) -> None:
+def test_ranges_are_copied_in_order(
+    few: int, placed: int, found: list[tuple[int, int]], disjoint: bool, inside: bool
+) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ranges, "FEW_RANGES", few)
+        patch.setattr(ranges, "PLACED_RANGES_MAX", placed)
         scale = 41 if disjoint else 1
         starts = np.array([start * scale for start, _ in found], np.int64)
         sizes = dict(found)  # a range that repeats is the same range

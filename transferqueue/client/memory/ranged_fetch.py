@@ -74,6 +74,10 @@ class RangedFetch(FetchTransfer):
             self._read(frame)
         return super().receive()
 
+    def _frees(self, frame: b.ReadFrame | b.RangesFrame) -> bool:
+        """The shard may have staged what the frame names, and uses that memory again."""
+        return isinstance(frame, b.RangesFrame) and any(named.address for named in frame.ranges)
+
     def _read(self, frame: b.RangesFrame) -> None:
         if not self._wanted:
             return

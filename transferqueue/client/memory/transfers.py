@@ -188,7 +188,11 @@ class FetchTransfer(_StreamTransfer):
         last = self._arriving.last
         if last:
             self._end()
-        return [self.ask()] if self._intake.due(last=last) else []
+        return [self.ask()] if self._intake.due(last=last or self._frees(self._arriving)) else []
+
+    def _frees(self, frame: b.ReadFrame | b.RangesFrame) -> bool:
+        """Whether the shard should hear at once that this frame was taken."""
+        return False
 
     def _begin(self, begun: b.PartHead) -> None:
         if begun.part >= len(self._parts):

@@ -40,7 +40,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB
+from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB, MIB
 from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.pulled_write import PulledWrite
@@ -49,6 +49,7 @@ from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import ExtentTransfer, ReadTransfer, WriteTransfer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
+from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
@@ -63,6 +64,8 @@ PROGRESS_MS: Final = 1
 """How often peers are served that read one-sided, and reads of their memory are looked at."""
 EAGER_S: Final = 0.0005
 """Most reads of 4 MiB end earlier."""
+GATHERED_KEPT_BYTES: Final = 16 * MIB
+"""Free buffers that frames were gathered into, of two windows: fresh pages cost as much as the gather itself."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -109,6 +112,7 @@ class ShardTransfers:
         self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
         self._digests = FrameDigests()
+        self._gathered = BufferPool(GATHERED_KEPT_BYTES)
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
 
@@ -294,13 +298,15 @@ class ShardTransfers:
 
     def _read(self, message: b.ReadColumns) -> ReadTransfer:
         if not isinstance(message, b.ReadRanges):
-            return ReadTransfer(message, self._backing, self._tickets, self._digests, self.now)
+            return ReadTransfer(message, self._backing, self._tickets, self._digests, self.now, self._gathered.take)
         if self._registered is None:
             raise Impossible(
                 "this shard sends columns over its stream alone, so its memory cannot be read one-sided; start it with --bytes nixl, or "
                 "read over the stream"
             )
-        return RangedRead(message, self._backing, self._tickets, self._digests, self.now, self._registered)
+        return RangedRead(
+            message, self._backing, self._tickets, self._digests, self.now, self._gathered.take, self._registered
+        )
 
     def _pulled(self, message: b.WriteRanges) -> PulledWrite:
         if self._clients is None:
@@ -356,7 +362,7 @@ class ShardTransfers:
         if isinstance(transfer, ExtentTransfer):
             self.outbox.append((peer, b.message(transfer.progress())))
             return
-        transfer.window.took(frames)
+        transfer.took(frames)
         if transfer.done:
             self._end(peer)
 

@@ -1,7 +1,7 @@
 """A read whose client fetches the bytes itself: the frames name ranges of the arena. No I/O but the registration of memory.
 
-Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a checksum each; shorter ones, gathered rows and padding are content,
-as in any read. Docs/decisions/0044 has the rules.
+Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a checksum each. Gathered rows are staged in registered memory and named there
+(`staging`), with what follows them; shorter pieces and padding are content, as in any read. Docs/decisions/0044 and 0060 have the rules.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Final
 from transferqueue.limits import FRAME_BYTES, PAGE_BYTES
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.registered_arena import MetadataVersion, RegionUse, RegisteredArena
+from transferqueue.server.shards.staging import StagedRead
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
@@ -21,6 +22,7 @@ from transferqueue.server.shards.transfers import (
     known_digest,
     parts_of,
 )
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b
@@ -39,25 +41,40 @@ class RangedRead(ReadTransfer):
         tickets: TicketIssuer,
         digests: FrameDigests,
         now: float,
+        room: Room,
         registered: RegisteredArena,
     ) -> None:
         self._registered: Final = registered
+        self._staged: Final = StagedRead(registered.staging, room)
         self._use: Final = RegionUse()
         self._loaded = MetadataVersion(read.agent, read.generation, read.regions)
         try:
-            super().__init__(read, backing, tickets, digests, now)
+            super().__init__(read, backing, tickets, digests, now, room)
         except BaseException:
             self.end()
             raise
 
     def end(self) -> None:
-        """The regions may be given up."""
+        """The regions may be given up, and the slots used again."""
         self._registered.end(self._use)
+        self._staged.end()
 
-    def _contents(self, read: b.ReadColumns, backing: Backing, digests: FrameDigests) -> Iterator[FrameContent]:
-        registered, use = self._registered, self._use  # and not the transfer, which would then hold itself
-        parts = parts_of(read, backing, b.RANGE_BYTES_MIN)
-        return frames_of(read, parts, lambda: _RangesBuilder(registered, use, digests))
+    @property
+    def ready(self) -> bool:
+        """Whether a frame may be sent now, and the next one be staged."""
+        return super().ready and (self._next is not None or self._staged.may_grow)
+
+    def took(self, frames: int) -> None:
+        """See `ReadTransfer`. Their slots may be used again."""
+        super().took(frames)
+        self._staged.took(frames)
+
+    def _contents(
+        self, read: b.ReadColumns, backing: Backing, digests: FrameDigests, room: Room
+    ) -> Iterator[FrameContent]:
+        registered, use, staged = self._registered, self._use, self._staged  # not the transfer, which would hold itself
+        parts = _weighed(parts_of(read, backing, staged.room, b.RANGE_BYTES_MIN), staged)
+        return frames_of(read, parts, lambda: _RangesBuilder(registered, use, digests, staged))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         version = self._registered.version
@@ -78,17 +95,50 @@ class RangedRead(ReadTransfer):
         )
 
 
+def _weighed(parts: Iterator[ReadPart], staged: StagedRead) -> Iterator[ReadPart]:
+    """The parts, each after it was decided whether its gathered bytes are staged."""
+    for part in parts:
+        staged.is_worth_it = part.nbytes >= b.RANGED_PART_BYTES_MIN
+        yield part
+
+
+class _StagedRun:
+    """Consecutive staged bytes of one part, the range at this place of its frame. memory: of all of them."""
+
+    __slots__ = ("memory", "part", "place")
+
+    def __init__(self, part: ReadPart, place: int, memory: list[U8]) -> None:
+        self.part, self.place, self.memory = part, place, memory
+
+    @property
+    def end(self) -> int:
+        return _address(self.memory[-1]) + len(self.memory[-1])
+
+
 class _RangesBuilder:
     """A frame of ranges that is being filled. named: bytes of ranges. left: room for content."""
 
-    __slots__ = ("_digests", "_registered", "_use", "begun", "left", "named", "pieces", "ranges")
+    __slots__ = (
+        "_digests",
+        "_registered",
+        "_runs",
+        "_staged",
+        "_staged_bytes",
+        "_use",
+        "begun",
+        "left",
+        "named",
+        "pieces",
+        "ranges",
+    )
 
-    def __init__(self, registered: RegisteredArena, use: RegionUse, digests: FrameDigests) -> None:
-        self._registered, self._use, self._digests = registered, use, digests
+    def __init__(self, registered: RegisteredArena, use: RegionUse, digests: FrameDigests, staged: StagedRead) -> None:
+        self._registered, self._use, self._digests, self._staged = registered, use, digests, staged
         self.begun: list[b.PartHead] = []
         self.pieces: list[U8] = []
         self.ranges: list[b.ByteRange] = []
-        self.left, self.named = FRAME_BYTES, 0
+        self._runs: list[_StagedRun] = []
+        self.left, self.named, self._staged_bytes = FRAME_BYTES, 0, 0
 
     @property
     def empty(self) -> bool:
@@ -99,12 +149,20 @@ class _RangesBuilder:
         return (
             not self.left
             or self.named >= b.RANGES_FRAME_BYTES
+            or self._staged_bytes >= FRAME_BYTES
             or len(self.ranges) >= _RANGES_NAMED_MAX
             or len(self.pieces) == b.PIECES_MAX
         )
 
     def add(self, part: ReadPart, piece: U8) -> U8:
         if len(piece) >= b.RANGE_BYTES_MIN and part.nbytes >= b.RANGED_PART_BYTES_MIN and self._name(part, piece):
+            return piece[len(piece) :]
+        run = self._runs[-1] if self._runs else None
+        if run is not None and (run.part is not part or run.place != len(self.ranges) - 1):
+            run = None
+        staged = self._staged.place(piece, follows=run is not None)
+        if staged is not None:
+            self._name_staged(part, staged, run)
             return piece[len(piece) :]
         taken = piece[: self.left]
         self.pieces.append(taken)
@@ -114,15 +172,31 @@ class _RangesBuilder:
 
     def _name(self, part: ReadPart, piece: U8) -> bool:
         """Name where this piece lies. False if that is not in the arena."""
-        address = int(piece.__array_interface__["data"][0])
         at = 0
-        for start, nbytes in self._registered.ranges(address, len(piece), self._use):
+        for start, nbytes in self._registered.ranges(_address(piece), len(piece), self._use):
             digest = known_digest(part, [piece[at : at + nbytes]], self._digests)
             self.ranges.append(b.ByteRange(start, nbytes, digest))
             at += nbytes
         self.named += at
         return at > 0
 
+    def _name_staged(self, part: ReadPart, memory: U8, run: _StagedRun | None) -> None:
+        """Name staged bytes. run: of those that they may follow."""
+        if run is not None and run.end == _address(memory):
+            run.memory.append(memory)
+        else:
+            self._runs.append(_StagedRun(part, len(self.ranges), [memory]))
+            self.ranges.append(b.ByteRange(_address(memory), 0))
+        self._staged_bytes += len(memory)
+
     def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
+        for run in self._runs:
+            digest = b.digest([memory.data for memory in run.memory])
+            self.ranges[run.place] = b.ByteRange(_address(run.memory[0]), sum(map(len, run.memory)), digest)
+        self._staged.end_frame()
         pieces = [piece.data for piece in self.pieces]
         return FrameContent(self.begun, pieces, last, b.digest(pieces), tuple(self.ranges))
+
+
+def _address(memory: U8) -> int:
+    return int(memory.__array_interface__["data"][0])

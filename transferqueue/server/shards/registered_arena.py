@@ -21,6 +21,8 @@ import msgspec
 
 from transferqueue.errors import Unreachable
 from transferqueue.limits import ARENA_STEP_BYTES
+from transferqueue.server.shards.staging import StagingPool
+from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport.bulk.one_sided import MemoryAgent
 from transferqueue.transport.bulk.protocol import METADATA_BYTES_MAX
@@ -66,6 +68,9 @@ class RegisteredArena:
         self._generation = self._registered = 0
         self._metadata: tuple[MetadataVersion, bytes] | None = None
         self._arena.before_punch = self._give_up
+        self._beside: list[object] = []
+        self.staging: Final = StagingPool(self._register_beside)
+        """Memory beside the arena, for rows that lie apart."""
 
     @property
     def version(self) -> MetadataVersion:
@@ -124,7 +129,15 @@ class RegisteredArena:
             for region in self._regions:
                 with suppress(Unreachable):
                     self.agent.deregister(region.registration)
-            self._regions = []
+            for registration in self._beside:
+                with suppress(Unreachable):
+                    self.agent.deregister(registration)
+            self._regions, self._beside = [], []
+
+    def _register_beside(self, memory: U8) -> None:
+        with self._arena.guard:
+            self._beside.append(self.agent.register(int(memory.__array_interface__["data"][0]), len(memory)))
+            self._registered += 1
 
     def _at(self, start: int) -> _Region | None:
         place = bisect_right(self._regions, start, key=lambda region: region.start) - 1

@@ -14,6 +14,7 @@ from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.transport.bulk import protocol as b
@@ -58,23 +59,31 @@ class ShardTransfer:
 
 
 class ReadTransfer(ShardTransfer):
-    """Sends the columns that a client asked for. Gathers only one frame ahead."""
+    """Sends the columns that a client asked for. Gathers only one frame ahead. room: memory for what is gathered."""
 
     def __init__(
-        self, read: b.ReadColumns, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
+        self,
+        read: b.ReadColumns,
+        backing: Backing,
+        tickets: TicketIssuer,
+        digests: FrameDigests,
+        now: float,
+        room: Room,
     ) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = self._contents(read, backing, digests)
+        self._frames = self._contents(read, backing, digests, room)
         self._next: FrameContent | None = None
         self._ended = False
         self.prepare()
 
-    def _contents(self, read: b.ReadColumns, backing: Backing, digests: FrameDigests) -> Iterator[FrameContent]:
-        return frames_of(read, parts_of(read, backing), lambda: _Frame(digests))
+    def _contents(
+        self, read: b.ReadColumns, backing: Backing, digests: FrameDigests, room: Room
+    ) -> Iterator[FrameContent]:
+        return frames_of(read, parts_of(read, backing, room), lambda: _Frame(digests))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
@@ -91,6 +100,10 @@ class ReadTransfer(ShardTransfer):
     def done(self) -> bool:
         """Whether the receiver has confirmed all frames."""
         return self._ended and self.window.taken == self.window.sent
+
+    def took(self, frames: int) -> None:
+        """The receiver has acknowledged the first `frames` frames. Raises as `SendWindow.took`."""
+        self.window.took(frames)
 
     def prepare(self) -> None:
         """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one leaves. Raises as
@@ -184,8 +197,8 @@ class ReadPart(NamedTuple):
     pieces: Iterator[U8]
 
 
-def parts_of(read: b.ReadColumns, backing: Backing, ranges_from: int = 0) -> Iterator[ReadPart]:
-    """The parts of a read, in order. ranges_from: as of `column_stream`."""
+def parts_of(read: b.ReadColumns, backing: Backing, room: Room, ranges_from: int = 0) -> Iterator[ReadPart]:
+    """The parts of a read, in order. room, ranges_from: as of `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: known(field) for field in read.fields}
@@ -195,9 +208,9 @@ def parts_of(read: b.ReadColumns, backing: Backing, ranges_from: int = 0) -> Ite
         cuts = {name: cut.slice() for name, cut in part.cuts.items()}
         sent = [cut_field(field, cuts[field.name]) if field.name in cuts else field for field in wanted]
         if cuts:
-            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from)
+            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from, room)
         else:
-            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from)
+            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room)
         stored = None
         if len(part.blocks) == 1:
             at = part.blocks[0]

@@ -24,8 +24,16 @@ from transferqueue.errors import Corruption
 from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, Slice, align, layout
 from transferqueue.storage.columns.cut import CutStream, cut_stream
-from transferqueue.storage.columns.gather import RowEdges, gather_values, load, row_edges, row_shapes, value_ranges
+from transferqueue.storage.columns.gather import (
+    RowEdges,
+    gather_dense,
+    gather_values,
+    row_edges,
+    row_shapes,
+    value_ranges,
+)
 from transferqueue.storage.columns.placement import RowPlacement
+from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
@@ -37,13 +45,18 @@ Stream = tuple[list[int], Iterator[U8]]
 
 
 def cut_column_stream(
-    fields: Sequence[Field], cuts: Mapping[str, Slice], placement: RowPlacement, piece_bytes: int, ranges_from: int = 0
+    fields: Sequence[Field],
+    cuts: Mapping[str, Slice],
+    placement: RowPlacement,
+    piece_bytes: int,
+    ranges_from: int = 0,
+    room: Room | None = None,
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
-        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes, ranges_from))
+        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes, ranges_from, room))
         if field.name in cuts
-        else column_stream([field], placement, piece_bytes, ranges_from)
+        else column_stream([field], placement, piece_bytes, ranges_from, room)
         for field in fields
     ]
     return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
@@ -53,14 +66,21 @@ def _listed(stream: CutStream) -> Stream:
     return [stream[0]], stream[1]
 
 
-def column_stream(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int = 0) -> Stream:
+def column_stream(
+    fields: Sequence[Field],
+    placement: RowPlacement,
+    piece_bytes: int,
+    ranges_from: int = 0,
+    room: Room | None = None,
+) -> Stream:
     """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least 64.
 
     ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a block. 0: all are
-    gathered, where they do not lie together. Raises as `gather.load`, now or while the pieces are taken.
+    gathered, where they do not lie together. room: gives memory for what is gathered, which may then be a piece that is a quarter longer, or as
+    long as one row; None: each gather makes its own. Raises as `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
-        return _scattered(fields, placement, piece_bytes, ranges_from)
+        return _scattered(fields, placement, piece_bytes, ranges_from, room)
     block, first = placement.run
     if first == 0 and placement.rows == int(placement.blocks.rows[block]):
         return _whole(fields, placement, block, piece_bytes)
@@ -119,7 +139,9 @@ def _run_edges(field: Field, placement: RowPlacement, block: int, first: int) ->
     return low, high
 
 
-def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int) -> Stream:
+def _scattered(
+    fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int, room: Room | None
+) -> Stream:
     counts: list[int] = []
     kept: dict[str, RowEdges] = {}
     for field in fields:
@@ -134,15 +156,17 @@ def _scattered(fields: Sequence[Field], placement: RowPlacement, piece_bytes: in
     def pieces() -> Iterator[U8]:
         for field in fields:
             if field.dense:
-                yield from _scattered_dense(field, placement, piece_bytes, ranges_from)
+                yield from _scattered_dense(field, placement, piece_bytes, ranges_from, room)
             else:
                 edges = kept.pop(field.name, None) or row_edges(field, placement)
-                yield from _scattered_varying(field, placement, edges, piece_bytes, ranges_from)
+                yield from _scattered_varying(field, placement, edges, piece_bytes, ranges_from, room)
 
     return counts, pieces()
 
 
-def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int, ranges_from: int) -> Iterator[U8]:
+def _scattered_dense(
+    field: Field, placement: RowPlacement, piece_bytes: int, ranges_from: int, room: Room | None
+) -> Iterator[U8]:
     if 0 < ranges_from <= field.row_bytes:
         first = placement.slot_of_row.astype(np.int64)
         yield from _cut_all(value_ranges(field, placement, RowEdges(first, first + 1)), piece_bytes)
@@ -150,13 +174,18 @@ def _scattered_dense(field: Field, placement: RowPlacement, piece_bytes: int, ra
         return
     at_once = max(1, piece_bytes // max(1, field.row_bytes))
     for start in range(0, len(placement), at_once):
-        values = load(field, placement.select(slice(start, start + at_once))).values
-        yield from _cut(_bytes(values), piece_bytes)
+        values = gather_dense(field, placement.select(slice(start, start + at_once)), room)
+        yield from _cut(values, piece_bytes)
     yield from _padding(len(placement) * field.row_bytes)
 
 
 def _scattered_varying(
-    field: Field, placement: RowPlacement, edges: RowEdges, piece_bytes: int, ranges_from: int
+    field: Field,
+    placement: RowPlacement,
+    edges: RowEdges,
+    piece_bytes: int,
+    ranges_from: int,
+    room: Room | None,
 ) -> Iterator[U8]:
     offsets = np.zeros(len(placement) + 1, np.int64)
     np.cumsum(edges.last - edges.first, out=offsets[1:])
@@ -168,7 +197,8 @@ def _scattered_varying(
         yield from _cut_all(value_ranges(field, placement, edges), piece_bytes)
     else:
         for start, stop in _groups(ends, piece_bytes):
-            yield from _cut(gather_values(field, placement, edges, start, stop), piece_bytes)
+            values = gather_values(field, placement, edges, start, stop, room)
+            yield from _cut(values, piece_bytes) if room is None else (values,)
     yield from _padding(int(ends[-1]))
 
 

@@ -17,7 +17,7 @@ from transferqueue.limits import ALIGNMENT
 from transferqueue.schema import Field, Share, Slice, cut_field
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
-from transferqueue.storage.columns.ranges import copy_ranges, join
+from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 CutStream = tuple[int, Iterator[U8]]
@@ -72,11 +72,18 @@ def load_cut(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
     return LoadedColumn(len(placement), values, None if field.dense else offsets, None)
 
 
-def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: int, ranges_from: int = 0) -> CutStream:
+def cut_stream(
+    field: Field,
+    cut: Slice,
+    placement: RowPlacement,
+    piece_bytes: int,
+    ranges_from: int = 0,
+    room: Room | None = None,
+) -> CutStream:
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
-    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long. ranges_from: as of
-    `column_stream`; inner ranges are gathered in any case.
+    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long. ranges_from, room: as
+    of `column_stream`; inner ranges are gathered in any case, and in new memory.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -94,7 +101,11 @@ def cut_stream(field: Field, cut: Slice, placement: RowPlacement, piece_bytes: i
             yield from _padding(int(read[-1]))
             return
         for start, stop in _groups(read, piece_bytes):
-            values = _gathered(field, cut, placement, starts[start:stop], ends[start:stop], slice(start, stop))
+            out = None
+            nbytes = int(read[stop] - read[start])
+            if room is not None and cut.inner is None and places_best((stop - start) * starts.shape[1], nbytes):
+                out = room(nbytes)
+            values = _gathered(field, cut, placement, starts[start:stop], ends[start:stop], slice(start, stop), out)
             for at in range(0, len(values), piece_bytes):
                 yield values[at : at + piece_bytes]
         yield from _padding(int(offsets[-1]) * step_bytes)
@@ -126,12 +137,18 @@ def _wanted(field: Field, cut: Slice, placement: RowPlacement) -> tuple[I64, I64
 
 
 def _gathered(
-    field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, rows: slice = slice(None)
+    field: Field,
+    cut: Slice,
+    placement: RowPlacement,
+    starts: I64,
+    ends: I64,
+    rows: slice = slice(None),
+    out: U8 | None = None,
 ) -> U8:
     spans, step = placement.blocks.spans(field), _step_bytes(field)
     low, stretch = placement.blocks.stretch()
     base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row[rows]][:, None]
-    taken = copy_ranges(stretch, (base + starts * step).reshape(-1), (base + ends * step).reshape(-1))
+    taken = copy_ranges(stretch, (base + starts * step).reshape(-1), (base + ends * step).reshape(-1), out)
     inner = field.shape[1:]
     if cut.inner is None or not len(taken):
         return taken

@@ -17,7 +17,15 @@ import numpy as np
 from transferqueue.errors import Corruption, InternalError
 from transferqueue.schema import Field
 from transferqueue.storage.columns.placement import ColumnOffsets, RowPlacement
-from transferqueue.storage.columns.ranges import FEW_RANGES, LONG_RANGE_BYTES, copy_ranges, join, take_rows
+from transferqueue.storage.columns.ranges import (
+    FEW_RANGES,
+    LONG_RANGE_BYTES,
+    Room,
+    copy_ranges,
+    join,
+    places_best,
+    take_rows,
+)
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
 
 TAKEN_SHARE: Final = 4
@@ -161,20 +169,36 @@ def row_edges(field: Field, placement: RowPlacement) -> RowEdges:
     return _edges(field, placement, placement.blocks.spans(field))
 
 
-def gather_values(field: Field, placement: RowPlacement, edges: RowEdges, start: int, stop: int) -> U8:
-    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory: ``uint8``. edges: of all rows.
+def gather_values(
+    field: Field, placement: RowPlacement, edges: RowEdges, start: int, stop: int, room: Room | None = None
+) -> U8:
+    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory, or in that of `room` where that is faster:
+    ``uint8``. edges: of all rows.
 
     `Corruption`, `BatchEnded` as of `load`.
     """
     spans, step = placement.blocks.spans(field), field.row_bytes
     first, last = edges.first[start:stop], edges.last[start:stop]
-    taken = _taken(field, placement, spans, start, stop, int((last - first).sum()))
+    count = int((last - first).sum())
+    out = room(count * step) if room is not None and places_best(stop - start, count * step) else None
+    taken = _taken(field, placement, spans, start, stop, count) if out is None else None
     if taken is not None:
         return taken
     low, stretch = placement.blocks.stretch()
     block = placement.block_of_row[start:stop]
     starts = (placement.blocks.addresses - low + spans.values)[block] + first * step
-    return copy_ranges(stretch, starts, starts + (last - first) * step)
+    return copy_ranges(stretch, starts, starts + (last - first) * step, out)
+
+
+def gather_dense(field: Field, placement: RowPlacement, room: Room | None = None) -> U8:
+    """The values of all rows (at least one) of a dense column, as `gather_values` gives those of others."""
+    row, rows = field.row_bytes, len(placement)
+    if room is None or placement.run is not None or not places_best(rows, rows * row):
+        return load(field, placement).values.view(np.uint8)
+    low, stretch = placement.blocks.stretch()
+    base = placement.blocks.addresses - low + placement.blocks.spans(field).values
+    starts = base[placement.block_of_row] + placement.slot_of_row * np.int64(row)
+    return copy_ranges(stretch, starts, starts + row, room(rows * row))
 
 
 def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:

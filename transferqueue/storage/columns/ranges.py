@@ -2,11 +2,13 @@
 
 Ranges that touch are joined first. Few or long ranges are copied one by one (0.3 µs each for a slice and its share of a
 ``concatenate``). Many short ranges are copied by Arrow's ``take``, as rows of a large binary array (0.04 µs each; Arrow lists and index
-arithmetic in numpy are ten times slower).
+arithmetic in numpy are ten times slower). Where there is memory already, slices of a `memoryview` are copied into it, 0.2 µs each: what costs most
+of a larger copy is fresh pages.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import numpy as np
@@ -15,10 +17,16 @@ from transferqueue.limits import KIB, MIB
 from transferqueue.storage.elements.dtypes import I64, U8
 from transferqueue.storage.memory.private_pages import array_at
 
+Room = Callable[[int], U8]
+"""Gives memory for so many gathered bytes, ``uint8``."""
 FEW_RANGES: Final = 128
 """Up to this many ranges are copied one by one: a call into Arrow costs 40 µs, and its import 0.2 s."""
 LONG_RANGE_BYTES: Final = 16 * KIB
 """Ranges of at least this mean length are copied one by one: the copy costs more than the call."""
+PLACED_RANGES_MAX: Final = 512
+"""Up to this many ranges are copied by slices into given memory however short they are; more of them if they have `PLACED_RANGE_BYTES_MIN` in the
+mean. Of 256 ranges of 4 KiB, which lie apart and in no cache, this takes 105 µs, ``concatenate`` 143 and Arrow 195."""
+PLACED_RANGE_BYTES_MIN: Final = 512
 SPARSE_BYTES_MAX: Final = 64 * MIB
 """Arrow reserves memory by the mean length of all entries, with the gaps: at most this much more than needed."""
 
@@ -43,6 +51,20 @@ def _pieces(memory: U8, starts: I64, ends: I64) -> list[U8]:
     return [memory[start:end] for start, end in zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
+def places_best(count: int, total: int) -> bool:
+    """Whether so many ranges of `total` bytes are copied fastest into memory that is there already: otherwise Arrow's own is better."""
+    return total > 0 and (count <= PLACED_RANGES_MAX or total >= PLACED_RANGE_BYTES_MIN * count)
+
+
+def _placed(memory: U8, lows: I64, highs: I64, out: U8) -> U8:
+    view, into, at = memory.data, out.data, 0
+    for low, high in zip(lows.tolist(), highs.tolist(), strict=True):
+        end = at + high - low
+        into[at:end] = view[low:high]
+        at = end
+    return out
+
+
 def copy_ranges(memory: U8, starts: I64, ends: I64, out: U8 | None = None) -> U8:
     """The bytes ``memory[starts[i]:ends[i]]`` of all ranges in order, ``uint8``, in new memory or in `out`.
 
@@ -52,6 +74,8 @@ def copy_ranges(memory: U8, starts: I64, ends: I64, out: U8 | None = None) -> U8
     total = int((highs - lows).sum())
     if total == 0:
         return np.empty(0, np.uint8)
+    if out is not None and total < LONG_RANGE_BYTES * len(lows) and places_best(len(lows), total):
+        return _placed(memory, lows, highs, out)
     if len(lows) > FEW_RANGES and total < LONG_RANGE_BYTES * len(lows):
         taken = _take_apart(memory, lows, highs, total)
         if taken is None and len(lows) < len(starts):  # joined ranges overlap where rows repeat; the rows do not

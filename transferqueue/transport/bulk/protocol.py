@@ -15,8 +15,8 @@ Rules (docs/decisions/0013):
    writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
 7. A client that reads memory one-sided (`transport.bulk.one_sided`, docs/decisions/0044) asks with `ReadRanges`. The answer, `RangesFrame`, names
-   the ranges of at least `RANGE_BYTES_MIN` with a checksum each; shorter ones, and rows that the shard must gather, come as content. A frame counts as
-   taken when its ranges were read and match, so the shard knows how long they are needed.
+   the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which the shard gathered rows (docs/decisions/0060); the rest comes
+   as content. A frame counts as taken when its ranges were read and match, so the shard knows how long they are needed.
 8. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard reads them into memory of its
    own, compares, and copies them into the extent. A frame counts as taken when that is done.
 
