@@ -81,13 +81,23 @@ class Partition:
         self.table = self._partitions.find(partition_id) or self._partitions.make(partition_id)[0]
         self.consumed: dict[str, IndexSet] = {}
         self._ready: dict[tuple[str, ...], ReadySamples] = {}
+        self.is_over = False
+        """Whether it was cleared: its table is gone, or is that of the next partition of this name."""
+
+    def end(self) -> None:
+        """It is cleared. Questions that are under way find no samples any more. Called under the guard."""
+        self.is_over = True
+        for ready in self._ready.values():
+            ready.end()
 
     def ready(self, fields: Iterable[str]) -> ReadySamples:
-        """Return the ready samples of a set of fields, as far as they are known."""
+        """Return the ready samples of a set of fields, as far as they are known. `NotFound` if the partition was cleared."""
         names = tuple(sorted(fields))
         ready = self._ready.get(names)
         if ready is None:
             with self._guard:
+                if self.is_over:
+                    raise NotFound(f"partition {self.partition_id!r} was cleared; its samples are gone")
                 if names not in self._ready:
                     if len(self._ready) >= FIELD_SETS_MAX:
                         raise UsageError(
@@ -247,6 +257,8 @@ class Controller:
         while True:
             partition, ready = self._heard(partition_id, data_fields, needed, more)
             with self._guard:
+                if partition.is_over:
+                    continue
                 meta, changes = self._fetch(partition, ready, data_fields, batch_size, task, config), ready.changes
                 has_more = ready.bound is not None
             if has_more and batch_size > 0 and not len(meta):
@@ -312,6 +324,8 @@ class Controller:
         while (left_s := deadline - time.monotonic()) > 0:
             partition, ready = self._heard(partition_id, data_fields, needed, more)
             with self._guard:
+                if partition.is_over:
+                    continue
                 changes, has_more = ready.changes, ready.bound is not None
                 if len(partition.waiting(ready, task_name)[: max(batch_size, 0)]) >= batch_size:
                     return
@@ -354,6 +368,7 @@ class Controller:
         with self._guard:
             if self._partitions.get(partition.partition_id) is partition:
                 del self._partitions[partition.partition_id]
+                partition.end()
             return self._partition(partition.partition_id)
 
     # ------------------------------------------------------------ status
@@ -477,7 +492,7 @@ class Controller:
         """Delete a partition. Does nothing if it does not exist."""
         with self._guard:
             if (partition := self._partitions.pop(partition_id, None)) is not None:
-                partition.settle()
+                partition.end()
             self.sampler.clear_cache(partition_id)
             if table_of(partition_id) in self._queue.tables():
                 self._queue.drop_table(table_of(partition_id))
@@ -491,7 +506,8 @@ class Controller:
             table = self._queue.table(table_of(partition_id))
             if described(table) == fields:
                 self._queue.drop_table(table.name, empty=True)
-                self._partitions.pop(partition_id, None)
+                if (partition := self._partitions.pop(partition_id, None)) is not None:
+                    partition.end()
 
     def _partition(self, partition_id: str) -> Partition:
         """Return a partition, created if it is missing. Does not wait for whoever holds the guard if it is known."""

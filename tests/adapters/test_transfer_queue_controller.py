@@ -20,8 +20,8 @@ from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
-from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD
-from transferqueue.errors import Disconnected, SchemaError, UsageError
+from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD, ReadySamples
+from transferqueue.errors import Disconnected, NotFound, SchemaError, Unreachable, UsageError
 
 DEADLINE_S = 50.0
 TensorDict, NonTensorStack = tensordict.TensorDict, tensordict.NonTensorStack
@@ -401,3 +401,85 @@ def test_a_field_that_is_deleted_after_a_reader_has_leased_its_sample_is_waited_
 
 def everything_of(client: Any) -> Any:
     return client.get_meta([], 0, "p", mode="force_fetch")
+
+
+def in_the_window(monkeypatch: pytest.MonkeyPatch, act: Any) -> None:
+    """Let `act` happen once, after a question has looked its partition up, and before it asks for samples."""
+    asked = controller.Controller._ready
+    left = [act]
+
+    def late(self: Any, partition: Any, *arguments: Any) -> Any:
+        if left:
+            ThreadPoolExecutor(1).submit(left.pop()).result(DEADLINE_S)
+        return asked(self, partition, *arguments)
+
+    monkeypatch.setattr(controller.Controller, "_ready", late)
+
+
+def test_a_question_into_which_a_partition_is_cleared_and_made_again_takes_no_sample_twice(
+    server: service.DropInServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(client, "x", rows=3)
+    assert len(client.get_meta(["x"], 3, "p", task_name="t")) == 3
+
+    def begin_anew() -> None:
+        client.clear_partition("p")
+        put(client, "x", rows=4)
+        assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == [0, 1]
+
+    in_the_window(monkeypatch, begin_anew)
+    assert client.get_meta(["x"], 1, "p", task_name="t").global_indexes == [2]
+    assert client.get_meta(["x"], 1, "p", task_name="t").global_indexes == [3]
+    assert server.controller.consumed_counts() == {"p": {"t": 4}}
+
+
+def test_a_question_into_which_a_partition_is_cleared_adds_no_task_to_the_next_one(
+    client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(client, "x", "y", rows=3)
+    assert len(client.get_meta(["x"], 3, "p", task_name="t")) == 3
+
+    def begin_anew() -> None:
+        client.clear_partition("p")
+        put(client, "x", "y", rows=4)
+
+    in_the_window(monkeypatch, begin_anew)
+    assert client.get_meta(["x", "y"], 4, "p", task_name="t").global_indexes == [0, 1, 2, 3]
+    for fields in (["x"], ["y"], ["y", "x"]):
+        assert client.get_meta(fields, 4, "p", task_name=f"of {fields}").global_indexes == [0, 1, 2, 3]
+
+
+def test_a_reader_that_waits_for_samples_of_a_cleared_partition_takes_none_of_the_next_one(
+    server: service.DropInServer, client: Any
+) -> None:
+    put(client, "x", rows=3)
+    assert len(client.get_meta(["x"], 3, "p", task_name="t")) == 3
+    before = server.controller._partitions["p"].ready(["x"])
+    client.clear_partition("p")
+    put(client, "x", "y", rows=3)
+    assert client.get_meta(["y"], 3, "p", task_name="t").global_indexes == [0, 1, 2]
+    put(client, "x", "y", rows=2)
+    with pytest.raises(NotFound, match="was cleared"):
+        before.wait(before.changes, 5.0)
+    assert client.get_meta(["y"], 5, "p", task_name="other").global_indexes == [0, 1, 2, 3, 4]
+
+
+def test_samples_are_not_lost_where_the_question_about_their_fields_fails(
+    server: service.DropInServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They were leased, and a field of one was deleted meanwhile: whether it came back could not be asked."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise Unreachable("the server did not answer")
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting, made, writer = leased_by_a_waiting_reader(server, pool)
+        with monkeypatch.context() as broken:
+            server.controller.clear_fields(made, ["x"], "p")
+            broken.setattr(ReadySamples, "_has_fields", fail)
+            server.controller._guard.release()
+            failed = waiting.exception(DEADLINE_S)
+        assert isinstance(failed, Unreachable)
+        server.controller.clear_samples(made, "p")  # nobody has it leased
+        later = put(writer, "x", rows=1).global_indexes
+        assert writer.get_meta(["x"], 1, "p", task_name="t").global_indexes == later

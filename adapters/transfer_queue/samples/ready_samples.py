@@ -19,7 +19,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.samples.index_set import Indexes, IndexSet, WaitingSamples
-from transferqueue.errors import ColumnFreed, DeadlineExceeded, LeaseExpired, NotFound
+from transferqueue.errors import ColumnFreed, DeadlineExceeded, LeaseExpired, NotFound, TransferQueueError
 
 AT_ONCE: Final = 1 << 16
 """Most samples that one lease takes."""
@@ -39,6 +39,8 @@ class ReadySamples:
 
     One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`, and notifies whoever waits
     for that: samples are not deleted meanwhile.
+
+    After `end` nothing is leased any more: the table is another one's, even if it has the same name.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class ReadySamples:
         self._heard: object | None = None
         """How often samples had become ready when the last lease began: nothing that it could miss is counted."""
         self._ear = threading.Lock()
+        self._is_over = False
         self._leased: list[tq.Batch] = []
         """Leases of samples that were added: acked several at once, which is one request less for most calls."""
         self._gone = IndexSet()
@@ -128,6 +131,7 @@ class ReadySamples:
     def _listen(self, wait_s: float, most: int) -> int:
         """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how many."""
         with self._guard:
+            self._check_life()
             self._gone = IndexSet()
         times_ready = self._now()
         try:
@@ -137,14 +141,30 @@ class ReadySamples:
                 self.bound, self._heard = None, times_ready
             return 0
         with self._guard:
+            try:
+                self._check_life()
+                self.rows.add(self._without_gone(batch.rows))
+            except BaseException:  # they come again
+                with suppress(TransferQueueError):
+                    batch.release()
+                raise
+            finally:
+                self._guard.notify_all()
             self.changes += 1
-            self.rows.add(self._without_gone(batch.rows))
             self.bound, self._heard = int(batch.rows[-1]) if len(batch) == most else None, times_ready
             self._leased.append(batch)
             if len(self._leased) >= _LEASES_MAX:
                 self.settle()
-            self._guard.notify_all()
         return len(batch)
+
+    def end(self) -> None:
+        """The partition was cleared: lease nothing more. Called under the guard."""
+        self.settle()
+        self._is_over = True
+
+    def _check_life(self) -> None:
+        if self._is_over:
+            raise NotFound(f'the partition of table "{self._table.name}" was cleared; its samples are gone')
 
     def _without_gone(self, rows: Indexes) -> Indexes:
         """Leased samples without those that lost a field after they were leased."""
