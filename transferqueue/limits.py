@@ -99,6 +99,10 @@ COLUMN_APART_BYTES: Final = SMALL_EXTENT_BYTES
 """A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it costs less than the copy."""
 INTERNED_BYTES_MIN: Final = 4 * KIB
 """Values of an `Interned` column with fewer bytes are stored with their rows: a block of their own, and its entry in the ledger, cost more."""
+CONTENTS_MAX: Final = 16
+"""Blocks in which one column of a request may lie, a value each: each costs a digest, an entry in the ledger and, if it is new, a grant."""
+CONTENTS_KNOWN: Final = 4096
+"""Contents of interned values of a table that a client remembers to have committed, the latest ones: 16 bytes each."""
 RECEIVED_BYTES_MAX: Final = 256 * MIB
 """Interned values that a client of a remote shard keeps after it received them, the latest ones: for several batches of images."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB

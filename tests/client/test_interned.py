@@ -62,6 +62,33 @@ def test_a_group_that_is_put_row_by_row_crosses_and_is_stored_once(server: Serve
         assert table.stats()["bytes"] == 0
 
 
+def test_puts_that_mix_prompts_share_with_all_others(server: Served, name: str) -> None:
+    """64 rows of 4 prompts, then other mixes of them: every image is stored once, and crosses once."""
+    images = [np.random.default_rng(number).integers(0, 255, (3, 128, 128), np.uint8) for number in range(4)]
+    with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
+        table = queue.create_table(name, fields=FIELDS, retention=tq.Manual())
+        passed = counted(between)
+        group = np.repeat(np.stack(images), 16, 0)
+        table.put(image=tq.Interned(group), ids=[ids(row)[0] for row in range(64)])
+        mixes = [[2, 0], [1, 1, 3], [3], [0, 1, 2, 3] * 2, [0, 1, 2, 3, 4]]
+        images.append(OTHER.numpy())
+        for mix in mixes:
+            table.put(image=tq.Interned(np.stack([images[number] for number in mix])), ids=ids(0) * len(mix))
+        rows = table.put(image=torch.from_numpy(group[:2]), ids=ids(0) * 2)
+        table.update(rows, overwrite=True, image=tq.Interned([images[3], images[1]]))
+        stored = 5 * IMAGE.nbytes
+        assert table.stats()["bytes"] < stored + 2 * IMAGE.nbytes + 100 * 512
+        expected = [number // 16 for number in range(64)] + [number for mix in mixes for number in mix] + [3, 1]
+        assert np.array_equal(table.read()["image"].numpy(), np.stack([images[number] for number in expected]))
+        table.delete(table.read(fields=["ids"]).rows[:64])
+        assert np.array_equal(table.read()["image"].numpy(), np.stack([images[number] for number in expected[64:]]))
+        update, lengths = (
+            4 * IMAGE.nbytes,
+            96 * 1024,
+        )  # the update is of rows with an image beside other columns, so its values are written
+        assert passed[True] < stored + update + lengths
+
+
 def test_without_the_word_every_row_stores_and_sends_its_own(server: Served, name: str) -> None:
     with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
         table = queue.create_table(name, fields=FIELDS, tasks=TASKS)
@@ -97,7 +124,7 @@ PIXELS = 1 << 17
 
 
 def leased(server: Served, name: str, rows: int, sizes: list[int]) -> list[float]:
-    """How many rows crossed in each of several leases of these sizes, of one block of `rows` interned rows."""
+    """How many rows crossed in each of several leases of these sizes, of `rows` interned rows, which are one block if there are many."""
     images = [np.full(PIXELS, row, np.uint8) for row in range(rows)]
     with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
         fields, tasks = [tq.Field("image", "uint8", (PIXELS,))], [tq.Task("train", needs=["image"])]
@@ -117,10 +144,15 @@ def test_a_few_rows_of_many_cross_alone_and_larger_parts_bring_the_block(server:
     assert crossed == pytest.approx([1, 4, 17, 0], abs=0.1)
 
 
+def test_of_few_values_each_crosses_once(server: Served, name: str) -> None:
+    assert leased(server, name, 16, [1, 2, 13]) == pytest.approx([1, 2, 13], abs=0.1)
+
+
 def test_a_block_too_large_to_keep_crosses_by_row(server: Served, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shards, "ReceivedValues", lambda: ReceivedValues(16 * PIXELS))
-    assert leased(server, name, 5, [1, 1, 3]) == pytest.approx([1, 1, 3], abs=0.1)
-    assert leased(server, name + "kept", 4, [1, 1, 2]) == pytest.approx([4, 0, 0], abs=0.1)
+    monkeypatch.setattr(shards, "ReceivedValues", lambda: ReceivedValues(4 * 16 * PIXELS))
+    assert leased(server, name, 17, [1, 9]) == pytest.approx([1, 9], abs=0.1)
+    monkeypatch.setattr(shards, "ReceivedValues", lambda: ReceivedValues(4 * 17 * PIXELS))
+    assert leased(server, name + "kept", 17, [5, 1, 9]) == pytest.approx([17, 0, 0], abs=0.1)
 
 
 @pytest.mark.parametrize("data", ["remote", *only_long("")])

@@ -211,7 +211,7 @@ def test_updates_acks_and_releases_refer_to_values_of_the_table() -> None:
     before = bytes_of(world)
     update(client, rows[1:2], named(block))
     lease = client.lease("x", 2)
-    client.release(lease, [0], columns=m.Columns([], [named(block)]))  # it has the value already, by its block
+    client.release(lease, rows[:1], columns=m.Columns([], [named(block)]))  # it has the value already, by its block
     client.ack(lease, [1])
     lease = client.lease("x", 3)
     assert lease.rows == [0, 2, 3]
@@ -285,6 +285,83 @@ def test_rows_that_exist_never_share_a_block_of_several_values() -> None:
     after = client.read(rows, fields=["image"]).parts[0]
     assert {at.block for at in before.blocks}.isdisjoint(at.block for at in after.blocks)
     assert put(client, named(two, slots=i32([0, 1])), rows=2) == [2, 3]  # new rows may
+
+
+def members_of(block: m.WrittenBlock, rows: list[int]) -> m.WrittenBlock:
+    """The block for these rows of the request alone."""
+    return replace(block, slots=None, members=i32(rows))
+
+
+@pytest.mark.parametrize(
+    ("members", "match"),
+    [
+        (
+            [[0, 1], [1, 2]],
+            'field "image" lies in 2 blocks with 4 members for 3 rows; 2 to 16 blocks share out the rows',
+        ),
+        ([[0], [1]], "with 2 members for 3 rows"),
+        ([[0, 1], [3]], "each row is in one of them"),
+        ([[0, -1], [1, 2]], "each row is in one of them"),
+        ([[0, 1, 2], []], "each block has one"),
+        ([[0, 1, 2]], "lies in 1 block with 3 members"),
+        ([[0, 0, 1, 2]], "lies in 1 block with 4 members"),
+        ([[0], None], "given twice"),
+        ([None, None], "given twice"),
+        ([[number] for number in range(17)], "lies in 17 blocks"),
+    ],
+)
+def test_blocks_that_do_not_share_out_the_rows_are_refused(members: list[list[int] | None], match: str) -> None:
+    world, client = world_of()
+    rows = 17 if len(members) == 17 else 3
+    put(client, value(client, 0))
+    blocks = [
+        value(client, 1 + number, rows) if of is None else members_of(value(client, 1 + number), of)
+        for number, of in enumerate(members)
+    ]
+    before = world.stats(), world.table().usage.contents.copy()
+    with pytest.raises(UsageError, match=match):
+        client.apply(m.PutRequest("t", rows, m.Columns([], blocks)))
+    assert (world.stats(), world.table().usage.contents) == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"content": b""}, "has members; such a block has one field, one row, a content and no slots"),
+        ({"slots": i32([0])}, "no slots"),
+        ({"rows": 2, "nbytes": 128}, "one row"),
+        ({"fields": ["image", "other"], "counts": [1, 1], "nbytes": 256}, "given twice|one field"),
+        ({"members": b"123"}, "members"),
+    ],
+)
+def test_a_block_of_some_rows_is_of_one_value(changed: Any, match: str) -> None:
+    world, client = world_of(fields=[IMAGE, OTHER])
+    blocks = [members_of(value(client, 1), [0]), replace(members_of(value(client, 2), [1]), **changed)]
+    with pytest.raises(UsageError, match=match):
+        client.apply(m.PutRequest("t", 2, m.Columns([], blocks)))
+    assert world.stats()["rows_live"] == 0
+
+
+def test_a_column_lies_in_a_block_for_each_value() -> None:
+    world, client = world_of(fields=[IMAGE, OTHER], tasks=[Task("x", ["other"], gives=["image"])])
+    one, two = value(client, 1), value(client, 2)
+    blocks = [members_of(one, [0, 3]), members_of(two, [1, 2])]
+    client.apply(m.PutRequest("t", 4, m.Columns([], blocks)))
+    rows = [0, 1, 2, 3]
+    assert contents_of(client, rows) == [1, 2, 2, 1]
+    more = client.put(3, [OTHER])
+    update(client, more[:2], members_of(named(two), [0]), members_of(named(one), [1]))
+    assert contents_of(client, more[:2]) == [2, 1]
+    stored = bytes_of(world)
+    lease = client.lease("x", 3)
+    client.apply(m.Drop("t", i64(more[1:2]), "for_a_test"))
+    mixed = m.Columns([], [members_of(named(two), [0, 1]), members_of(named(one), [2])])
+    client.release(lease, more, columns=mixed)  # one of its rows was dropped meanwhile
+    assert contents_of(client, [*rows, more[0], more[2]]) == [1, 2, 2, 1, 2, 1]
+    client.delete([rows[0], rows[3], *more[1:]])
+    assert world.table().usage.contents.keys() == {key(2) + b"image"}
+    client.delete([rows[1], rows[2], more[0]])
+    assert (world.table().usage.contents, stored > bytes_of(world)) == ({}, True)
 
 
 def test_results_of_replicas_refer_to_a_value_until_the_last_ack() -> None:
@@ -466,7 +543,10 @@ class Course:
     def images(self, rows: int) -> tuple[list[m.WrittenBlock], list[int]]:
         """The blocks of a commit that gives these rows images: referred to, interned, of several values, alone, or beside another column."""
         self.client.shard, content = self.draw.choice([0, 0, 1]), self.draw.randint(1, 3)
-        match self.draw.choice(["refer", "refer", "refer", "write", "several", "plain", "together"]):
+        hows = ["refer", "refer", "refer", "write", "several", "plain", "together", "apart", "apart"]
+        match self.draw.choice(hows if rows > 1 else hows[:-2]):
+            case "apart":
+                return self._apart(rows)
             case "refer":
                 return [named(self._value(content, rows, grant=False))], [content] * rows
             case "write":
@@ -479,6 +559,18 @@ class Course:
                 numbers = [self.draw.randint(1, 3) for _ in range(rows)]
                 block = self.client.block([IMAGE] if how == "plain" else [IMAGE, OTHER], rows)
                 return [self._kept(block, numbers)], numbers
+
+    def _apart(self, rows: int) -> tuple[list[m.WrittenBlock], list[int]]:
+        """Two values that share out the rows, each referred to or written."""
+        cut, contents = self.draw.randint(1, rows - 1), self.draw.sample([1, 2, 3], 2)
+        order = self.draw.sample(range(rows), rows)
+        blocks, numbers, refers = [], [0] * rows, self.draw.random() < 0.7
+        for content, mine in zip(contents, (order[:cut], order[cut:]), strict=True):
+            block = self._value(content, 1, grant=not refers)
+            blocks.append(members_of(named(block) if refers else self._kept(block, [content]), mine))
+            for row in mine:
+                numbers[row] = content
+        return blocks, numbers
 
     def _value(self, content: int, rows: int, *, grant: bool = True) -> m.WrittenBlock:
         block = replace(self.client.block([IMAGE], 1, slots=[0] * rows), content=key(content), checksum=SUM)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
 from transferqueue.errors import SchemaError
+from transferqueue.limits import CONTENTS_KNOWN
 from transferqueue.schema import Field, known, not_taken
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
@@ -16,6 +18,28 @@ class ReplyFields(NamedTuple):
 
     own: dict[str, Field]
     known: Mapping[str, Field]
+
+
+class RecentContents:
+    """The contents of interned values that this client committed last. Safe from any thread. The table may have lost them meanwhile."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._contents: dict[bytes, None] = {}
+
+    def add(self, contents: Iterable[bytes]) -> None:
+        """These were committed. Of all, the latest `CONTENTS_KNOWN` are kept."""
+        with self._guard:
+            for content in contents:
+                self._contents.pop(content, None)
+                self._contents[content] = None
+            while len(self._contents) > CONTENTS_KNOWN:
+                del self._contents[next(iter(self._contents))]
+
+    def among(self, contents: Iterable[bytes]) -> frozenset[bytes]:
+        """Those of `contents` that are kept."""
+        with self._guard:
+            return frozenset(content for content in contents if content in self._contents)
 
 
 class TableInfo:
@@ -29,6 +53,7 @@ class TableInfo:
         """Definitions of the last reply, the fields known when it came, and what became of them."""
         self.time_limits: dict[str, float] = {}
         """For how many seconds a worker may hold rows of each task that this client has heard of, at most."""
+        self.contents: Final = RecentContents()
         self.forgotten = ""
         """Task of a batch that was collected before it was acked or released, until the next lease logs it; "": none."""
         self.forgotten_logged = False

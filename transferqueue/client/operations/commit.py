@@ -5,8 +5,9 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
-4. `Interned` columns are first referred to by the content of their bytes, which the table may have. If it does not, or if rows that exist already
-   have the field in a newer block, the commit is refused with `NotFound`, nothing has changed, and the second attempt writes them.
+4. `Interned` values are first referred to by the content of their bytes, which the table may have. If it does not, or if rows that exist already
+   have the field in a newer block, the commit is refused with `NotFound`, and nothing has changed. The next attempt refers to those of several
+   values alone that this client has committed before, and the last one writes all.
 5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
    region is gone, the columns are written into another shard.
 """
@@ -33,7 +34,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.block_writer import InternedBlock
+from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
 from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
 from transferqueue.wire import messages as m
 
@@ -135,14 +136,12 @@ def commit(
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False
-    interned: dict[str, InternedBlock] = {}
-    referring = refers
+    interned: dict[str, list[InternedBlock]] = {}
+    referred: frozenset[bytes] | None = None if refers else frozenset()
     while True:
         try:
             return (
-                yield from _attempt(
-                    client, terms, facts, columns, rows, deadline, request, kind, interned, referring=referring
-                )
+                yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind, interned, referred)
             )
         except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
             if not shards_left:
@@ -150,14 +149,23 @@ def commit(
             shards_left -= 1
             yield from client.shards.look()  # and let go of its memory, if it was mapped
         except NotFound:
-            if not (interned and referring):
+            if not interned or referred == frozenset():
                 raise
-            referring = False
+            referred = _next_referred(terms, interned, referred)
         except SchemaError:
             if asked_again or not (yield from _refresh(terms)):
                 raise
             shards_left, asked_again = OPEN_MAX + 1, True
             interned.clear()
+
+
+def _next_referred(
+    terms: TableInfo, interned: Mapping[str, Sequence[InternedBlock]], refused: frozenset[bytes] | None
+) -> frozenset[bytes]:
+    """Which contents the next attempt refers to, after one that referred to `refused` (None: to all)."""
+    contents = [block.content for blocks in interned.values() for block in blocks]
+    known = terms.contents.among(contents)
+    return known if refused is None and len(known) < len(contents) else frozenset()
 
 
 def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
@@ -211,11 +219,10 @@ def _attempt(
     deadline: Deadline,
     request: Request,
     kind: type[R],
-    interned: dict[str, InternedBlock],
-    *,
-    referring: bool,
+    interned: dict[str, list[InternedBlock]],
+    referred: frozenset[bytes] | None,
 ) -> Operation[R]:
-    """interned: the interned blocks of the call, once they are made. referring: the table may have them."""
+    """interned: the interned blocks of the call, once they are made. referred: contents that the table may have; None: all may."""
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
@@ -225,27 +232,29 @@ def _attempt(
         fields.append(column.field)
         if column.field.inline:
             inline.append(m.Inline(column.field.name, column.inline()))
-        elif column.interned and (rows is None or column.stored_rows == 1):  # rows that exist share single values alone
+        elif column.interned and may_intern(column, are_new=rows is None):
             if column.field.name not in interned:
                 yield _making(column, interned, checksums=client.checksums)
         else:
             placed.append(column)
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    given = [] if referring else list(interned.values())
+    made = [block for blocks in interned.values() for block in blocks]
+    given = [] if referred is None else [block for block in made if block.content not in referred]
     written = (yield from write_columns(client, terms.last, placed, given, deadline, use)) if placed or given else None
     blocks = written.blocks() if written else []
-    if interned and referring:
-        blocks += map(reference, interned.values())
+    blocks += [reference(block) for block in made if referred is None or block.content in referred]
     carried = m.Columns(fields, blocks, inline, out.facts)
     reply = yield from finish_commit(written, request(out.rows, carried), kind)
     if has_new_fields:
         terms.learn(fields)
+    if made:
+        terms.contents.add([block.content for block in made])
     return reply
 
 
-def _making(column: Prepared, interned: dict[str, InternedBlock], *, checksums: bool) -> BlockingWork:
+def _making(column: Prepared, interned: dict[str, list[InternedBlock]], *, checksums: bool) -> BlockingWork:
     def make() -> None:
-        interned[column.field.name] = InternedBlock(column, checksums=checksums)
+        interned[column.field.name] = interned_blocks(column, checksums=checksums)
 
     return BlockingWork(column.nbytes, make)
 

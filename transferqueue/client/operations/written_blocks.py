@@ -28,6 +28,7 @@ from transferqueue.errors import DeadlineExceeded, Full
 from transferqueue.limits import COLUMN_APART_BYTES
 from transferqueue.policies import AckedColumns, ManualColumns
 from transferqueue.schema import align
+from transferqueue.storage.elements.dtypes import I32
 from transferqueue.storage.inputs.block_writer import BlockWriter, InternedBlock, block_writers
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.wire import messages as m
@@ -189,12 +190,13 @@ def _place(region: WriteRegion, blocks: Sequence[BlockWriter], placed: list[m.Wr
                 rows=block.stored_rows,
                 fields=[field.name for field in block.fields],
                 counts=block.counts,
-                slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+                slots=_bytes(block.slots),
                 checksum=block.sum,
                 copies=[m.WrittenCopy(one.extent, one.offset + at - region.offset) for one in region.copies]
                 if region.copies
                 else [],
                 content=block.content,
+                members=_bytes(block.members),
             )
         )
         at += block.nbytes  # aligned: see `schema.layout`
@@ -209,7 +211,12 @@ def reference(block: InternedBlock) -> m.WrittenBlock:
         rows=block.stored_rows,
         fields=[block.fields[0].name],
         counts=block.counts,
-        slots=None if block.slots is None else block.slots.astype("<i4").tobytes(),
+        slots=_bytes(block.slots),
         checksum=block.sum,
         content=block.content,
+        members=_bytes(block.members),
     )
+
+
+def _bytes(numbers: I32 | None) -> bytes | None:
+    return None if numbers is None else numbers.astype("<i4").tobytes()

@@ -373,16 +373,16 @@ class BlockRegistry:
         usage: OwnerBytes,
         refs: Sequence[int],
         replicas: int = 1,
-        anew: Collection[str] = (),
+        anew: Collection[int] = (),
     ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
-        to each. replicas: how many shards are to have each, if that is more than have it now. anew: fields whose written blocks are needed, also
-        if another one has the same content.
+        to each. replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed` are needed, also if another
+        block has the same content.
         """
         written: Written = {}
-        numbers = []
+        numbers: list[int] = []
         for block, count in zip(placed, refs, strict=True):
-            known = _same_content(block, usage) if block.content and block.fields[0] not in anew else None
+            known = _same_content(block, usage) if block.content and len(numbers) not in anew else None
             numbers.append(self._commit(block, usage, count, written, replicas, known))
         for number, (start, end) in written.items():
             extent = self.extents[number]

@@ -7,6 +7,8 @@ shared by replicas wait for the last ack. `unused` returns the references of row
 Stages commit the same columns again and again. Whether the names and definitions of a request fit the table depends on nothing else, and
 a table never changes or removes a field. So the first request of a shape is checked field by field (`CommitShapes`), and later ones are
 recognised. The first request that adds a field is not remembered: the table has the field only once it is committed.
+
+A column of values that other commits have too may lie in several blocks, a value each, which share out the rows of the request (`MemberRows`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,18 @@ from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refe
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
 from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import CONTENTS_MAX, FIELDS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
+from transferqueue.text import counted
 from transferqueue.wire.messages import Columns, WrittenBlock
+
+
+@dataclass(slots=True)
+class MemberRows:
+    """The rows of a request, counted from 0, that have the one value of a block. written: how many of their references are in use."""
+
+    rows: IntArray
+    written: int = 0
 
 
 @dataclass(slots=True)
@@ -44,8 +55,10 @@ class StagedCommit:
     parts: list[list[ColumnGroup]] = field(default_factory=list)
     written: int = 0
     """Number of rows whose references are in use."""
-    anew: list[str] = field(default_factory=list)
-    """Fields whose written blocks the rows need, also if another block has the same content (`check_contents`)."""
+    anew: list[int] = field(default_factory=list)
+    """Which of `placed` the rows need, also if another block has the same content (`check_contents`)."""
+    members: dict[int, MemberRows] = field(default_factory=dict)
+    """By place in `placed`: the rows of a block that is of some rows alone."""
 
     @property
     def empty(self) -> bool:
@@ -72,15 +85,53 @@ def check_columns(
     inline: list[tuple[str, AnyArray]] = []
     for definition, column in zip(shape.inline, columns.inline, strict=True):
         inline.append((definition.name, _check_inline(definition, column.data, count)))
-    slots, nbytes = [], 0
+    slots, nbytes = list[AnyArray | None](), 0
+    members = _check_members(columns.blocks, count) if shape.in_several else {}
     for block, placed in zip(shape.blocks, columns.blocks, strict=True):
-        slots.append(block.check(placed, count))
+        if placed.members is not None and not members:
+            raise _not_shared_out(placed.fields[0], 1, len(placed.members) // 4, count)
+        slots.append(block.check(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
     blocks.check(session, columns.blocks, replicas, usage)
     facts = NO_FACTS if columns.facts == NO_FACTS_GIVEN else check_facts(columns.facts, count)
     if shape.new_fields:
         shapes.rows.check_added(field.name for field in shape.new_fields)
-    return StagedCommit(count, shape.new_fields, columns.blocks, slots, inline, facts, shape.names, replicas * nbytes)
+    staged = StagedCommit(count, shape.new_fields, columns.blocks, slots, inline, facts, shape.names, replicas * nbytes)
+    staged.members = members
+    return staged
+
+
+def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, MemberRows]:
+    """The rows of the blocks that have a value for some rows alone. Raises unless the blocks of each such field share out all rows."""
+    members: dict[int, MemberRows] = {}
+    places_of_field: dict[str, list[int]] = {}
+    for place, placed in enumerate(blocks):
+        if placed.members is None:
+            continue
+        name = ", ".join(placed.fields)
+        rows = decode(f'members of field "{name}"', placed.members, "<i4", len(placed.members) // 4)
+        if len(placed.fields) != 1 or not placed.content or placed.rows != 1 or placed.slots is not None:
+            raise UsageError(
+                f"block of {name} has members; such a block has one field, one row, a content and no slots"
+            )
+        members[place] = MemberRows(rows.astype(np.int64))
+        places_of_field.setdefault(placed.fields[0], []).append(place)
+    for name, places in places_of_field.items():
+        rows = np.sort(np.concatenate([members[place].rows for place in places]))
+        sizes = [members[place].rows.size for place in places]
+        if not 1 < len(places) <= CONTENTS_MAX or not all(sizes) or not np.array_equal(rows, np.arange(count)):
+            raise _not_shared_out(name, len(places), rows.size, count)
+    for name in {name for placed in blocks if placed.members is None for name in placed.fields}:
+        if name in places_of_field or sum([name in placed.fields for placed in blocks]) > 1:
+            raise given_twice(name)
+    return members
+
+
+def _not_shared_out(name: str, blocks: int, members: int, rows: int) -> UsageError:
+    return UsageError(
+        f'field "{name}" lies in {counted(blocks, "block")} with {counted(members, "member")} for {counted(rows, "row")}; 2 to {CONTENTS_MAX} blocks '
+        "share out the rows: each row is in one of them, and each block has one"
+    )
 
 
 @cache
@@ -114,7 +165,7 @@ def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes,
     """Raise if a block is named by its content alone, and the rows, which exist already, would not read it: they have the field in a newer block.
     If its bytes were written, the rows get the written block.
     """
-    for placed in staged.placed:
+    for place, placed in enumerate(staged.placed):
         if not placed.content or may_refer(placed, usage, parts.newest_beside(placed.fields[0], at)):
             continue
         if not placed.extent:
@@ -122,7 +173,7 @@ def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes,
                 f'field "{placed.fields[0]}": the block of content {placed.content.hex()} is older than a block in which these rows have the field '
                 "beside others, or has several values; write the bytes into a grant, and commit them"
             )
-        staged.anew.append(placed.fields[0])
+        staged.anew.append(place)
 
 
 def check_no_group_facts(staged: StagedCommit) -> None:
@@ -152,10 +203,11 @@ def reserve_blocks(
     if not staged.placed:
         return
     refs = []
-    for placed in staged.placed:
+    for place, placed in enumerate(staged.placed):
         groups = parts.parts_of(placed.fields)
         staged.parts.append(groups)
-        refs.append(staged.rows * len(groups))
+        count = staged.members[place].rows.size if place in staged.members else staged.rows
+        refs.append(count * len(groups))
     staged.blocks = blocks.commit(staged.placed, usage, refs, anew=staged.anew)
 
 
@@ -174,7 +226,12 @@ def write_columns(
     Returns references that this replaces. Call it once for each chosen row. are_new: the rows have no column yet.
     """
     retired: Retired = []
-    for number, slots, into in zip(staged.blocks, staged.slots, staged.parts, strict=True):
+    for place, (number, slots, into) in enumerate(zip(staged.blocks, staged.slots, staged.parts, strict=True)):
+        if place in staged.members:
+            where = _places_of(staged.members[place], at, chosen)
+            retired += [] if are_new or not where.size else parts.take_out(where, into)
+            parts.write(where, where.size, into, number, np.zeros(where.size, np.int32))
+            continue
         if not are_new:
             retired += parts.take_out(at, into)
         parts.write(at, ids.size, into, number, slots if chosen is None else _slots(slots, chosen))
@@ -189,6 +246,13 @@ def write_columns(
     return retired
 
 
+def _places_of(members: MemberRows, at: Index, chosen: IntArray | None) -> IntArray:
+    """The positions of those members that are among the rows `chosen` of the request (None: all), which are at `at`. Counts them as written."""
+    mine = members.rows if chosen is None else np.flatnonzero(np.isin(chosen, members.rows))
+    members.written += mine.size
+    return mine + at.start if isinstance(at, slice) else at[mine]
+
+
 def _slots(slots: AnyArray | None, chosen: IntArray) -> AnyArray:
     return chosen.astype(np.int32) if slots is None else slots[chosen]
 
@@ -196,8 +260,16 @@ def _slots(slots: AnyArray | None, chosen: IntArray) -> AnyArray:
 def unused(staged: StagedCommit) -> Retired:
     """References of rows that were not written and never will be."""
     left = staged.rows - staged.written
+    if not left:
+        return []
     staged.written = staged.rows
-    return [(number, left * len(into)) for number, into in zip(staged.blocks, staged.parts, strict=True) if left]
+    retired: Retired = []
+    for place, (number, into) in enumerate(zip(staged.blocks, staged.parts, strict=True)):
+        members = staged.members.get(place)
+        count = left if members is None else members.rows.size - members.written
+        if count:
+            retired.append((number, count * len(into)))
+    return retired
 
 
 # ---------------------------------------------------------------- shapes: what all commits of the same columns have in common
@@ -229,14 +301,16 @@ class BlockShape:
 
 
 class CommitShape:
-    """The checked names and definitions of a request. names: of all columns. inline, blocks: in the order of the request."""
+    """The checked names and definitions of a request. names: of all columns. inline, blocks: in the order of the request. in_several: whether a
+    column lies in several blocks, if they share out the rows."""
 
-    __slots__ = ("blocks", "inline", "names", "new_fields")
+    __slots__ = ("blocks", "in_several", "inline", "names", "new_fields")
 
     def __init__(
         self, names: list[str], new_fields: list[Field], inline: list[Field], blocks: list[BlockShape]
     ) -> None:
-        self.names, self.new_fields, self.inline, self.blocks = names, new_fields, inline, blocks
+        self.names, self.new_fields, self.inline, self.blocks = list(dict.fromkeys(names)), new_fields, inline, blocks
+        self.in_several = len(self.names) < len(names)
 
 
 class CommitShapes:
@@ -290,11 +364,17 @@ def _check(rows: RowStore, columns: Columns, names: list[str]) -> CommitShape:
     known = rows.check_fields(columns.fields)
     inline = [_inline_field(rows, known, value.field) for value in columns.inline]
     blocks = [BlockShape([_placed_field(rows, known, name) for name in placed.fields]) for placed in columns.blocks]
-    if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
-        raise UsageError(f'field "{twice}" is given twice in one request; give each field once')
+    for name in {name for name in names if names.count(name) > 1}:
+        times = sum([placed.fields == [name] and placed.members is not None for placed in columns.blocks])
+        if times != names.count(name):
+            raise given_twice(name)
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
     return CommitShape(names, new, inline, blocks)
+
+
+def given_twice(name: str) -> UsageError:
+    """The error of a request that gives a field more than once."""
+    return UsageError(f'field "{name}" is given twice in one request; give each field once')
 
 
 def _inline_field(rows: RowStore, known: dict[str, Field], name: str) -> Field:

@@ -89,10 +89,10 @@ class Repeat:
 class Interned:
     """A column whose values other puts into the table have too: an image that each row of a group brings, one put a row.
 
-    ``table.put(image=Interned([image]), ...)`` stores the values of the call once for all puts that give the same bytes. values: any column
-    input, also a `Repeat`. The values of one call are compared together, so give those that come together again in calls of their own. Calls
-    with fewer than `INTERNED_BYTES_MIN` bytes of values store them as usual, and so do updates, acks and releases whose rows do not all have the
-    same value.
+    ``table.put(image=Interned([image]), ...)`` stores each value once for all puts, updates, acks and releases that give the same bytes. values: any
+    column input, also a `Repeat`. Each of up to `CONTENTS_MAX` different values is found alone, if they have `INTERNED_BYTES_MIN` bytes each in the
+    mean. More values in one call of put are found again if all of them come together again. Else they are stored as usual, as are calls with fewer
+    bytes.
 
     >>> import transferqueue as tq
     >>> image = tq.Interned([b"the same in sixteen puts" * 1024])

@@ -7,7 +7,7 @@ between two references, and rows that have a newer draft may not refer to an old
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -75,23 +75,25 @@ class InternedJob(SimJob):
     # ------------------------------------------------------------ writers
 
     def _commit(
-        self, process: Process, name: str, value: int, rows: int, request: Callable[[m.WrittenBlock], m.Request]
+        self, process: Process, name: str, values: Sequence[int], request: Callable[[list[m.WrittenBlock]], m.Request]
     ) -> Steps:
-        """Send the request with a value for all rows: by its content, or else with its bytes."""
-        stamp = FIRST[name] + value
-        reference = m.WrittenBlock(0, 0, job.ROW_BYTES, 1, [name], [0], _slots(rows), content=stamp.to_bytes(16))
+        """Send the request with these values of its rows: by their contents, or else with their bytes."""
+        references = [_reference(name, value, values) for value in sorted(set(values))]
         if process.world.random.random() < 0.8:
             try:
-                reply = yield request(reference)
-                process.world.faults["value referred to"] += 1
+                reply = yield request(references)
+                process.world.faults["value referred to"] += len(references)
                 return reply
             except NotFound:
                 yield process.world.random.uniform(0.0, 0.1)
-        block = yield from job.write(process, [stamp])
+        blocks: list[m.WrittenBlock] = []
         try:
-            return (yield request(replace(reference, extent=block.extent, offset=block.offset)))
+            for reference in references:
+                block = yield from job.write(process, [int.from_bytes(reference.content)])
+                blocks.append(replace(reference, extent=block.extent, offset=block.offset))
+            return (yield request(blocks))
         finally:
-            if process.alive:
+            for block in blocks if process.alive else ():
                 process.send_unawaited(m.ReturnGrant(block.extent))
 
     def _write(self, process: Process) -> Steps:
@@ -113,11 +115,11 @@ class InternedJob(SimJob):
             beside = [(yield from job.write(process, [FIRST["draft"], FIRST["draft"]]))]
             beside = [replace(beside[0], rows=1, fields=["draft", "note"], counts=[0, 0], slots=_slots(ROWS))]
 
-        def request(block: m.WrittenBlock) -> m.Request:
-            return m.PutRequest(self.table, ROWS, m.Columns([], [block, *beside], inline, facts), wait_s=3.0)
+        def request(blocks: list[m.WrittenBlock]) -> m.Request:
+            return m.PutRequest(self.table, ROWS, m.Columns([], [*blocks, *beside], inline, facts), wait_s=3.0)
 
         try:
-            yield from self._commit(process, "body", at % VALUES, ROWS, request)
+            yield from self._commit(process, "body", [at % VALUES] * ROWS, request)
         except AlreadyExists:
             pass
         finally:
@@ -131,7 +133,7 @@ class InternedJob(SimJob):
         yield from job.until_end(process, partial(self._teach_once, process))
 
     def _teach_once(self, process: Process) -> Steps:
-        """Answer rows of one answer; sometimes draft them all instead, and give them back."""
+        """Answer rows, each with its own value; sometimes draft them all instead, and give them back."""
         wait_s = 60.0 if process.world.healed else 2.0
         lease = yield m.LeaseRequest(self.table, "teach", rows=ROWS, at_least=1, wait_s=wait_s)
         rows, numbers = job.unpack(lease.content.rows), job.inline(lease.content, "number")
@@ -140,17 +142,16 @@ class InternedJob(SimJob):
             draft = process.world.random.randrange(VALUES)
             for number in numbers:
                 self._unsure[number].add(draft)
-            yield from self._commit(process, "draft", draft, len(rows), partial(self._release, lease))
+            yield from self._commit(process, "draft", [draft] * len(rows), partial(self._release, lease))
             return
-        for value in range(VALUES):
-            if mine := [row for row, number in zip(rows, numbers, strict=True) if number % VALUES == value]:
-                yield from self._commit(process, "answer", value, len(mine), partial(self._ack, lease, mine))
+        answers = [number % VALUES for number in numbers]
+        yield from self._commit(process, "answer", answers, partial(self._ack, lease, rows))
 
-    def _ack(self, lease: m.Leased, rows: list[int], block: m.WrittenBlock) -> m.Request:
-        return m.Ack(self.table, lease.lease, lease.token, job.pack(rows), m.Columns([], [block]))
+    def _ack(self, lease: m.Leased, rows: list[int], blocks: list[m.WrittenBlock]) -> m.Request:
+        return m.Ack(self.table, lease.lease, lease.token, job.pack(rows), m.Columns([], blocks))
 
-    def _release(self, lease: m.Leased, block: m.WrittenBlock) -> m.Request:
-        return m.ReleaseRequest(self.table, lease.lease, lease.token, reason="a draft", columns=m.Columns([], [block]))
+    def _release(self, lease: m.Leased, blocks: list[m.WrittenBlock]) -> m.Request:
+        return m.ReleaseRequest(self.table, lease.lease, lease.token, reason="a draft", columns=m.Columns([], blocks))
 
     # ------------------------------------------------------------ readers
 
@@ -210,15 +211,15 @@ class InternedJob(SimJob):
         self._deleted += 1
 
     def _draft(self, process: Process, rows: list[int], numbers: list[int]) -> Steps:
-        def update(block: m.WrittenBlock) -> m.Request:
-            return m.Update(self.table, job.pack(rows), m.Columns([], [block]), overwrite=True)
+        def update(blocks: list[m.WrittenBlock]) -> m.Request:
+            return m.Update(self.table, job.pack(rows), m.Columns([], blocks), overwrite=True)
 
         draft = process.world.random.randrange(VALUES)
         sure = [number for number in numbers if draft not in self._unsure[number]]
         for number in numbers:
             self._unsure[number].add(draft)
         try:
-            yield from self._commit(process, "draft", draft, ROWS, update)
+            yield from self._commit(process, "draft", [draft] * ROWS, update)
         except NotFound:  # they have ended: both tasks are done with them
             return
         for number in sure:
@@ -252,6 +253,16 @@ def _values(process: Process, content: m.ReplyRows, name: str) -> list[int]:
         if content_of and int.from_bytes(content_of) != stamp:
             raise PromiseBroken(f"a block of content {int.from_bytes(content_of)} holds {stamp}")
     return [stamp - FIRST[name] for stamp in stamps]
+
+
+def _reference(name: str, value: int, values: Sequence[int]) -> m.WrittenBlock:
+    """Names the block of a value for those rows of a request that have it."""
+    content = (FIRST[name] + value).to_bytes(16)
+    reference = m.WrittenBlock(0, 0, job.ROW_BYTES, 1, [name], [0], content=content)
+    if set(values) == {value}:
+        return replace(reference, slots=_slots(len(values)))
+    rows = [row for row, of_row in enumerate(values) if of_row == value]
+    return replace(reference, members=struct.pack(f"<{len(rows)}i", *rows))
 
 
 def _slots(rows: int) -> bytes:

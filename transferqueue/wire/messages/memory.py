@@ -43,6 +43,8 @@ class WrittenBlock(Message, tag="Placed"):
     content: of a block of one field that later commits into the table may refer to, xxh3-128 of its bytes; else empty. A block with a content and
     extent 0 is such a reference: nothing was written, and the request is refused unless the table has a block of this content and layout. For
     rows that exist already the block must have one row, and none of them may have the field in a newer block beside other fields.
+    members: None: the block has a value for each row of the request. Else the column lies in up to `CONTENTS_MAX` blocks of one value, each with its
+    content: the rows of the request that have this one, counted from 0 (int32). Each row is in one of them.
     """
 
     extent: Count
@@ -55,6 +57,7 @@ class WrittenBlock(Message, tag="Placed"):
     checksum: Checksum = 0
     copies: Annotated[list[WrittenCopy], Meta(max_length=COPIES_MAX)] = []
     content: Content = b""
+    members: I32 | None = None
 
 
 class CopyLocation(Message, tag="Copy"):
