@@ -194,11 +194,11 @@ class Slice:
     """Part of each row's value, for `fields` of a lease or a read: ``fields={"experts": Slice(None, (12, 24))}``.
 
     One entry for each dimension of a row's value, from the first on; missing entries and None are whole. An entry is ``(start, stop)``, with
-    ``0 <= start < stop``; the first may be a `Share`. The shape of the column is cut to it: of a field ``[None, 48, 4]``, one step a token,
-    ``Slice(None, (12, 24))`` leaves ``[None, 12, 4]``. Steps of a ragged row are taken as far as the row has them, so a row that is shorter than
-    `start` is empty. Fits dense and ragged fields with at least one dimension.
+    ``0 <= start < stop``, or a `Share` of that dimension, zigzag only of the first. The shape of the column is cut to it: of a field
+    ``[None, 48, 4]``, one step a token, ``Slice(None, (12, 24))`` and ``Slice(None, Share(1, 4))`` leave ``[None, 12, 4]``. Steps of a ragged row are
+    taken as far as the row has them, so a row that is shorter than `start` is empty. Fits dense and ragged fields with at least one dimension.
 
-    `UsageError`: a range that is empty or negative. `SchemaError`, when it is used: a field that has no such dimension, is shorter there, is
+    `UsageError`: a range that is empty or negative, a zigzag share of another dimension than the first. `SchemaError`, when it is used: a field that has no such dimension, is shorter there, is
     text, bytes, plain values or one number a row, or varies in more than its first dimension.
 
     >>> Slice(None, (12, 24))  # layers 12 to 23 of all tokens
@@ -207,13 +207,15 @@ class Slice:
     Slice((0, 512))
     >>> Slice(Share(1, 4), None, (0, 8))  # the second quarter of the tokens, the first 8 of the last dimension
     Slice(Share(index=1, of=4, zigzag=False), None, (0, 8))
+    >>> Slice(None, Share(3, 8))  # the columns of a matrix that tensor-parallel rank 3 of 8 has
+    Slice(None, Share(index=3, of=8, zigzag=False))
     """
 
     __slots__ = ("first", "inner")
 
-    def __init__(self, first: Range | Share | None = None, *inner: Range | None) -> None:
+    def __init__(self, first: Range | Share | None = None, *inner: Range | Share | None) -> None:
         self.first = first if isinstance(first, Share) else _range(0, first)
-        ranges = [_range(axis, each) for axis, each in enumerate(inner, start=1)]
+        ranges = [_inner_part(axis, each) for axis, each in enumerate(inner, start=1)]
         self.inner = ranges if any(each is not None for each in ranges) else None
 
     @property
@@ -224,14 +226,26 @@ class Slice:
     def __repr__(self) -> str:
         return f"Slice({', '.join(map(repr, (self.first, *(self.inner or ()))))})"
 
+    def __eq__(self, other: object) -> bool:
+        return (self.first, self.inner) == (other.first, other.inner) if isinstance(other, Slice) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash((self.first, *(self.inner or ())))
+
+
+def _inner_part(axis: int, given: Range | Share | None) -> Range | Share | None:
+    if not isinstance(given, Share):
+        return _range(axis, given)
+    if given.zigzag:
+        raise UsageError(
+            f"axis {axis} of Slice is {given!r}; zigzag divides the first dimension: leave zigzag out, or give (start, stop)"
+        )
+    return given
+
 
 def _range(axis: int, given: Range | None) -> Range | None:
     if given is None:
         return None
-    if isinstance(given, Share):
-        raise UsageError(
-            f"axis {axis} of Slice is {given!r}; a Share is of the first dimension: give (start, stop) here"
-        )
     if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
         raise UsageError(
             f"axis {axis} of Slice is {given!r}; give (start, stop), two whole numbers, or None: a Slice takes every element between"
@@ -286,10 +300,23 @@ def _share_size(share: Share, size: int) -> int:
     return size // chunks * (2 if share.zigzag else 1) + rest
 
 
-def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | None) -> int | None:
+def share_range(share: Share, size: int) -> Range:
+    """The elements of a dimension of `size` that a share has, which is not zigzag: ``(start, stop)``, perhaps none."""
+    chunk = size // share.of
+    return share.index * chunk, size if share.index == share.of - 1 else (share.index + 1) * chunk
+
+
+def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | Share | None) -> int | None:
     size = field.shape[axis]
     if wanted is None or size is None:
         return size
+    if isinstance(wanted, Share):
+        start, stop = share_range(wanted, size)
+        if start == stop:
+            raise SchemaError(
+                f'axis {axis} of {cut} is empty: field "{field.name}" is {field.describe()}, with {size} there; take fewer shares'
+            )
+        return stop - start
     if wanted[1] > size:
         raise SchemaError(
             f'axis {axis} of {cut} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; stop is at most {size}'

@@ -56,7 +56,11 @@ class Relay(AbstractContextManager["Relay"]):
             except OSError:
                 return
             self.connections += 1
-            server = socket.create_connection(("127.0.0.1", self.port))
+            try:
+                server = socket.create_connection(("127.0.0.1", self.port))
+            except OSError:  # the server is gone
+                client.close()
+                continue
             self._sockets += [client, server]
             for source, sink, up in ((client, server, True), (server, client, False)):
                 self._threads.append(threading.Thread(target=self._pass, args=(source, sink, up)))

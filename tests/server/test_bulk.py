@@ -193,10 +193,10 @@ def test_checksums_are_forgotten_with_their_bytes_and_with_their_extent(bench, d
     bench.heard()
     bench.say(bench.read(damaged))
     assert len(bench.frames()) == 3 * MIB, "what touched the new bytes is hashed again"
-    assert len(bench.exchange._digests) == 3
+    assert len(bench.exchange._sums.digests) == 3
     bench.tickets.revoke(EXTENT)
     bench.exchange.tick(0.0)
-    assert len(bench.exchange._digests) == 0
+    assert len(bench.exchange._sums.digests) == 0
 
 
 @pytest.mark.parametrize(

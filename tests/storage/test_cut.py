@@ -10,7 +10,7 @@ import pytest
 
 from tests.storage.shards import Shard
 from transferqueue.errors import SchemaError, UsageError
-from transferqueue.schema import Field, Share, Slice, cut_field, layout
+from transferqueue.schema import Field, Share, Slice, cut_field, layout, share_range
 from transferqueue.storage import block_writers
 from transferqueue.storage.columns.cut import cut_stream, load_cut
 from transferqueue.storage.inputs.prepare import prepare
@@ -30,6 +30,8 @@ CUTS = [
     Slice(Share(1, 2)),
     Slice(Share(0, 2, zigzag=True), (4, 8)),
     Slice(Share(1, 2, zigzag=True)),
+    Slice(None, Share(1, 3)),
+    Slice((1, 3), Share(0, 2)),
     Slice(),
 ]
 ROWS = {"whole": list(range(20)), "a run": list(range(5, 17)), "scattered": [3, 31, 7, 7, 22, 10]}
@@ -37,7 +39,11 @@ ROWS = {"whole": list(range(20)), "a run": list(range(5, 17)), "scattered": [3, 
 
 def sliced(value: Any, cut: Slice) -> Any:
     """By numpy, one row at a time."""
-    inner = tuple(slice(None) if each is None else slice(*each) for each in cut.inner or ())
+    sizes = value.shape[1:]
+    inner = tuple(
+        slice(None) if each is None else slice(*(share_range(each, size) if isinstance(each, Share) else each))
+        for each, size in zip(cut.inner or (), sizes, strict=False)
+    )
     if isinstance(cut.first, Share):
         share, chunks = cut.first, cut.first.of * (2 if cut.first.zigzag else 1)
         size = len(value) // chunks
@@ -103,7 +109,7 @@ def test_the_shares_of_all_ranks_are_the_whole() -> None:
         ),
         (lambda: Slice(None, (-1, 3)), r"axis 1 of Slice is \(-1, 3\), which is empty, negative"),
         (lambda: Slice(slice(0, 8, -1)), r"axis 0 of Slice is slice\(0, 8, -1\); give \(start, stop\)"),
-        (lambda: Slice(None, Share(0, 2)), r"a Share is of the first dimension"),
+        (lambda: Slice(None, Share(0, 2, zigzag=True)), r"axis 1 of Slice .*zigzag divides the first dimension"),
         (lambda: Share(4, 4), r"Share\(4, 4\): .*0 <= index < of"),
         (lambda: Slice((0, True)), r"two whole numbers"),
         (lambda: Slice((0, 1 << 70)), r"beyond 2\*\*48"),
@@ -124,6 +130,7 @@ def test_a_slice_that_is_none_is_refused_when_it_is_made(make: Any, message: str
             r'axis 1 of .* field "x" is uint8\[None, 12, 4\], with 12 there; stop is at most',
         ),
         (DENSE, Slice((0, 10)), r"axis 0 of .* stop is at most 9"),
+        (DENSE, Slice(None, Share(0, 9)), r"axis 1 of .* is empty: .*with 8 there; take fewer shares"),
         (DENSE, Slice(None, None, (0, 1)), r"has 3 axes, and field .* with 2; leave axes out"),
         (Field("x", "str"), Slice((0, 1)), r"one value a row: it cannot be sliced; read it whole"),
         (Field("x", "uint8", (None, None)), Slice((0, 1)), r"differ in more than the first dimension"),

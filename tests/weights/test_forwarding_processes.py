@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
@@ -97,9 +98,12 @@ def test_a_relay_that_is_started_again_sends_what_the_far_host_lacks(directory: 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 4])
 def test_readers_across_a_link_get_a_version_when_its_relay_was_killed_half_way(
-    directory: Path, opened: ExitStack
+    directory: Path, opened: ExitStack, ranks: int
 ) -> None:
+    """All of it, or the part of each tensor that one of four ranks has."""
+    only = None if ranks == 1 else dict.fromkeys(model(), tq.Slice(tq.Share(1, ranks)))
     origin, host = (opened.enter_context(served(private(directory, name))) for name in "oh")
     trainer = opened.enter_context(tq.connect(origin.ipc)).weights("policy")
     between, near = opened.enter_context(counted(origin))
@@ -109,12 +113,15 @@ def test_readers_across_a_link_get_a_version_when_its_relay_was_killed_half_way(
     near.holds_at = HELD
     reader = opened.enter_context(tq.connect(inner.control.address, data="remote"))
     pool = opened.enter_context(ThreadPoolExecutor(1))
-    pulled = pool.submit(reader.weights("policy").pull, timeout_s=GENEROUS_S)
+    pulled = pool.submit(reader.weights("policy").pull, only=only, timeout_s=GENEROUS_S)
     trainer.publish(1, model())
     assert near.holding.wait(GENEROUS_S)
-    far.reached(MIB)
+    far.reached(MIB // ranks)
     first.stop(signal.SIGKILL)
     near.let_go()
     opened.enter_context(relaying(*words))
-    assert right(pulled.result(GENEROUS_S))
-    assert TENSORS * MIB < far.bytes < 1.05 * TENSORS * MIB
+    with pulled.result(GENEROUS_S) as weights:
+        size = MIB // ranks
+        wanted = {name: value[size * (ranks > 1) :][:size] for name, value in model().items()}
+        assert all(np.array_equal(weights.numpy()[name], value) for name, value in wanted.items())
+    assert TENSORS * size < far.bytes < 1.05 * TENSORS * size

@@ -143,7 +143,17 @@ HEADS: Final[list[b.ToShard | b.ToClient]] = [
         5,
         0,
         FIELDS,
-        [b.RowSelection(["x"], [["x", "z"]], [LOCATED], bytes(8), bytes(8), {"x": b.BulkCut([0, 2, 1], [[4, 8]])})],
+        [
+            b.RowSelection(
+                ["x"],
+                [["x", "z"]],
+                [LOCATED],
+                bytes(8),
+                bytes(8),
+                {"x": b.BulkCut([0, 2, 1], [[4, 8], [1, 4, 0]])},
+                [9],
+            )
+        ],
     ),
     b.WriteExtent(2, 5, 0, 3, 4096, 4096, bytes(16), 4096, 128),
     b.WriteFrame(2, 1),

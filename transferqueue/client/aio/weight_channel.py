@@ -8,10 +8,10 @@ from typing import Any
 
 from transferqueue.client.handles.weights import AsyncWeightChannelBase
 from transferqueue.client.operations.publish import begin_version, publish_weights
+from transferqueue.client.operations.tensor_parts import Only
 from transferqueue.client.operations.weights import (
     BEGUN_S,
     TURN_S,
-    Only,
     Weights,
     acquire_update_slot,
     mirror_weights,
@@ -81,9 +81,11 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it.
 
         since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
-        says which are new. Checksums of what is new are compared: `Corruption` if they do not match twice.
-        only: names of tensors, or a mapping from names to ranges of rows (None: all rows); the weights have these alone. Only tensors and
-        published slices with wanted rows are read or fetched. `NotFound` for others.
+        says which are new. Of a tensor that is pulled in part, the same part must be held. Checksums of what is new are compared: `Corruption` if they do not match twice.
+        only: names of tensors, or a mapping from names to the part of each: a `Slice` of ranges or shares along any of its dimensions, a range
+        of rows along dimension 0, or None for all of it. The weights have these alone. Where bytes cross a network, no others do; the server
+        compares the checksums of what crosses in part. `NotFound` for tensors or rows that the version does not have, `SchemaError` for a
+        `Slice` that does not fit its tensor.
 
         Where bytes cross a network and a version is published in parts, such as by a relay, parts that have come are fetched and their checksums
         compared while the call waits for the rest. It returns the whole version, or raises; if the version is given up, it waits for the next.

@@ -158,11 +158,13 @@ class RemoteMemory:
         fields: Mapping[str, Field],
         rows: int,
         slices: Mapping[str, Slice] = NO_SLICES,
+        *,
+        compare: bool = False,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
         """Receive the columns of one reply, of those in `slices` only that part. Also returns the blocks that hold them. The pins return
-        in any case."""
+        in any case. compare: the shard compares the blocks of these parts, `Corruption` if one does not match its checksum."""
         try:
-            asked = [rows_of(part, rows, slices) for part in parts]
+            asked = [rows_of(part, rows, slices, compare=compare) for part in parts]
             found: list[FetchTransfer] = []
             if asked and rows:
                 caller = Caller(self._interrupt)

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Any, Final, NamedTuple, NoReturn, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,6 +49,18 @@ Rows = NDArray[np.intp] | None
 Found = tuple[Rows, MappedBlocks, RowPlacement]
 FoundColumns = tuple[dict[str, Column], list[MappedBlocks]]
 """Columns, and for each part of the reply the blocks that hold their memory."""
+_FIRST: Final = bytes(4)
+"""The first block, and its first row, as a reply names them."""
+
+
+class FoundTensor(NamedTuple):
+    """A tensor, and the block that holds its memory. is_whole: of that, all is here."""
+
+    column: Column
+    held: MappedBlocks
+    is_whole: bool
+
+
 Key = tuple[int, int]
 """Shard number or `_MAPPED`, and number of rows."""
 
@@ -193,6 +205,48 @@ class ShardClients:
             if received:
                 self._unpin(received)  # which empties the list
         return found
+
+    def tensors(
+        self, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], slices: Mapping[str, Slice]
+    ) -> Operation[list[FoundTensor]]:
+        """The tensor in each of these blocks of one row and field, those in `slices` cut. Errors and pins as of `columns`.
+
+        Of blocks that are not mapped here only what is wanted crosses. Their shards compare those that cross in part with their checksums; nobody
+        else has compared anything.
+        """
+        shards, received = {block.shard for block in blocks}, [block.block for block in blocks]
+        found: dict[int, FoundTensor] = {}
+        try:
+            yield from self.know(shards)
+            received = [at.block for at in blocks if self._place(at.shard) != _MAPPED]
+            places: dict[int, list[m.BlockLocation]] = {}
+            for block in blocks:
+                places.setdefault(self._place(block.shard), []).append(block)
+            asked = [self._tensors_at(some, fields, slices) for some in places.values()]
+            for some in (yield from run_concurrently(asked)):
+                found |= some
+        except PeerError as error:
+            yield from self._explain(shards, error)
+        finally:
+            if received:
+                self._unpin(received)  # which empties the list
+        return [found[block.block] for block in blocks]
+
+    def _tensors_at(
+        self, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], slices: Mapping[str, Slice]
+    ) -> Operation[dict[int, FoundTensor]]:
+        parts = [m.ReplyColumns(block.fields, [block], block_of_row=_FIRST, slot_of_row=_FIRST) for block in blocks]
+        memory = self._memory(blocks[0].shard)
+        if isinstance(memory, MappedMemory):
+            columns, held = yield from memory.columns(parts, fields, 1, slices)
+            cut = set[str]()
+        else:
+            columns, held = yield from memory.columns(parts, fields, 1, slices, compare=True)
+            cut = set(slices)
+        return {
+            at.block: FoundTensor(columns[at.fields[0]], kept, is_whole=at.fields[0] not in cut)
+            for at, kept in zip(blocks, held, strict=True)
+        }
 
     def _columns_of(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]

@@ -63,8 +63,11 @@ class RequestedRows(msgspec.Struct, frozen=True):
     slot_of_row: NDArray[np.int32]
 
 
-def rows_of(part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES) -> RequestedRows:
-    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted whole."""
+def rows_of(
+    part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES, *, compare: bool = False
+) -> RequestedRows:
+    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted whole. compare: the shard is
+    to compare the blocks of those with their checksums."""
     blocks, slots = (
         codec.decode_constant(part.block_of_row, "<i4", rows),
         codec.decode_ascending(part.slot_of_row, "<i4", rows),
@@ -87,6 +90,7 @@ def rows_of(part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SL
         block_of_row=b"" if alone else blocks.tobytes(),
         slot_of_row=slots.tobytes(),
         cuts={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
+        sums=[block.checksum for block in part.blocks] if compare and slices.keys() & set(part.fields) else [],
     )
     return RequestedRows(wanted, len(slots), index)
 

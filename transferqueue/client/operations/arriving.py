@@ -15,35 +15,40 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.remote import RemoteMemory
+from transferqueue.client.memory.shards import FoundTensor
 from transferqueue.client.operations.publish import ReusedTensor, is_unchanged
+from transferqueue.client.operations.tensor_parts import WHOLE
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
 from transferqueue.errors import ShardLost, VersionGivenUp
 from transferqueue.limits import PARTS_MAX
-from transferqueue.schema import Field
-from transferqueue.storage.columns.column import Column
-from transferqueue.storage.columns.placement import MappedBlocks
+from transferqueue.schema import Field, Slice
 from transferqueue.storage.memory.checksum import verify
 from transferqueue.wire import messages as m
 
-Needed = Callable[[Field, m.BlockLocation, m.TensorSlice | None], bool]
-"""Whether a pull needs the bytes of a field that lies in a block; the slice that the field is, if it is one."""
+Parts = Mapping[str, Slice]
+"""The wanted part of each field that is not wanted whole."""
+Needed = Callable[[Field, m.BlockLocation, m.TensorSlice | None], Slice | None]
+"""Which part of a field that lies in a block a pull needs, None: nothing of it; the slice that the field is, if it is one."""
 
 
 class SharedTensor:
-    """One tensor in this process's memory, which several versions may share. The last of them frees it."""
+    """One tensor, or a part of it, in this process's memory, which several versions may share. The last of them frees it. is_whole: all of the block is
+    here. part: what `column` has of the tensor."""
 
-    __slots__ = ("_users", "block", "blocks", "column")
+    __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part")
     _guard: Final = threading.Lock()
 
-    def __init__(self, column: Column, blocks: MappedBlocks, block: m.BlockLocation) -> None:
-        self.column, self.blocks, self.block = column, blocks, block
+    def __init__(self, found: FoundTensor, field: Field, block: m.BlockLocation, part: Slice) -> None:
+        self.column, self.blocks, self.is_whole = found
+        self.field, self.block, self.part = field, block, part
         self._users = 1
 
     def share(self) -> bool:
@@ -60,17 +65,21 @@ class SharedTensor:
                 return
         self.blocks.end(message)
 
-    def is_in(self, field: Field, block: m.BlockLocation) -> bool:
-        """Whether `field` in `block` is the same tensor."""
-        return is_unchanged(self.column.field, self.block, field, block.nbytes, block.checksum)
+    def is_in(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> bool:
+        """Whether the part of `field` in `block` is the same."""
+        return self.part == part and is_unchanged(self.field, self.block, field, block.nbytes, block.checksum)
 
 
 def fetch_tensors(
-    client: ClientSession, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], subject: str
+    client: ClientSession,
+    blocks: Sequence[m.BlockLocation],
+    fields: Mapping[str, Field],
+    subject: str,
+    parts: Parts = MappingProxyType({}),
 ) -> Operation[dict[str, SharedTensor]]:
     """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the bytes were received.
 
-    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several.
+    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several. What crosses in part is compared where it lies.
     """
     tensors: dict[str, SharedTensor] = {}
     begun = 0
@@ -78,27 +87,19 @@ def fetch_tensors(
         while begun < len(blocks):
             some = blocks[begun : begun + PARTS_MAX]
             begun += len(some)
-            tensors |= yield from _fetch_some(client, some, fields)
-        yield BlockingWork(sum(block.nbytes for block in blocks), lambda: _verify(tensors, subject))
+            found = yield from client.shards.tensors(some, fields, parts)
+            tensors |= {
+                name: SharedTensor(one, fields[name], block, parts.get(name, WHOLE))
+                for one, block in zip(found, some, strict=True)
+                for name in block.fields
+            }
+        here = {name: tensor for name, tensor in tensors.items() if tensor.is_whole}
+        yield BlockingWork(sum(tensor.block.nbytes for tensor in here.values()), lambda: _verify(here, subject))
     except BaseException:
         return_pins(client, blocks[begun:], ())
         release_all(tensors, f"{subject} did not arrive whole; pull it again")
         raise
     return tensors
-
-
-def _fetch_some(
-    client: ClientSession, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field]
-) -> Operation[dict[str, SharedTensor]]:
-    zero = bytes(4)
-    parts = [m.ReplyColumns(block.fields, [block], block_of_row=zero, slot_of_row=zero) for block in blocks]
-    of_blocks = {name: fields[name] for block in blocks for name in block.fields}
-    columns, held = yield from client.shards.columns(parts, of_blocks, 1)
-    return {
-        name: SharedTensor(columns[name], memory, block)
-        for memory, block in zip(held, blocks, strict=True)
-        for name in block.fields
-    }
 
 
 def _verify(tensors: Mapping[str, SharedTensor], subject: str) -> None:
@@ -129,10 +130,10 @@ class ArrivedTensors:
         self._version = -1
         self._tensors: dict[str, SharedTensor] = {}
 
-    def has(self, field: Field, block: m.BlockLocation) -> bool:
-        """Whether the tensor in `block` has come."""
+    def has(self, field: Field, block: m.BlockLocation, part: Slice) -> bool:
+        """Whether this part of the tensor in `block` has come."""
         tensor = self._tensors.get(field.name)
-        return tensor is not None and tensor.is_in(field, block)
+        return tensor is not None and tensor.is_in(field, block, part)
 
     def take(self, name: str) -> SharedTensor:
         """Hand over a tensor that has come."""
@@ -184,14 +185,21 @@ def _fetch_early(
 ) -> Operation[None]:
     fields, slices = by_field(reply)
     arrived.begin(reply.version)
-    new = [
-        block
-        for block in reply.blocks
-        if needed(field := fields[block.fields[0]], block, slices.get(field.name)) and not arrived.has(field, block)
-    ]
-    return_pins(client, reply.blocks, new)
+    new, parts = list[m.BlockLocation](), dict[str, Slice]()
     try:
-        arrived.add((yield from fetch_tensors(client, new, fields, f'version {reply.version} of channel "{channel}"')))
+        for block in reply.blocks:
+            field = fields[block.fields[0]]
+            part = needed(field, block, slices.get(field.name))
+            if part is not None and not arrived.has(field, block, part):
+                new.append(block)
+                parts |= {} if part.whole else {field.name: part}
+    except BaseException:
+        return_pins(client, reply.blocks, ())
+        raise
+    return_pins(client, reply.blocks, new)
+    subject = f'version {reply.version} of channel "{channel}"'
+    try:
+        arrived.add((yield from fetch_tensors(client, new, fields, subject, parts)))
     except ShardLost:
         return  # the coordinator gives the version up
 

@@ -19,6 +19,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations import publish
 from transferqueue.client.operations.arriving import (
     ArrivedTensors,
+    Parts,
     SharedTensor,
     await_version,
     by_field,
@@ -27,11 +28,12 @@ from transferqueue.client.operations.arriving import (
     release_all,
     return_pins,
 )
+from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
-from transferqueue.limits import ITEMS_MAX, check_name
-from transferqueue.schema import Field
+from transferqueue.limits import check_name
+from transferqueue.schema import Field, Slice
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.wire import messages as m
 
@@ -44,10 +46,6 @@ T = TypeVar("T")
 
 TRIES: Final = 2
 """How often a pull is tried if bytes do not match their checksums."""
-
-
-Only = Iterable[str] | Mapping[str, range | None]
-"""What a pull takes: names of tensors of the base, or a mapping from names to ranges of rows along dimension 0 (None: all rows)."""
 
 BEGUN_S: Final = 60.0
 """Default time for all parts of a version to come: longer than writing a shard takes."""
@@ -75,12 +73,13 @@ class Weights(ProcessBound, Mapping[str, Any]):
         tensors: dict[str, SharedTensor],
         changed: frozenset[str],
         slices: Iterable[m.TensorSlice] = (),
-        only: Mapping[str, range | None] | None = None,
+        *,
+        is_part: bool = False,
     ) -> None:
         self._channel, self._version = channel, version
         self._tensors, self._changed = tensors, changed
         self._slices = {one.field: one for one in slices if one.field in tensors}
-        self._only = only
+        self._is_part = is_part
         self._places = self._fields_by_tensor()
         self._released = False
 
@@ -125,25 +124,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._of_each(adapter, partial(self._torch, columns=columns))
 
     def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
-        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted range, these rows alone."""
+        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted part, that alone."""
         from transferqueue.storage.devices.landing import accelerator, land
 
-        wanted = self._of_each(adapter, self._parts).values()
-        parts = {field: part for of_tensor in wanted for field, part in of_tensor.items()}
-        columns = {field: self._tensors[field].column for field in parts}
-        return land(columns, accelerator(device), {field: part for field, part in parts.items() if part is not None})
-
-    def _parts(self, name: str, fields: list[str]) -> dict[str, range | None]:
-        """The wanted rows of each field, counted from the field's first; None: the whole field."""
-        rows = self._range(name, fields)
-        if rows is None:
-            return dict.fromkeys(fields)
-        return {field: self._part(rows, field) for field in fields}
-
-    def _part(self, rows: range, field: str) -> range:
-        first, count = self._first(field), self._tensors[field].column.field.shape[0] or 0
-        start = min(max(rows.start - first, 0), count)
-        return range(start, max(start, min(rows.stop - first, count)))
+        wanted = self._of_each(adapter, lambda _, fields: fields).values()
+        columns = {field: self._tensors[field].column for of_tensor in wanted for field in of_tensor}
+        return land(columns, accelerator(device))
 
     def numpy(self, adapter: str | None = None) -> dict[str, NDArray[Any]]:
         """As `torch`, as numpy arrays; bf16 and fp8 need ml_dtypes."""
@@ -172,28 +158,15 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def _first(self, field: str) -> int:
         return self._slices[field].first if field in self._slices else 0
 
-    def _range(self, name: str, fields: list[str]) -> range | None:
-        """Rows of the tensor that are in this mapping; None: it has no rows, or all of one field."""
-        wanted = (self._only or {}).get(name)
-        if wanted is not None or fields[0] not in self._slices:
-            return wanted
-        return range(self._slices[fields[0]].rows)
-
     def _field(self, name: str, fields: list[str]) -> Field:
-        first, rows = self._tensors[fields[0]].column.field, self._range(name, fields)
-        return Field(name, first.dtype, first.shape if rows is None else (len(rows), *first.shape[1:]))
+        found = [self._tensors[field].column.field for field in fields]
+        if len(found) == 1:
+            return Field(name, found[0].dtype, found[0].shape)
+        return Field(name, found[0].dtype, (sum(each.fixed[0] for each in found), *found[0].shape[1:]))
 
     def _torch(self, name: str, fields: list[str], columns: Mapping[str, Column] | None = None) -> Any:
-        if columns is None:
-            values = [self._tensors[field].column.torch()[0] for field in fields]
-            return self._put_together(name, fields, values, values[0].new_empty)
-        parts = [columns[field].torch()[0] for field in fields]  # wanted rows alone
-        rows = self._range(name, fields)
-        return (
-            parts[0]
-            if rows is None or len(parts) == 1
-            else _join(parts[0].new_empty((len(rows), *parts[0].shape[1:])), parts)
-        )
+        values = [(self._tensors[field].column if columns is None else columns[field]).torch()[0] for field in fields]
+        return self._put_together(name, fields, values, values[0].new_empty)
 
     def _numpy(self, name: str, fields: list[str]) -> Any:
         values = [self._tensors[field].column.numpy()[0] for field in fields]
@@ -202,22 +175,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def _put_together(
         self, name: str, fields: list[str], values: list[Any], empty: Callable[[tuple[int, ...]], Any]
     ) -> Any:
-        """The tensor whose fields have these values: a view if one of them has all wanted rows, else a copy into an `empty` one."""
-        rows = self._range(name, fields)
-        if rows is None:
-            return values[0]
-        parts = self._cut(rows, fields, values)
-        if len(parts) == 1:
-            return parts[0]
-        return _join(empty((len(rows), *values[0].shape[1:])), parts)
-
-    def _cut(self, rows: range, fields: list[str], values: list[Any]) -> list[Any]:
-        """Views of the wanted rows of each field that has some."""
-        cut = []
-        for field, value in zip(fields, values, strict=True):
-            first = self._first(field)
-            cut.append(value[max(rows.start - first, 0) : max(rows.stop - first, 0)])
-        return [part for part in cut if len(part)] or cut[:1]
+        """The tensor whose fields have these values: a view if it is one, else a copy into an `empty` one."""
+        return values[0] if len(values) == 1 else _join(empty(self._field(name, fields).fixed), values)
 
     def _prefix(self, adapter: str | None) -> str:
         if adapter is None:
@@ -231,24 +190,24 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def _copies(self) -> list[publish.ReusedTensor]:
         """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were pulled."""
-        if self._only is not None:
+        if self._is_part:
             raise UsageError(
                 f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to mirror it'
             )
         tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
         return [copy_of(tensor, self._slices) for tensor in tensors]
 
-    def _shared(self, field: Field, block: m.BlockLocation) -> SharedTensor | None:
-        """This version's tensor, counted once more, if `block` has the same; else None."""
-        if not self._has(field, block):
+    def _shared(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> SharedTensor | None:
+        """This version's part of a tensor, counted once more, if it is that of the tensor in `block`; else None."""
+        if not self._has(field, block, part):
             return None
         mine = self._tensors[field.name]
         return mine if mine.share() else None
 
-    def _has(self, field: Field, block: m.BlockLocation) -> bool:
-        """Whether this version, which is not released, has the tensor in `block`."""
+    def _has(self, field: Field, block: m.BlockLocation, part: Slice = WHOLE) -> bool:
+        """Whether this version, which is not released, has this part of the tensor in `block`, and no other."""
         mine = self._tensors.get(field.name)
-        return mine is not None and not self._released and mine.is_in(field, block)
+        return mine is not None and not self._released and mine.is_in(field, block, part)
 
     def __getitem__(self, name: str) -> Any:
         full = f"{publish.BASE}{name}"
@@ -307,23 +266,6 @@ def _join(whole: Any, parts: list[Any]) -> Any:
     return whole
 
 
-def wanted_tensors(only: Only | None) -> dict[str, range | None] | None:
-    """Check what a pull takes. Returns the ranges of rows by name of the field; None: everything."""
-    if only is None:
-        return None
-    named = dict(only) if isinstance(only, Mapping) else dict.fromkeys([only] if isinstance(only, str) else only)
-    checks.few("tensors", named, ITEMS_MAX)
-    for name, rows in named.items():
-        check_name("tensor", f"{publish.BASE}{name}")
-        if rows is not None and not (isinstance(rows, range) and rows.step == 1 and 0 <= rows.start < rows.stop):
-            raise UsageError(
-                f'rows {rows!r} of tensor "{name}": give a range with step 1 that is not empty, or None for all rows'
-            )
-    if not named:
-        raise UsageError("a pull of no tensors; name at least one in only=, or leave it out for all")
-    return {f"{publish.BASE}{name}": rows for name, rows in named.items()}
-
-
 def pull_weights(
     client: ClientSession,
     channel: str,
@@ -334,7 +276,7 @@ def pull_weights(
     only: Only | None = None,
 ) -> Operation[Weights]:
     """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their checksums."""
-    wanted = wanted_tensors(only)
+    wanted = TensorParts(only)
     deadline = yield from checks.within(timeout_s)
     request = m.Pull(
         channel=channel,
@@ -358,72 +300,70 @@ def _pull(
     request: m.Pull,
     deadline: Deadline,
     since: Weights | None,
-    wanted: Mapping[str, range | None] | None,
+    wanted: TensorParts,
     arrived: ArrivedTensors,
 ) -> Operation[Weights]:
-    def needed(field: Field, block: m.BlockLocation, of: m.TensorSlice | None) -> bool:
-        is_wanted = wanted is None or _is_wanted(field.name, field.shape, of, wanted)
-        return is_wanted and not (since is not None and since._has(field, block))
+    def needed(field: Field, block: m.BlockLocation, one: m.TensorSlice | None) -> Slice | None:
+        part = wanted.of(field, one)
+        return None if part is None or (since is not None and since._has(field, block, part)) else part
 
     reply = yield from await_version(client, request, deadline, arrived, needed)
-    if wanted is not None:
-        reply = _restricted(client, reply, wanted, request.channel)
+    reply, parts = _restricted(client, reply, wanted, request.channel)
     fields, _ = by_field(reply)
-    tensors = _shared(reply, fields, since)
+    tensors = _shared(reply, fields, parts, since)
     try:
         rest = [block for block in reply.blocks if block.fields[0] not in tensors]
-        new = [block for block in rest if not arrived.has(fields[block.fields[0]], block)]
+        new = [
+            block for block in rest if not arrived.has(fields[name := block.fields[0]], block, parts.get(name, WHOLE))
+        ]
         return_pins(client, reply.blocks, new)
-        fetched = yield from fetch_tensors(
-            client, new, fields, f'version {reply.version} of channel "{request.channel}"'
-        )
+        subject = f'version {reply.version} of channel "{request.channel}"'
+        fetched = yield from fetch_tensors(client, new, fields, subject, parts)
     except BaseException:
         release_all(tensors, "the pull that shared it failed")
         raise
     early = {name: arrived.take(name) for block in rest if (name := block.fields[0]) not in fetched}
     tensors |= early | fetched
     ordered = {field.name: tensors[field.name] for field in reply.fields}
-    return Weights(request.channel, reply.version, ordered, frozenset(early | fetched), reply.slices, wanted)
+    changed = frozenset(early | fetched)
+    return Weights(request.channel, reply.version, ordered, changed, reply.slices, is_part=not wanted.everything)
 
 
 def _restricted(
-    client: ClientSession, reply: m.WeightsReply, wanted: Mapping[str, range | None], channel: str
-) -> m.WeightsReply:
-    """The part of the reply that has the wanted rows; returns the pins of all else. `NotFound` for a tensor that the version does not have."""
+    client: ClientSession, reply: m.WeightsReply, wanted: TensorParts, channel: str
+) -> tuple[m.WeightsReply, Parts]:
+    """What the reply has of the wanted tensors, and the parts of their fields; returns the pins of all else. `NotFound` for a tensor that the version
+    does not have."""
+    if wanted.everything:
+        return reply, {}
     slices = {one.field: one for one in reply.slices}
-    shapes = {field.name: field.shape for field in reply.fields}
-    chosen = {name for name, shape in shapes.items() if _is_wanted(name, shape, slices.get(name), wanted)}
-    client.connection.unpin([block.block for block in reply.blocks if block.fields[0] not in chosen])
-    missing = wanted.keys() - {slices[name].tensor if name in slices else name for name in chosen}
-    if missing:
-        client.connection.unpin([block.block for block in reply.blocks if block.fields[0] in chosen])
-        raise NotFound(
-            f'version {reply.version} of channel "{channel}" has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has '
-            f"{listing({slices[name].tensor if name in slices else name for name in shapes})}"
-        )
+    try:
+        found = {field.name: wanted.of(field, slices.get(field.name)) for field in reply.fields}
+        chosen = {name: part for name, part in found.items() if part is not None}
+        missing = wanted.names - {slices[name].tensor if name in slices else name for name in chosen}
+        if missing:
+            raise NotFound(
+                f'version {reply.version} of channel "{channel}" has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has '
+                f"{listing({slices[name].tensor if name in slices else name for name in found})}"
+            )
+    except BaseException:
+        return_pins(client, reply.blocks, ())
+        raise
     blocks = [block for block in reply.blocks if block.fields[0] in chosen]
-    return m.WeightsReply(
-        reply.version, [field for field in reply.fields if field.name in chosen], blocks, reply.slices
-    )
+    return_pins(client, reply.blocks, blocks)
+    fields = [field for field in reply.fields if field.name in chosen]
+    parts = {name: part for name, part in chosen.items() if not part.whole}
+    return m.WeightsReply(reply.version, fields, blocks, reply.slices), parts
 
 
-def _is_wanted(
-    name: str, shape: tuple[int | None, ...], one: m.TensorSlice | None, wanted: Mapping[str, range | None]
-) -> bool:
-    """Whether the field has wanted rows."""
-    tensor, count = one.tensor if one is not None else name, (shape[0] or 0) if shape else 0
-    rows = wanted.get(tensor)
-    if tensor not in wanted or rows is None:
-        return tensor in wanted
-    first, end = (one.first, one.rows) if one is not None else (0, count)
-    return rows.stop <= end and first < rows.stop and rows.start < first + count
-
-
-def _shared(reply: m.WeightsReply, fields: Mapping[str, Field], since: Weights | None) -> dict[str, SharedTensor]:
-    """Tensors of the reply that are the same in `since`, by name."""
+def _shared(
+    reply: m.WeightsReply, fields: Mapping[str, Field], parts: Parts, since: Weights | None
+) -> dict[str, SharedTensor]:
+    """What of the reply is the same in `since`, by name."""
     if since is None:
         return {}
-    tensors = {block.fields[0]: since._shared(fields[block.fields[0]], block) for block in reply.blocks}
+    names = {block.fields[0]: block for block in reply.blocks}
+    tensors = {name: since._shared(fields[name], block, parts.get(name, WHOLE)) for name, block in names.items()}
     return {name: tensor for name, tensor in tensors.items() if tensor is not None}
 
 

@@ -41,13 +41,14 @@ from transferqueue.errors import (
     UsageError,
 )
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB, MIB
+from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.pulled_write import PulledWrite
 from transferqueue.server.shards.ranged_read import RangedRead
 from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import ExtentTransfer, ReadTransfer, WriteTransfer
+from transferqueue.server.shards.transfers import ExtentTransfer, KnownSums, ReadTransfer, WriteTransfer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
@@ -111,7 +112,7 @@ class ShardTransfers:
         self.now = 0.0
         self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
-        self._digests = FrameDigests()
+        self._sums = KnownSums(FrameDigests(), BlockChecks())
         self._gathered = BufferPool(GATHERED_KEPT_BYTES)
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
@@ -168,11 +169,13 @@ class ShardTransfers:
         self._refuse(peer, 0, error)
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
-        """Send one more frame for each read whose window is open and whose connection is not clogged."""
+        """Send one more frame for each read whose window is open and whose connection is not clogged. One whose blocks are compared waits."""
         self._for_reads(self._send_frame, clogged)
 
     def _send_frame(self, peer: bytes, read: ReadTransfer) -> None:
         message = read.frame()
+        if message is None:
+            return
         self.sent_bytes["stream"] += sum(map(len, message[1]))
         self.sent_bytes["one_sided"] += read.named_bytes
         self.outbox.append((peer, message))
@@ -236,7 +239,8 @@ class ShardTransfers:
                 self._refuse(peer, transfer.number, Disconnected(f"nothing was heard of it for {BULK_STALL_S:g} s"))
         if self._tickets.revoked != self._checked_at:
             self._checked_at = self._tickets.revoked
-            self._digests.keep_only(self._tickets.admits)
+            for known in self._sums:
+                known.keep_only(self._tickets.admits)
             if self._clients is not None:
                 self._clients.keep_only(self._tickets.serves)
             self._end_revoked()
@@ -268,7 +272,7 @@ class ShardTransfers:
     def _expect(self, peer: bytes, message: b.ToShard, nbytes: int) -> None:
         match message:
             case b.WriteExtent():
-                writing = WriteTransfer(message, self._backing, self._tickets, self._digests, self.now)
+                writing = WriteTransfer(message, self._backing, self._tickets, self._sums.digests, self.now)
                 self._begin(peer, writing)
                 writing.expect(0, nbytes)
             case b.WriteFrame():
@@ -298,14 +302,14 @@ class ShardTransfers:
 
     def _read(self, message: b.ReadColumns) -> ReadTransfer:
         if not isinstance(message, b.ReadRanges):
-            return ReadTransfer(message, self._backing, self._tickets, self._digests, self.now, self._gathered.take)
+            return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._gathered.take)
         if self._registered is None:
             raise Impossible(
                 "this shard sends columns over its stream alone, so its memory cannot be read one-sided; start it with --bytes nixl, or "
                 "read over the stream"
             )
         return RangedRead(
-            message, self._backing, self._tickets, self._digests, self.now, self._gathered.take, self._registered
+            message, self._backing, self._tickets, self._sums, self.now, self._gathered.take, self._registered
         )
 
     def _pulled(self, message: b.WriteRanges) -> PulledWrite:
@@ -315,7 +319,7 @@ class ShardTransfers:
                 "the stream"
             )
         self._clients.check_usable(message.session)
-        return PulledWrite(message, self._backing, self._tickets, self._digests, self.now, self._clients)
+        return PulledWrite(message, self._backing, self._tickets, self._sums.digests, self.now, self._clients)
 
     def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:
         if not isinstance(transfer, PulledWrite):

@@ -16,6 +16,7 @@ from transferqueue.server.shards.staging import StagedRead
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
+    KnownSums,
     ReadPart,
     ReadTransfer,
     frames_of,
@@ -39,7 +40,7 @@ class RangedRead(ReadTransfer):
         read: b.ReadRanges,
         backing: Backing,
         tickets: TicketIssuer,
-        digests: FrameDigests,
+        sums: KnownSums,
         now: float,
         room: Room,
         registered: RegisteredArena,
@@ -49,7 +50,7 @@ class RangedRead(ReadTransfer):
         self._use: Final = RegionUse()
         self._loaded = MetadataVersion(read.agent, read.generation, read.regions)
         try:
-            super().__init__(read, backing, tickets, digests, now, room)
+            super().__init__(read, backing, tickets, sums, now, room)
         except BaseException:
             self.end()
             raise
@@ -69,12 +70,10 @@ class RangedRead(ReadTransfer):
         super().took(frames)
         self._staged.took(frames)
 
-    def _contents(
-        self, read: b.ReadColumns, backing: Backing, digests: FrameDigests, room: Room
-    ) -> Iterator[FrameContent]:
+    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
         registered, use, staged = self._registered, self._use, self._staged  # not the transfer, which would hold itself
-        parts = _weighed(parts_of(read, backing, staged.room, b.RANGE_BYTES_MIN), staged)
-        return frames_of(read, parts, lambda: _RangesBuilder(registered, use, digests, staged))
+        parts = _weighed(parts_of(read, backing, sums.blocks, staged.room, b.RANGE_BYTES_MIN), staged)
+        return frames_of(read, parts, lambda: _RangesBuilder(registered, use, sums.digests, staged))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         version = self._registered.version

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
-from transferqueue.schema import Field, cut_field, known, layout
+from transferqueue.schema import Field, Slice, cut_field, known, layout
+from transferqueue.server.shards.block_checks import BACKLOG_BYTES_MAX, BlockChecks, PartCheck
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
+from transferqueue.storage.columns.cut import cut_span
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
+from transferqueue.storage.memory.checksum import UNCHECKED
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.messages import BlockLocation
 
 
 class FrameContent(NamedTuple):
-    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see `b.RangesFrame`."""
+    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see `b.RangesFrame`. compare: of the parts
+    that end with it."""
 
     begun: list[b.PartHead]
     pieces: list[memoryview]
     last: bool
     digest: bytes
     ranges: tuple[b.ByteRange, ...] = ()
+    compare: tuple[PartCheck, ...] = ()
+
+
+class KnownSums(NamedTuple):
+    """Checksums that a shard knows of its memory."""
+
+    digests: FrameDigests
+    blocks: BlockChecks
 
 
 class ShardTransfer:
@@ -66,7 +79,7 @@ class ReadTransfer(ShardTransfer):
         read: b.ReadColumns,
         backing: Backing,
         tickets: TicketIssuer,
-        digests: FrameDigests,
+        sums: KnownSums,
         now: float,
         room: Room,
     ) -> None:
@@ -75,15 +88,14 @@ class ReadTransfer(ShardTransfer):
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = self._contents(read, backing, digests, room)
+        self._frames = self._contents(read, backing, sums, room)
         self._next: FrameContent | None = None
+        self._checks = deque[PartCheck]()
         self._ended = False
         self.prepare()
 
-    def _contents(
-        self, read: b.ReadColumns, backing: Backing, digests: FrameDigests, room: Room
-    ) -> Iterator[FrameContent]:
-        return frames_of(read, parts_of(read, backing, room), lambda: _Frame(digests))
+    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
+        return frames_of(read, parts_of(read, backing, sums.blocks, room), lambda: _Frame(sums.digests))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
@@ -93,8 +105,8 @@ class ReadTransfer(ShardTransfer):
 
     @property
     def ready(self) -> bool:
-        """Whether a frame may be sent now."""
-        return not self._ended and self.window.open
+        """Whether there is something to do now: a frame may be sent, or blocks are to be compared."""
+        return not self._ended and (self.window.open or bool(self._checks))
 
     @property
     def done(self) -> bool:
@@ -106,21 +118,36 @@ class ReadTransfer(ShardTransfer):
         self.window.took(frames)
 
     def prepare(self) -> None:
-        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one leaves. Raises as
-        `frame`."""
+        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one leaves. Compare some bytes of
+        blocks that are to be compared. Raises as `frame`."""
         if self._next is None and not self._ended:
             self._next = next(self._frames)
+            for check in self._next.compare:
+                check.begin()
+                self._checks.append(check)
+        try:
+            if self._checks and self._checks[0].step():
+                self._checks.popleft()
+        except Corruption:
+            self.check()  # others may have the memory by now
+            raise
 
-    def frame(self) -> b.Message:
-        """The next frame. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
+    def frame(self) -> b.Message | None:
+        """The next frame; None: none may leave yet. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
         if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
         self.prepare()
-        content = self._next or next(self._frames)
+        content = self._next
+        if content is None or not self.window.open or (self._checks and (content.last or self._lags)):
+            return None
         head = self._head(self.window.send(), content)
         self.check()  # after the checksum: the bytes were not granted to another session meanwhile
         self._next, self._ended = None, content.last
         return b.message(head, content.pieces, content.digest)
+
+    @property
+    def _lags(self) -> bool:
+        return sum(check.nbytes for check in self._checks) >= BACKLOG_BYTES_MAX
 
 
 class ExtentTransfer(ShardTransfer):
@@ -189,15 +216,19 @@ class WriteTransfer(ExtentTransfer):
 
 
 class ReadPart(NamedTuple):
-    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`."""
+    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`. compare: what must
+    be compared before the read ends."""
 
     head: b.PartHead
     stored: tuple[int, Range] | None
     nbytes: int
     pieces: Iterator[U8]
+    compare: list[PartCheck] = []  # noqa: RUF012
 
 
-def parts_of(read: b.ReadColumns, backing: Backing, room: Room, ranges_from: int = 0) -> Iterator[ReadPart]:
+def parts_of(
+    read: b.ReadColumns, backing: Backing, checks: BlockChecks, room: Room, ranges_from: int = 0
+) -> Iterator[ReadPart]:
     """The parts of a read, in order. room, ranges_from: as of `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
@@ -216,7 +247,31 @@ def parts_of(read: b.ReadColumns, backing: Backing, room: Room, ranges_from: int
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]
-        yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces)
+        yield ReadPart(
+            b.PartHead(number, counts), stored, nbytes, pieces, _compared(part, placement, fields, cuts, checks)
+        )
+
+
+def _compared(
+    part: b.RowSelection,
+    placement: RowPlacement,
+    fields: Mapping[str, Field],
+    cuts: Mapping[str, Slice],
+    checks: BlockChecks,
+) -> list[PartCheck]:
+    """The comparisons that the client asks for. Of one field of one block only the bytes that it may have are compared, once the block is known."""
+    if not part.sums:
+        return []
+    if len(part.sums) != len(part.blocks):
+        raise ProtocolError(f"a bulk read names {len(part.sums)} checksums for {len(part.blocks)} blocks")
+    found = []
+    for at, memory, expected in zip(part.blocks, placement.blocks.live_memory(), part.sums, strict=True):
+        span = 0, at.nbytes
+        if len(part.blocks) == len(part.fields) == 1 and part.fields[0] in cuts:
+            span = cut_span(fields[part.fields[0]], cuts[part.fields[0]], placement)
+        if expected != UNCHECKED and span[0] < span[1]:
+            found.append(checks.check(Range(at.extent, at.offset, at.nbytes), memory, expected, at.block, span))
+    return found
 
 
 def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backing: Backing) -> RowPlacement:
@@ -325,24 +380,36 @@ def frames_of(
 ) -> Iterator[FrameContent]:
     """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is the last."""
     frame, part, owed = new_frame(), None, 0
+    ended = list[PartCheck]()
+
+    def content(*, last: bool) -> FrameContent:
+        found = frame.content(part, last=last)._replace(compare=tuple(ended))
+        ended.clear()
+        return found
+
     for part in parts:
         if len(frame.begun) == b.PARTS_BEGUN_MAX:
-            yield frame.content(part, last=False)
+            yield content(last=False)
             frame = new_frame()
         frame.begun.append(part.head)
         owed += part.nbytes
+        compare = part.compare
         for piece in part.pieces:
             owed -= len(piece)
             rest = piece
             while len(rest):
                 rest = frame.add(part, rest)
                 if frame.full:
-                    last = not owed and not len(rest) and part.head.part == len(read.parts) - 1
-                    yield frame.content(part, last=last)
+                    complete = not owed and not len(rest)
+                    if complete:
+                        ended += compare
+                        compare = []
+                    yield content(last=complete and part.head.part == len(read.parts) - 1)
                     frame = new_frame()
+        ended += compare
     if owed:
         raise Corruption(
             f"a part of a bulk read has {-owed} bytes more than its counts say: its offsets changed meanwhile"
         )
     if not frame.empty or not read.parts:
-        yield frame.content(part, last=True)
+        yield content(last=True)

@@ -208,7 +208,7 @@ class Column(ProcessBound):
             placement.blocks.columns.add(self)
             loaded = load(self._whole, placement)  # a view of the block
             steps = loaded.values.reshape(int(offsets_of(loaded)[-1]), *self._whole.fixed)
-            steps = steps[(slice(None), *inner_slices(cut))]
+            steps = steps[(slice(None), *inner_slices(self._whole, cut))]
         else:
             loaded = self._load()
             steps = self._steps(loaded)

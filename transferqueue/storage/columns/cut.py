@@ -3,7 +3,7 @@
 A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a smaller shape. The first
 dimension costs nothing that is not wanted: the edges of each row move, and only the steps between them are read. Inner dimensions lie side by
 side in each step, so whole steps are read, a piece at a time, and copied once more: they save bytes that cross, not time. Who reads this memory
-itself gets long runs of whole steps as views where they lie.
+itself gets long runs as views where they lie: of whole steps, or within each step.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.limits import ALIGNMENT
-from transferqueue.schema import Field, Share, Slice, cut_field
+from transferqueue.schema import Field, Share, Slice, cut_field, share_range
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
@@ -45,9 +45,15 @@ def _share(share: Share, lengths: I64) -> tuple[I64, I64]:
     return wanted * size, np.where(wanted == chunks - 1, lengths[:, None], high)
 
 
-def inner_slices(cut: Slice) -> list[slice]:
+def inner_slices(field: Field, cut: Slice) -> list[slice]:
     """The ranges of all dimensions but the first, for an index of numpy."""
-    return [slice(None) if each is None else slice(*each) for each in cut.inner or ()]
+    inner = enumerate(cut.inner or (), start=1)
+    return [
+        slice(None)
+        if each is None
+        else slice(*(share_range(each, field.shape[axis] or 0) if isinstance(each, Share) else each))
+        for axis, each in inner
+    ]
 
 
 def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
@@ -58,8 +64,8 @@ def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
             return None
         edges = RowEdges(np.zeros(1, np.int64), np.array([_steps_of_row(field)], np.int64))
         low, high = cut_ranges(first, edges)
-        return [slice(int(low[0, 0]), int(high[0, 0])), *inner_slices(cut)]
-    return [slice(None) if first is None else slice(*first), *inner_slices(cut)]
+        return [slice(int(low[0, 0]), int(high[0, 0])), *inner_slices(field, cut)]
+    return [slice(None) if first is None else slice(*first), *inner_slices(field, cut)]
 
 
 def load_cut(field: Field, cut: Slice, placement: RowPlacement) -> LoadedColumn:
@@ -83,7 +89,7 @@ def cut_stream(
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
     At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long. ranges_from, room: as
-    of `column_stream`; inner ranges are gathered in any case, and in new memory.
+    of `column_stream`; inner ranges are gathered unless their runs are as long, and in new memory.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -94,11 +100,12 @@ def cut_stream(
         if field.ragged:
             yield from _padded(offsets.view(np.uint8), piece_bytes)
         read = offsets * _step_bytes(field)
-        if cut.inner is None and 0 < ranges_from * starts.size <= int(read[-1]):
-            for view in _views(field, placement, starts, ends):
+        views = _long_views(field, cut, placement, starts, ends, ranges_from) if ranges_from else None
+        if views is not None:
+            for view in views:
                 for at in range(0, len(view), piece_bytes):
                     yield view[at : at + piece_bytes]
-            yield from _padding(int(read[-1]))
+            yield from _padding(int(offsets[-1]) * step_bytes)
             return
         for start, stop in _groups(read, piece_bytes):
             out = None
@@ -111,6 +118,16 @@ def cut_stream(
         yield from _padding(int(offsets[-1]) * step_bytes)
 
     return (int(offsets[-1]) if field.ragged else 0), pieces()
+
+
+def cut_span(field: Field, cut: Slice, placement: RowPlacement) -> tuple[int, int]:
+    """The bytes of the only block of these rows between which the cut column lies, counted from the start of the block."""
+    starts, ends = _wanted(field, cut, placement)
+    filled = ends > starts
+    if not filled.any():
+        return 0, 0
+    first, step = int(placement.blocks.spans(field).values[0]), _step_bytes(field)
+    return first + int(starts[filled].min()) * step, first + int(ends[filled].max()) * step
 
 
 def _steps_of_row(field: Field) -> int:
@@ -153,16 +170,49 @@ def _gathered(
     if cut.inner is None or not len(taken):
         return taken
     whole = taken.view(stored_dtype(field.dtype)).reshape(-1, *inner)
-    return np.ascontiguousarray(whole[(slice(None), *inner_slices(cut))]).reshape(-1).view(np.uint8)
+    return np.ascontiguousarray(whole[(slice(None), *inner_slices(field, cut))]).reshape(-1).view(np.uint8)
 
 
-def _views(field: Field, placement: RowPlacement, starts: I64, ends: I64) -> list[U8]:
-    """The wanted steps of all rows, in order, as views of their blocks; ranges that touch are one view."""
-    spans, step = placement.blocks.spans(field), _step_bytes(field)
+def _long_views(
+    field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, least: int
+) -> list[U8] | None:
+    """The wanted bytes of all rows, in order, as views of their blocks; those that touch are one view. None if they have fewer than `least` bytes
+    in the mean."""
+    step, inside, run = _step_bytes(field), np.zeros(1, np.int64), 0
+    if cut.inner is not None:
+        inside, run = _runs_of_step(field, cut)
+        if run < least:
+            return None
+    elif least * starts.size > int((ends - starts).sum()) * step:
+        return None
+    spans = placement.blocks.spans(field)
     low, stretch = placement.blocks.stretch()
     base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row][:, None]
-    lows, highs = join((base + starts * step).reshape(-1), (base + ends * step).reshape(-1))
-    return [stretch[first:last] for first, last in zip(lows.tolist(), highs.tolist(), strict=True)]
+    firsts, lasts = (base + starts * step).reshape(-1), (base + ends * step).reshape(-1)
+    if run:
+        each = [np.arange(first, last, step) for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+        firsts = (np.concatenate(each)[:, None] + inside).reshape(-1)
+        lasts = firsts + run
+    firsts, lasts = join(firsts, lasts)
+    return [stretch[first:last] for first, last in zip(firsts.tolist(), lasts.tolist(), strict=True)]
+
+
+def _runs_of_step(field: Field, cut: Slice) -> tuple[I64, int]:
+    """Where the runs of wanted bytes begin in one step, counted from its start, and how many bytes each has; 0: the step has none."""
+    sizes = [size or 0 for size in field.shape[1:]]
+    whole = [range(size)[part] for size, part in zip(sizes, inner_slices(field, cut), strict=False)]
+    bounds = [(part.start, part.stop) for part in whole] + [(0, size) for size in sizes[len(whole) :]]
+    last = max(
+        (at for at, (size, bound) in enumerate(zip(sizes, bounds, strict=True)) if bound != (0, size)), default=0
+    )
+    stride = _step_bytes(field)
+    begins = np.zeros(1, np.int64)
+    for at, (size, (start, stop)) in enumerate(zip(sizes, bounds, strict=True)):
+        stride //= max(1, size)
+        if at == last:
+            return begins + start * stride, (stop - start) * stride
+        begins = (begins[:, None] + np.arange(start, stop) * stride).reshape(-1)
+    return begins, 0
 
 
 def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:

@@ -4,7 +4,7 @@ Where a column's bytes come from:
 
 1. Rows in up to `RUNS_MAX` runs of pinned blocks: a copy of each run, straight from the registered pages of the arena.
 2. Rows in more runs, or in memory that is not registered: they are gathered once into memory that the device reads without blocking, and copied
-   from there.
+   from there. So it is with the runs of a part of each dense row, such as the columns of a matrix.
 3. A device that reads any memory equally well (`HostDevice`) gets rule 1 from the views themselves, and rule 2 gathered once.
 
 Every copy's memory is held until the device says that it has ended (`in_flight`). Values are as they were put: what a caller changed in a view stays there.
@@ -12,8 +12,8 @@ Every copy's memory is held until the device says that it has ended (`in_flight`
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, cast
 
 import numpy as np
@@ -54,17 +54,14 @@ def lands(column: Column) -> bool:
     return column.field.dense or column.field.ragged
 
 
-def land(
-    columns: Mapping[str, Column], device: Accelerator, parts: Mapping[str, range] = MappingProxyType({})
-) -> dict[str, Column]:
+def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column]:
     """Begin to copy these columns to the device. Returns them by name: `DeviceColumn`, or the column itself where that stays on the host.
 
-    parts: for dense columns of one row, the range along dimension 0 of that row which is copied; no other byte of the column is.
     Does not wait for the device. Blocks while rows are gathered and while pages are registered, once each. `OutOfMemory` if the device has no room.
     """
     landing = _Landing(device)
     try:
-        landed = {name: landing.take(column, parts.get(name)) for name, column in columns.items() if lands(column)}
+        landed = {name: landing.take(column) for name, column in columns.items() if lands(column)}
     finally:
         event = landing.end()  # what has begun before an error holds its memory, too
     return {
@@ -90,10 +87,8 @@ class _Landing:
         self._memory: list[object] = []
         self._used: list[RegisteredRange] = []
 
-    def take(self, column: Column, part: range | None = None) -> LandedColumn:
-        """Begin the copies of a column, or of a part of its only row."""
-        if part is not None:
-            return self._part(column, part)
+    def take(self, column: Column) -> LandedColumn:
+        """Begin the copies of a column."""
         if column.field.dense:
             nbytes = len(column) * column.field.row_bytes
             memory = self._device.empty(nbytes)
@@ -112,17 +107,6 @@ class _Landing:
         in_flight(self._device).hold(event, self._memory, [used.end for used in self._used])
         return event
 
-    def _part(self, column: Column, part: range) -> LandedColumn:
-        """Begin the copy of a range along dimension 0 of the only row: its bytes lie together."""
-        rows, *fixed = column.field.fixed
-        step = column.field.row_bytes // rows if rows else 0
-        memory = self._device.empty(len(part) * step)
-        if len(memory):
-            whole = next(_Runs(column, column.placement).views())
-            self._whole(memory, whole[part.start * step : part.stop * step])
-        kind = torch_dtype(column.field.dtype, require_torch("torch"))
-        return LandedColumn(memory, memory.view(kind).reshape(1, len(part), *fixed))
-
     def _ragged(self, column: Column) -> LandedColumn:
         torch = require_torch("torch")
         lengths = column.lengths
@@ -138,8 +122,11 @@ class _Landing:
     def _values(self, into: Any, column: Column) -> None:
         if not len(into):
             return
+        if column._cut is not None and column.field.dense:
+            self._strided(into, column._dense())
+            return
         placement = column._placement if column._cut is None else None
-        if placement is None:  # values of the reply itself, or a part of each row
+        if placement is None:  # values of the reply itself, or a part of each ragged row
             self._whole(into, np.ascontiguousarray(column._load().values).view(np.uint8))
             return
         runs = _Runs(column, placement)
@@ -150,6 +137,22 @@ class _Landing:
         for memory in runs.views():
             self._whole(into[at : at + len(memory)], memory)
             at += len(memory)
+
+    def _strided(self, into: Any, values: np.ndarray[Any, Any]) -> None:
+        """Copy what may lie in several runs of its memory."""
+        depth = next(at for at in range(values.ndim + 1) if values[(0,) * at + (...,)].flags.c_contiguous)
+        if math.prod(values.shape[:depth]) > RUNS_MAX:
+            staging = self._device.staging(len(into))
+            gathered = np.empty(len(into), np.uint8) if staging is None else staging
+            np.copyto(gathered.view(values.dtype).reshape(values.shape), values)
+            self._memory.append(gathered)
+            self._device.load(into, gathered)
+            return
+        at = 0
+        for index in np.ndindex(values.shape[:depth]):
+            run = values[(*index, ...)].reshape(-1).view(np.uint8)
+            self._whole(into[at : at + len(run)], run)
+            at += len(run)
 
     def _whole(self, into: Any, memory: U8) -> None:
         """Copy one run."""

@@ -14,10 +14,12 @@ Rules (docs/decisions/0013):
    and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe: blocks never change, and a repeated write
    writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
-7. A client that reads memory one-sided (`transport.bulk.one_sided`, docs/decisions/0044) asks with `ReadRanges`. The answer, `RangesFrame`, names
+7. A block of which a client reads a part is compared whole at the shard, if the client names its checksum: the last frame of the read follows the
+   comparison (docs/decisions/0066).
+8. A client that reads memory one-sided (`transport.bulk.one_sided`, docs/decisions/0044) asks with `ReadRanges`. The answer, `RangesFrame`, names
    the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which the shard gathered rows (docs/decisions/0060); the rest comes
    as content. A frame counts as taken when its ranges were read and match, so the shard knows how long they are needed.
-8. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard reads them into memory of its
+9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard reads them into memory of its
    own, compares, and copies them into the extent. A frame counts as taken when that is done.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
@@ -45,7 +47,7 @@ from transferqueue.limits import (
     TICKET_BYTES,
 )
 from transferqueue.schema import RAGGED_RANK_MAX, Share, Slice
-from transferqueue.wire.messages import I32, Count, Counts, Fields, Names, Text
+from transferqueue.wire.messages import I32, Checksum, Count, Counts, Fields, Names, Text
 from transferqueue.wire.versions import PROTOCOL
 
 Piece = bytes | memoryview
@@ -109,38 +111,43 @@ class BulkBlock(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fie
     ticket: Ticket
 
 
+_Part = Annotated[list[Count], Meta(max_length=3)]
+
+
 class BulkCut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The part of each row's value that is wanted (`schema.Slice`).
 
     first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a share. inner: of the
-    others the same without shares; fewer: the rest is whole.
+    others the same; fewer: the rest is whole.
     """
 
-    first: Annotated[list[Count], Meta(max_length=3)]
-    inner: Annotated[list[Annotated[list[Count], Meta(max_length=2)]], Meta(max_length=RAGGED_RANK_MAX)]
+    first: _Part
+    inner: Annotated[list[_Part], Meta(max_length=RAGGED_RANK_MAX)]
 
     @staticmethod
     def of(wanted: Slice) -> BulkCut:
         """A slice as a message carries it."""
-        first = wanted.first
-        numbers = [first.index, first.of, int(first.zigzag)] if isinstance(first, Share) else list(first or ())
-        return BulkCut(numbers, [list(each or ()) for each in wanted.inner or ()])
+        return BulkCut(_numbers(wanted.first), [_numbers(each) for each in wanted.inner or ()])
 
     def slice(self) -> Slice:
         """The slice. `UsageError` if it is none."""
-        first = self.first
-        if len(first) == 3:
-            return Slice(Share(first[0], first[1], bool(first[2])), *map(_range, self.inner))
-        return Slice(_range(first), *map(_range, self.inner))
+        return Slice(_part(self.first), *map(_part, self.inner))
 
 
-def _range(numbers: list[int]) -> tuple[int, int] | None:
+def _numbers(wanted: tuple[int, int] | Share | None) -> list[int]:
+    return [wanted.index, wanted.of, int(wanted.zigzag)] if isinstance(wanted, Share) else list(wanted or ())
+
+
+def _part(numbers: list[int]) -> tuple[int, int] | Share | None:
+    if len(numbers) == 3:
+        return Share(numbers[0], numbers[1], bool(numbers[2]))
     return tuple(numbers) if numbers else None  # type: ignore[return-value]  # `Slice` refuses what is no pair
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there.
-    cuts: of each field that is not wanted whole, by name."""
+    cuts: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none), which the shard compares before the read ends,
+    since the receiver of a part of a block cannot; empty: of none."""
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
@@ -148,6 +155,7 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     block_of_row: I32
     slot_of_row: I32
     cuts: Annotated[dict[Text, BulkCut], Meta(max_length=FIELDS_MAX)] = {}
+    sums: Annotated[list[Checksum], Meta(max_length=ROWS_PER_REQUEST_MAX)] = []
 
 
 class ReadColumns(BulkHead, tag="Read"):

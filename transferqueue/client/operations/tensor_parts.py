@@ -1,0 +1,100 @@
+"""What a pull takes of the tensors of a version: all of a tensor, a range of its rows, or a part along any of its dimensions.
+
+A tensor may have been published in slices along its first dimension, each in a block of its own. So what is wanted of a tensor is a part of each of
+its slices: one that has no wanted row is not needed at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Final
+
+from transferqueue.client.operations import arguments as checks
+from transferqueue.client.operations.publish import BASE
+from transferqueue.errors import UsageError
+from transferqueue.limits import ITEMS_MAX, check_name
+from transferqueue.schema import Field, Share, Slice, cut_field, share_range
+from transferqueue.wire import messages as m
+
+Only = Iterable[str] | Mapping[str, range | Slice | None]
+"""What a pull takes: names of tensors of the base, or a mapping from names to the part of each: a `Slice`, a range of rows along dimension 0, or None for
+all of it."""
+
+WHOLE: Final = Slice()
+
+
+class TensorParts:
+    """What a pull takes. `UsageError` for what is neither names nor parts."""
+
+    def __init__(self, only: Only | None) -> None:
+        self._wanted: dict[str, range | Slice | None] | None = None if only is None else _checked(only)
+
+    @property
+    def everything(self) -> bool:
+        """Whether the pull takes whole versions."""
+        return self._wanted is None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields of the tensors that are named."""
+        return frozenset(self._wanted or ())
+
+    def of(self, field: Field, one: m.TensorSlice | None) -> Slice | None:
+        """The wanted part of a field, which is a tensor or the slice `one` of it; None: it has nothing that is wanted. `SchemaError` for a part that
+        does not fit its tensor."""
+        if self._wanted is None:
+            return WHOLE
+        name = field.name if one is None else one.tensor
+        if name not in self._wanted:
+            return None
+        part = self._wanted[name]
+        if part is None:
+            return WHOLE
+        sizes = field.fixed if one is None else (one.rows, *field.fixed[1:])
+        if isinstance(part, range):
+            if not sizes or part.stop > sizes[0]:
+                return None
+            part = Slice((part.start, part.stop))
+        return _of_slice(Field(name, field.dtype, sizes), part, one, field.fixed[0] if field.fixed else 0)
+
+
+def _of_slice(tensor: Field, part: Slice, one: m.TensorSlice | None, rows: int) -> Slice | None:
+    """The part of a slice with `rows` rows."""
+    cut_field(tensor, part)  # refuses what does not fit
+    (start, stop), *inner = _ranges(tensor, part)
+    first = 0 if one is None else one.first
+    start, stop = max(start - first, 0), min(stop - first, rows)
+    if start >= stop:
+        return None
+    sizes = (rows, *tensor.fixed[1:])
+    return Slice(
+        *(None if bounds == (0, size) else bounds for bounds, size in zip([(start, stop), *inner], sizes, strict=True))
+    )
+
+
+def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
+    """The wanted range of each dimension."""
+    given = [part.first, *(part.inner or ())]
+    return [
+        (0, size) if one is None else share_range(one, size) if isinstance(one, Share) else one
+        for one, size in zip([*given, *[None] * len(tensor.fixed)], tensor.fixed, strict=False)
+    ]
+
+
+def _checked(only: Only) -> dict[str, range | Slice | None]:
+    named = dict(only) if isinstance(only, Mapping) else dict.fromkeys([only] if isinstance(only, str) else only)
+    checks.few("tensors", named, ITEMS_MAX)
+    for name, part in named.items():
+        check_name("tensor", f"{BASE}{name}")
+        if isinstance(part, Slice):
+            if isinstance(part.first, Share) and part.first.zigzag:
+                raise UsageError(
+                    f'{part} of tensor "{name}" is zigzag, which divides sequences; leave zigzag out, or give (start, stop)'
+                )
+        elif part is not None and not (isinstance(part, range) and part.step == 1 and 0 <= part.start < part.stop):
+            raise UsageError(
+                f'{part!r} of tensor "{name}" is no part of it: give a tq.Slice, or a range of its rows with step 1 that is not empty, or None for all of it'
+            )
+    if not named:
+        raise UsageError("a pull of no tensors; name at least one in only=, or leave it out for all")
+    return {f"{BASE}{name}": part for name, part in named.items()}
