@@ -6,7 +6,10 @@ import pytest
 
 from tests.server.nodes import Bench, lease
 from tests.server.test_shards import local
-from transferqueue.errors import ProtocolError
+from transferqueue.client.operations import cuts
+from transferqueue.client.session.calls import Deadline, outcome
+from transferqueue.client.session.run import Within
+from transferqueue.errors import Disconnected, ProtocolError, TransferQueueError
 from transferqueue.limits import CUT_HOLD_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -43,11 +46,11 @@ class Node(Bench):
     def part(self, cut=CUT, path="s"):
         return self.leader.ask(m.SnapshotPart(path, cut))
 
-    def ended(self, work, wait_for="ended"):
-        """What the leader is told of a part that is ready, has ended or failed."""
+    def ended(self, work, *wait_for):
+        """What the leader is told of a part that is ready, has ended or failed. wait_for: which of these; else its end."""
         while True:
             reply = self.leader.ask(m.WatchPart(work))
-            if isinstance(reply, m.Failed) or getattr(reply, wait_for):
+            if isinstance(reply, m.Failed) or any(getattr(reply, what) for what in wait_for or ("ended",)):
                 return reply
             assert self.stirred.wait(ENDED_S)
             self.stirred.clear()
@@ -84,11 +87,11 @@ def test_a_hold_has_a_bounded_length(hold_s):
     [
         m.SnapshotPart("s", "x" * 32),
         m.SnapshotPart("s", CUT + "0"),
-        m.SnapshotPart("s", CUT, 1),
+        m.EndPart(1, True, -1),
         m.RestorePart("s", "0"),
     ],
 )
-def test_a_cut_has_an_id_and_two_snapshots_stay(request_):
+def test_a_cut_has_an_id_and_keeps_a_number_of_snapshots(request_):
     with pytest.raises(ProtocolError):
         codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, request_)))
 
@@ -442,3 +445,119 @@ def test_a_restored_part_is_visible_only_when_it_is_completed(node, tmp_path):
         other.ended(part.work)
     assert other.rows() == 3
     other.close()
+
+
+# ---------------------------------------------------------------- older snapshots
+
+
+def names(node):
+    return sorted(path.name for path in node.root.glob("s/*"))
+
+
+def take(node, number):
+    """A part that is completed; whether others are is not said."""
+    cut = f"{number:032x}"
+    node.hold(cut=cut)
+    work = node.part(cut).work
+    assert node.ended(work, "ready").ready
+    node.leader.ask(m.EndPart(work, finish=True))
+    assert node.ended(work).ended
+    return work
+
+
+def test_older_parts_go_only_when_the_cut_is_known_to_be_whole(node):
+    for number in range(4):
+        work = take(node, number)
+    assert names(node) == ["000001", "000002", "000003", "000004"], "each might be the last one that is whole"
+    for _ in range(2):
+        node.leader.ask(m.EndPart(work, finish=True, keep=2))
+        assert node.ended(work).path == str(node.root / "s/000004")
+        assert names(node) == ["000003", "000004"]
+    later = take(node, 5)
+    node.leader.ask(m.EndPart(work, finish=True, keep=1))
+    node.ended(work)
+    assert names(node) == ["000003", "000004", "000005"], "it was told before"
+    node.leader.ask(m.EndPart(later, finish=True, keep=1))
+    node.ended(later)
+    assert names(node) == ["000005"]
+
+
+def test_what_is_no_complete_part_removes_nothing(node):
+    take(node, 4)
+    node.hold()
+    work = node.part().work
+    assert node.ended(work, "ready").ready
+    for finish in (True, False):
+        refused = node.leader.ask(m.EndPart(work, finish, keep=1))
+        assert (refused.error, "complete all parts first" in refused.text) == ("UsageError", True)
+    assert names(node)[1:] == ["000001"], "and the one that is ready has no name yet"
+
+
+class Seat:
+    """What the steps of a cut know of the session with one coordinator. fails: whether this request finds nobody there."""
+
+    def __init__(self, node, number, of, fails):
+        self.node, self.seat, self.address, self.fails = node, CoordinatorIndex(number, of), f"c{number}", fails
+
+    def run(self, operation):
+        """The result of an operation, or the error that it raised."""
+        step, value = operation.send, None
+        while True:
+            try:
+                wanted = step(value)
+            except StopIteration as end:
+                return end.value
+            if isinstance(wanted, Within):
+                step, value = operation.send, Deadline(lambda: 0.0, wanted.wait_s)
+                continue
+            reply = Disconnected("it was killed") if self.fails(wanted) else outcome(self.ask(wanted))
+            step, value = (operation.throw if isinstance(reply, Exception) else operation.send), reply
+
+    def ask(self, request):
+        if type(request) is m.WatchPart:
+            return self.node.ended(request.work, "ready", "ended")
+        return self.node.leader.ask(request)
+
+
+def lead(steps):
+    """Carry out the steps of a cut."""
+    value = None
+    while True:
+        try:
+            seat, operation = steps.throw(value) if isinstance(value, Exception) else steps.send(value)
+        except StopIteration as end:
+            return end.value
+        try:
+            value = seat.run(operation)
+        except TransferQueueError as error:
+            value = error
+
+
+def test_torn_cuts_in_a_row_leave_the_last_whole_one(tmp_path):
+    """The first coordinator completes its part of each, and the second one dies before it does."""
+    nodes = [Node(tmp_path / name, f"{name}/2") for name in "12"]
+    torn = False
+    seats = [
+        Seat(nodes[0], 1, 2, lambda _: False),
+        Seat(nodes[1], 2, 2, lambda wanted: torn and type(wanted) is m.EndPart and wanted.finish),
+    ]
+    for number, torn in enumerate((False, True, True, True), 1):
+        try:
+            lead(cuts.snapshot_of_all(seats, "s", 2, f"{number:032x}", 60.0, None))
+        except Disconnected:
+            assert torn
+            nodes[0].ended(number)
+            lead(cuts._give_up({seats[1]: m.PartProgress(number, "", 0, 0, "", ready=True, ended=False)}))
+    assert [path.name for path in sorted((tmp_path / "1/s/1-of-2").iterdir())] == [
+        "000001",
+        "000002",
+        "000003",
+        "000004",
+    ]
+    assert [path.name for path in (tmp_path / "2/s/2-of-2").iterdir()] == ["000001"], "the cut that both have"
+    torn = False
+    lead(cuts.snapshot_of_all(seats, "s", 2, "5" * 32, 60.0, None))
+    assert [path.name for path in sorted((tmp_path / "1/s/1-of-2").iterdir())] == ["000004", "000005"]
+    assert [path.name for path in sorted((tmp_path / "2/s/2-of-2").iterdir())] == ["000001", "000002"]
+    for node in nodes:
+        node.close()

@@ -104,10 +104,10 @@ REQUESTS: Final[list[m.Request]] = [
     m.ListEvents("t", 3, 64),
     m.HoldRequests("ab" * 16, 1.5),
     m.EndHold("ab" * 16),
-    m.SnapshotPart("kept", "ab" * 16, 3),
+    m.SnapshotPart("kept", "ab" * 16),
     m.RestorePart("kept", "ab" * 16),
     m.WatchPart(1, 4096, 1.5),
-    m.EndPart(1, True),
+    m.EndPart(1, True, 2),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),

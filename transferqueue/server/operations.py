@@ -156,7 +156,7 @@ class Operations:
             self._cut_hold.check(session.number, request.cut)
         held_since = self._cut_hold.since  # the moment of the cut: what came since is in time for it, and is not in it
         try:
-            return self._jobs().snapshot(session.number, call, request.path, request.keep, held_since, request.cut)
+            return self._jobs().snapshot(session.number, call, request.path, 0, held_since, request.cut)
         finally:
             self._end_hold(session, call, m.EndHold(request.cut), now)
 

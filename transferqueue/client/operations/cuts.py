@@ -49,14 +49,16 @@ def snapshot_of_all(
             yield from _ask(client, m.HoldRequests(cut, CUT_HOLD_S), m.DoneReply)
             held.append(client)
         for client in clients:
-            request = m.SnapshotPart(part_path(path, client), cut, kept)
+            request = m.SnapshotPart(part_path(path, client), cut)
             parts[client] = yield from _ask(client, request, m.PartProgress)
         yield from _until_ready(parts, deadline, progress)
     except TransferQueueError:
         yield from _quietly([(client, m.EndHold(cut)) for client in held if client not in parts])
         yield from _give_up(parts)
         raise
-    return (yield from _complete(parts, deadline))
+    paths = yield from _complete(parts, deadline)
+    yield from _remove_older(parts, kept, deadline)
+    return paths
 
 
 def restore_of_all(
@@ -159,6 +161,24 @@ def _complete(parts: Parts, deadline: Deadline) -> Steps[str]:
     while waiting := [client for client, part in parts.items() if not part.ended]:
         yield from _watch(parts, waiting, deadline)
     return ",".join(part.path for part in parts.values())
+
+
+def _remove_older(parts: Parts, keep: int, deadline: Deadline) -> Steps[None]:
+    """The cut is whole, so older ones may go. What fails leaves them to the next one."""
+    yield from _quietly([(client, m.EndPart(part.work, finish=True, keep=keep)) for client, part in parts.items()])
+    left = dict(parts)
+    while left and not deadline.over:
+        for client, part in list(left.items()):
+            wait_s = min(deadline.left(), ROUND_S)
+            try:
+                ended = yield client, request_reply(m.WatchPart(part.work, part.total + 1, wait_s), m.PartProgress)
+            except DeadlineExceeded:
+                continue
+            except TransferQueueError:
+                del left[client]
+                continue
+            if ended.ended:
+                del left[client]
 
 
 def _give_up(parts: Parts) -> Steps[None]:

@@ -138,7 +138,7 @@ class SnapshotWriter:
         self._files[name] = FileEntry(hashed.nbytes, rows, hashed.hexdigest())
 
     def publish(self, about: msgspec.Struct, keep: int) -> Path:
-        """Complete the snapshot, and keep only the newest `keep` of all. about: the contents of the manifest beside the files."""
+        """Complete the snapshot, and keep only the newest `keep` of all (0: all). about: the contents of the manifest beside the files."""
         manifest = msgspec.json.format(
             msgspec.json.encode(_Manifest(FORMAT, msgspec.Raw(msgspec.json.encode(about)), self._files)), indent=1
         )
@@ -154,8 +154,8 @@ class SnapshotWriter:
             path = self._parent / f"{int(existing[-1].name) + 1 if existing else 1:06d}"
             self.directory.rename(path)
             sync_directory(self._parent)
-            for old in existing[: max(0, len(existing) + 1 - keep)]:
-                shutil.rmtree(old)
+        if keep:
+            remove_older(path, keep)
         return path
 
     def abandon(self) -> None:
@@ -255,6 +255,14 @@ def numbered(parent: Path) -> list[Path]:
     """The snapshots under a directory, oldest first."""
     snapshots = [path for path in parent.iterdir() if _NUMBER.fullmatch(path.name)] if parent.is_dir() else []
     return sorted(snapshots, key=lambda path: int(path.name))
+
+
+def remove_older(path: Path, keep: int) -> None:
+    """Remove the snapshots that are older than this one, but for the newest `keep` - 1 of them. Raises as `SnapshotWriter`."""
+    with writing_to(path.parent):
+        older = [other for other in numbered(path.parent) if int(other.name) < int(path.name)]
+        for old in older[: max(0, len(older) + 1 - keep)]:
+            shutil.rmtree(old)
 
 
 def snapshots_at(path: Path) -> list[Path]:

@@ -24,6 +24,10 @@ class SnapshotJob:
         self.is_part: Final = is_part
         self.cut = cut
         """Of a part: its cut; "": a restore has not read it yet."""
+        self.is_complete = False
+        """Of a snapshot: it has its name."""
+        self.was_cleared = False
+        """Of a part of a whole cut: older snapshots are removed."""
         self.ready = False
         self.decided = threading.Event()
         """Of a part: it is known whether all parts are ready."""

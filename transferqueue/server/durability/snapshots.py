@@ -55,7 +55,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_blocks import ON_DISK
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, remove_older
 from transferqueue.server.durability.snapshot_files import (
     CutManifest,
     ValueChunk,
@@ -193,11 +193,23 @@ class SnapshotJobs:
             raise UsageError(
                 f"part {job.path} is not ready, so it cannot be completed; wait until it is, or give it up"
             )
-        if request.finish:
+        if request.keep:
+            self._remove_older(job, request)
+        elif request.finish:
             job.decided.set()
         elif not (job.ended or job.decided.is_set()):
             self._give_up_part(job, "another part of the cut failed, or its client ended the call")
         return job.reply()
+
+    def _remove_older(self, job: SnapshotJob, request: m.EndPart) -> None:
+        """The cut is whole. Before, an older one might have been the last that is."""
+        if not request.finish or not job.is_complete:
+            raise UsageError(
+                f"{job.path} is no part of a cut that is complete, so no older snapshot may go; complete all parts first"
+            )
+        if not job.was_cleared:
+            job.was_cleared, job.ended = True, False
+            self._start(job, partial(_clear, keep=request.keep), lambda now: None)
 
     def session_ended(self, session: int) -> None:
         """Nobody completes the part of a cut that this session began: give it up. Other jobs go on without their client."""
@@ -259,12 +271,15 @@ class SnapshotJobs:
             del self._jobs[oldest]
             self._begun = {key: number for key, number in self._begun.items() if number != oldest}
 
+        self._start(job, run, after)
+        return job
+
+    def _start(self, job: SnapshotJob, run: Callable[[SnapshotJob], None], after: Callable[[float], None]) -> None:
         def run_and_report() -> None:
             error = _failure(run, job)
             self._post(lambda now: self._end(job, error, after, now))
 
         threading.Thread(target=run_and_report, name=f"transferqueue work {job.number}", daemon=True).start()
-        return job
 
     def _end(
         self, job: SnapshotJob, error: TransferQueueError | None, after: Callable[[float], None], now: float
@@ -385,6 +400,7 @@ class SnapshotJobs:
                 )
             self._await_decision(job)
             job.path = writer.publish(manifest, keep)
+            job.is_complete = True
         finally:
             writer.abandon()
 
@@ -505,6 +521,13 @@ class SnapshotJobs:
             )
         extents.append(extent)
         return extent[0]
+
+
+def _clear(job: SnapshotJob, keep: int) -> None:
+    try:
+        remove_older(job.path, keep)
+    except TransferQueueError as error:  # the part itself is there
+        _log.warning("snapshots that are older than %s could not be removed: %s", job.path, error)
 
 
 def _check_kind(job: SnapshotJob, is_part: bool) -> None:

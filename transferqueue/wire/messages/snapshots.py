@@ -91,11 +91,10 @@ class EndHold(Message):
 @request(reply=PartProgress, roles=ADMINS, verb="Queue.snapshot")
 class SnapshotPart(Message):
     """Write all there is now to `path`, as this coordinator's part of `cut`, and end the session's hold, which must last still. `EndPart`
-    completes it, or removes it; then the newest `keep` stay. Answer: PartProgress, at once."""
+    completes it, or removes it. Answer: PartProgress, at once."""
 
     path: Path
     cut: CutId
-    keep: Annotated[int, Meta(ge=2, le=SNAPSHOTS_KEPT_MAX)] = 2
 
 
 @request(reply=PartProgress, roles=ADMINS, verb="Queue.restore")
@@ -119,10 +118,13 @@ class WatchPart(Message):
 
 @request(reply=PartProgress, roles=ADMINS, repeat="again", verb="Queue.snapshot")
 class EndPart(Message):
-    """All parts of the cut are ready: complete this one; or `finish` is false: give it up. Answer: PartProgress, at once."""
+    """All parts of the cut are ready: complete this one; or `finish` is false: give it up. keep: all parts are completed, so of the snapshots that
+    are older than this part only the newest `keep` - 1 are needed: remove the others (0: none). The work has ended anew when they are gone. Answer:
+    PartProgress, at once."""
 
     work: Count
     finish: bool
+    keep: Annotated[int, Meta(ge=0, le=SNAPSHOTS_KEPT_MAX)] = 0
 
 
 SnapshotRequests = (
