@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.cycles import none_of_a_server
 from tests.scale import sizes
 from tests.testing import courses
+from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulate import sweep
 from transferqueue.testing.simulator import replay_command, simulate
 from transferqueue.testing.simulator.run import SimRun
@@ -14,15 +16,19 @@ def test_a_seed_is_replayed_exactly():
 
 
 @pytest.mark.slow
-def test_every_use_of_a_deployment_is_simulated():
-    """And no promise is broken, in this process, where a debugger sees it."""
+def test_every_use_of_a_deployment_is_simulated(monkeypatch):
+    """And no promise is broken, in this process, where a debugger sees it; and servers leave no garbage while they live."""
     used: set[str] = set()
     durable: set[bool] = set()
-    for seed in range(20):
-        run = SimRun(seed)
-        run.whole()
-        used.update(job.table for job in run.jobs)
-        durable.add(run.durable)
+    killed: list[Coordinator] = []
+    begin = Coordinator.__init__
+    monkeypatch.setattr(Coordinator, "__init__", lambda self, *a, **k: (killed.append(self), begin(self, *a, **k))[1])
+    with none_of_a_server():
+        for seed in range(20):
+            run = SimRun(seed)
+            run.whole()
+            used.update(job.table for job in run.jobs)
+            durable.add(run.durable)
     assert used == {"t", "ranks", "stepped", "kept", "columns", "policy", "copied"}
     assert durable == {True, False}
 

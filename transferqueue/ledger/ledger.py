@@ -32,6 +32,7 @@ from transferqueue.ledger.requests.ack import expire_lease
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
+from transferqueue.ledger.rows.known_puts import put_key
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
@@ -427,7 +428,7 @@ class Ledger:
     def _is_known_put(self, request: Any, session: SessionState, call: int) -> bool:
         """Whether this is a retry of a put that the table recognises, even if the reply is not cached any more."""
         table = self.state.tables.get(request.table)
-        return table is not None and (session.client, call) in table.puts
+        return table is not None and table.known_puts.find(put_key(session.client, call)) is not None
 
     def explain(self, request: m.Request, now: float) -> str:
         """Explain why a waiting request cannot proceed: what is missing, and who holds it."""

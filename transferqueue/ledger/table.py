@@ -18,6 +18,7 @@ from transferqueue.ledger.rows.commit import CommitShapes
 from transferqueue.ledger.rows.events import TableHistory
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex
+from transferqueue.ledger.rows.known_puts import KnownPuts
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseTable
@@ -121,9 +122,7 @@ class TableState:
         """The part of the staleness that arose before the row got its version, while it was generated."""
         self.staleness_in_queue: dict[int, int] = {}
         """The part that arose after that."""
-        self.puts: dict[tuple[bytes, int], tuple[int, int]] = {}
-        """(client, call) -> first row and number of rows, for late retries; kept while the pages of the rows exist."""
-        self.puts_of_page: dict[int, list[tuple[bytes, int]]] = {}
+        self.known_puts = KnownPuts()
         self.to_drop: list[tuple[IntArray, str]] = []
         """Rows that will be dropped before the request ends, and the reason."""
 

@@ -41,6 +41,7 @@ from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, StepIndex, VersionIndex
+from transferqueue.ledger.rows.known_puts import KnownPuts
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy
 from transferqueue.ledger.rows.pages import RowPages, StateColumn
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
@@ -57,7 +58,7 @@ from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, T
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
-    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore,
+    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
     FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, CheckedFacts,
 )  # fmt: skip

@@ -18,10 +18,11 @@ from transferqueue.ledger.rows.commit import (
     reserve_blocks,
     write_columns,
 )
-from transferqueue.ledger.rows.pages import LIVE, SHIFT
+from transferqueue.ledger.rows.known_puts import put_key
+from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.column_ends import check_not_needed, free_values
 from transferqueue.ledger.rules.explain import explain_room
-from transferqueue.ledger.rules.finish import drop_rows, forget_puts, free_rows, retire
+from transferqueue.ledger.rules.finish import drop_rows, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.requeue import wait_again
 from transferqueue.ledger.rules.unchanged import check_unchanged
@@ -39,9 +40,9 @@ from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, Pu
 
 @carries_out(PutRequest)
 def put(state: HasTables, request: PutRequest, session: SessionState, call: int) -> PutRows | MustWait:
-    """Add rows. A late retry is recognised by its author, (client, call), while the pages of its rows exist."""
-    table, author = state.table(request.table), (session.client, call)
-    before = table.puts.get(author)
+    """Add rows. A late retry is recognised by its client and call, while the pages of its rows exist."""
+    table, key = state.table(request.table), put_key(session.client, call)
+    before = table.known_puts.find(key)
     if before is not None:
         return _reply_to_retry(table, request, before)
     if table.sealed:
@@ -55,7 +56,10 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
     first = _add_rows(table, staged, session.id, state.now)
     if reservation is not None:
         _use_reservation(table, reservation, staged)
-    _record_put(table, author, first, request.rows)
+    if table.flow.refills:
+        _limit_refills(table)
+    if session.client and call > 0:
+        table.known_puts.add(key, first, request.rows)
     if table.group_tasks or table.to_drop:
         apply_group_and_stale_rules(table, state.now)
     return PutRows(first, request.rows)
@@ -130,7 +134,7 @@ def _add_rows(table: TableState, staged: StagedCommit, session: int, now: float)
     reserve_blocks(staged, rows, table.parts, table.core.blocks, table.usage)
     first, where, finished = rows.pages.append(staged.rows)
     if finished:
-        forget_puts(table, finished)
+        table.known_puts.forget(finished)
     ids = np.arange(first, first + staged.rows)
     rows.put_at.a[where] = now
     rows.tasks_left.a[where] = len(table.tasks)
@@ -166,14 +170,11 @@ def _use_reservation(table: TableState, reservation: ReservationState, staged: S
     table.flow.use(reservation, staged.rows, counts)
 
 
-def _record_put(table: TableState, author: tuple[bytes, int], first: int, rows: int) -> None:
+def _limit_refills(table: TableState) -> None:
     for number in list(table.flow.refills):
         group = table.groups.get(number)
         if group is not None:
             table.flow.limit_refills(number, group.size - group.present)
-    if author[0] and author[1] > 0:
-        table.puts[author] = (first, rows)
-        table.puts_of_page.setdefault((first + rows - 1) >> SHIFT, []).append(author)
 
 
 # ---------------------------------------------------------------- update

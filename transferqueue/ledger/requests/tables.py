@@ -10,7 +10,7 @@ from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
 from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.column_ends import why_freed
-from transferqueue.ledger.rules.finish import drop_rows, end_lease, forget_puts, free_rows
+from transferqueue.ledger.rules.finish import drop_rows, end_lease, free_rows
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
@@ -207,10 +207,12 @@ def drop_table(table: TableState, now: float) -> None:
         free_rows(table, left, table.rows.pages.index(left))
     for lease in [lease for lease in table.core.leases.by_id.values() if lease.table == table.name]:
         end_lease(table, lease, "its table was dropped", by_holder=False)
-    forget_puts(table, list(table.puts_of_page))
+    table.known_puts.forget_all()
     for task in table.group_tasks:
         for unit in list(task.forming):
             task.forget(unit)
     table.wake_tasks()
     table.wake_room()
     table.core.effects.wake("table", table.name)
+    for ended in table.tasks.values():
+        ended.end()

@@ -38,6 +38,8 @@ from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
+_NO_COPIES: Final[list[CopyLocation]] = []
+_NO_BLOCK: Final = BlockLocation(0, 0, 0, 0, 0, 0, [], [], 0, b"", _NO_COPIES)
 Written = dict[int, tuple[int, int]]
 """Extent -> where the blocks of one commit begin and end in it."""
 
@@ -92,7 +94,7 @@ class CommittedBlock:
 
     __slots__ = ("at", "extents", "pins", "refs", "replicas", "usage")
 
-    def __init__(self, at: BlockLocation, extents: list[ExtentState], usage: OwnerBytes, replicas: int) -> None:
+    def __init__(self, at: BlockLocation, extents: tuple[ExtentState, ...], usage: OwnerBytes, replicas: int) -> None:
         self.at = at
         self.extents = extents
         self.usage = usage
@@ -152,6 +154,7 @@ class BlockRegistry:
         self._effects = effects
         self._next_extent = 1
         self._next_block = 1
+        self._latest = _NO_BLOCK
 
     @property
     def committed(self) -> int:
@@ -229,7 +232,7 @@ class BlockRegistry:
         first, *copies = [place for place, extent in zip(places, block.extents, strict=True) if not extent.lost]
         block.at = replace(at, shard=first.shard, extent=first.extent, offset=first.offset, copies=copies)
         gone = [extent for extent in block.extents if extent.lost]
-        block.extents = [extent for extent in block.extents if not extent.lost]
+        block.extents = tuple([extent for extent in block.extents if not extent.lost])
         for extent in gone:
             extent.blocks -= 1
             self._free_if_unused(extent)
@@ -305,7 +308,7 @@ class BlockRegistry:
         self.missing.forget(block.at.block, block.shards)
         copy = CopyLocation(extent.shard, extent.id, offset)
         block.at = replace(block.at, copies=[*block.at.copies, copy])
-        block.extents.append(extent)
+        block.extents = (*block.extents, extent)
         extent.blocks += 1
 
     def _end_order(self, extent: ExtentState) -> None:
@@ -406,16 +409,16 @@ class BlockRegistry:
             return known.at.block
         number = self._next_block
         self._next_block += 1
-        extents = [self._write(placed.extent, placed.offset, placed.nbytes, written)]
+        extents: tuple[ExtentState, ...] = (self._write(placed.extent, placed.offset, placed.nbytes, written),)
         if placed.copies:
-            extents += [self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies]
+            extents += tuple([self._write(at.extent, at.offset, placed.nbytes, written) for at in placed.copies])
         if (
             known is not None
         ):  # two commits wrote the same content at the same time: the second one's bytes are not needed
             known.refs += refs
             return known.at.block
         if refs:
-            at = _block_at(number, placed, extents)
+            at = self._latest = _block_at(number, placed, extents, self._latest)
             block = self.blocks[number] = CommittedBlock(at, extents, usage, max(replicas, len(extents)))
             block.refs = refs
             usage.bytes += placed.nbytes * block.replicas
@@ -467,7 +470,7 @@ class BlockRegistry:
 
     def leave(self, block: CommittedBlock) -> None:
         """The bytes of a block that nobody pins are on a disk alone from now on."""
-        extents, block.extents = block.extents, []
+        extents, block.extents = block.extents, ()
         for extent in extents:
             extent.blocks -= 1
             self._free_if_unused(extent)
@@ -475,7 +478,7 @@ class BlockRegistry:
     def arrive(self, block: CommittedBlock, number: int) -> None:
         """The bytes of a block that had none in memory are in this extent, which is open."""
         extent = self.extents[number]
-        block.extents = [extent]
+        block.extents = (extent,)
         extent.blocks += 1
 
     def close(self, number: int) -> None:
@@ -587,13 +590,21 @@ def _ordered(number: int) -> UsageError:
     )
 
 
-def _block_at(number: int, placed: WrittenBlock, extents: Sequence[ExtentState]) -> BlockLocation:
-    """The location of a block, as replies state it."""
-    at = BlockLocation(
-        number, extents[0].shard, placed.extent, placed.offset, placed.nbytes, placed.rows, placed.fields,
-        placed.counts, placed.checksum, content=placed.content,
+def _block_at(
+    number: int, placed: WrittenBlock, extents: Sequence[ExtentState], before: BlockLocation
+) -> BlockLocation:
+    """The location of a block, as replies state it. Nobody changes its lists, so it shares those that are as in the block before."""
+    fields, counts, copies = before.fields, before.counts, _NO_COPIES
+    if placed.fields != fields:
+        fields = placed.fields
+    if placed.counts != counts:
+        counts = placed.counts
+    if placed.copies:
+        copies = [
+            CopyLocation(extent.shard, copy.extent, copy.offset)
+            for extent, copy in zip(extents[1:], placed.copies, strict=True)
+        ]
+    return BlockLocation(
+        number, extents[0].shard, extents[0].id, placed.offset, placed.nbytes, placed.rows, fields, counts, placed.checksum,
+        b"", copies, placed.content,
     )  # fmt: skip
-    if not placed.copies:
-        return at
-    copies = zip(extents[1:], placed.copies, strict=True)
-    return replace(at, copies=[CopyLocation(extent.shard, copy.extent, copy.offset) for extent, copy in copies])

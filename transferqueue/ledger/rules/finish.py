@@ -79,14 +79,7 @@ def _set_fate(table: TableState, rows: IntArray, at: Index, fate: int) -> None:
 def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
     """Free rows that have their fate: their bytes, keys, tags, and pages without a row."""
     retire(table, table.parts.release(at))
-    forget_puts(table, table.rows.free(rows, at))
-
-
-def forget_puts(table: TableState, pages: list[int]) -> None:
-    """Forget the puts of pages that were freed. A late retry of such a put is not recognised any more."""
-    for page in pages:
-        for key in table.puts_of_page.pop(page, ()):
-            table.puts.pop(key, None)
+    table.known_puts.forget(table.rows.free(rows, at))
 
 
 def retire(table: TableState, retired: Retired) -> None:

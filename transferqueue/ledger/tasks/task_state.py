@@ -62,6 +62,10 @@ class FilteredReady(NamedTuple):
     queue: ReadyQueue
 
 
+def _none_alive(units: IntArray, stamps: IntArray) -> BoolArray:
+    return np.zeros(units.size, np.bool_)
+
+
 class TaskState:
     """Columns, counts and ready queue of a task that takes single rows."""
 
@@ -229,6 +233,11 @@ class TaskState:
     def _push_to_views(self, entries: Entries) -> None:
         for view in self.views.values():
             view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
+
+    def end(self) -> None:
+        """Forget what refers back to this task, as its table is dropped: its columns return at once, and not at some garbage collection."""
+        self.ready = ReadyQueue(_none_alive)
+        self.views.clear()
 
     @property
     def ready_units(self) -> int:

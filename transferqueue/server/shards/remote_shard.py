@@ -152,6 +152,10 @@ class RemoteShard:
             self._send(m.CloseTransfers(session))
             self._count_ended()
 
+    def end(self) -> None:
+        """The shard is gone: forget what it was told to do, which refers back to this object."""
+        self._commands.clear()
+
     def drain(self) -> None:
         """Grant nothing more, and leave as soon as the shard is empty."""
         self.draining = True

@@ -131,7 +131,8 @@ class ShardRegistry:
         """A session ended: so do its tickets, and the shard that it offered, if any."""
         self._tickets.close(session.number)
         offer = session.hello.shard
-        if offer is not None and self.remote.pop(offer.number, None) is not None:
+        if offer is not None and (shard := self.remote.pop(offer.number, None)) is not None:
+            shard.end()
             self._wake(("memory",))
             self.on_gone(offer.number, session.number, now)
         for shard in self.remote.values():

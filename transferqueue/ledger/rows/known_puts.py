@@ -1,0 +1,56 @@
+"""Which call put which rows, so that a put that is sent again, even after its client was gone for a while, adds nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+from transferqueue.ledger.rows.pages import SHIFT
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
+
+_COUNT_BITS: Final = ROWS_PER_REQUEST_MAX.bit_length()
+_COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
+
+
+def put_key(client: bytes, call: int) -> bytes:
+    """What a put is known by."""
+    return client + call.to_bytes(8, "little")
+
+
+class KnownPuts:
+    """The puts of a table whose last row is in a page that exists.
+
+    An entry is one bytes object (client and call) and one integer (first row and number of rows): neither is looked at by Python's garbage
+    collector, and a table of rows that were put one by one has one for each.
+    """
+
+    __slots__ = ("_by_call", "_of_page")
+
+    def __init__(self) -> None:
+        self._by_call: dict[bytes, int] = {}
+        self._of_page: dict[int, list[bytes]] = {}
+
+    def __len__(self) -> int:
+        """Number of puts that are known."""
+        return len(self._by_call)
+
+    def find(self, key: bytes) -> tuple[int, int] | None:
+        """The first row and the number of rows of this put; None: it is not known."""
+        entry = self._by_call.get(key)
+        return None if entry is None else (entry >> _COUNT_BITS, entry & _COUNT_MASK)
+
+    def add(self, key: bytes, first: int, rows: int) -> None:
+        """Remember a put of at least one row."""
+        self._by_call[key] = first << _COUNT_BITS | rows
+        self._of_page.setdefault((first + rows - 1) >> SHIFT, []).append(key)
+
+    def forget(self, pages: Iterable[int]) -> None:
+        """Forget the puts whose last rows were in these pages."""
+        for page in pages:
+            for key in self._of_page.pop(page, ()):
+                self._by_call.pop(key, None)
+
+    def forget_all(self) -> None:
+        """Forget every put."""
+        self._by_call.clear()
+        self._of_page.clear()
