@@ -161,8 +161,9 @@ class ColdBlocks:
         return sorted(groups, key=lambda entry: -entry[1])
 
     def _pages_of(self, numbers: Iterable[int]) -> int:
-        """The bytes of memory that these blocks take side by side."""
-        return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(numbers))
+        """The bytes of memory that these blocks take side by side; blocks that have ended since they were named take none."""
+        live = [number for number in numbers if number in self._blocks.blocks]
+        return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(live))
 
     def end_order(self) -> bool:
         """End the first order if nothing of it is on disk any more. Returns whether it ended: then requests are due that wait for blocks."""
