@@ -314,7 +314,7 @@ def test_a_copy_that_failed_is_read_from_the_other_places_in_turn(world: World) 
     assert fourth.order({4: MIB}) is None, "both places failed"
     world.pass_time(COPY_RETRY_S)
     assert fourth.report(given(fourth.order({4: MIB}))) == 1
-    assert missing(world).failures == {}
+    assert (missing(world).failures, missing(world).postponed) == ({}, {})
 
 
 def test_a_source_that_never_answers_is_not_read_again_first(world: World) -> None:
@@ -345,6 +345,60 @@ def test_a_block_that_cannot_be_copied_is_tried_less_and_less_often(world: World
         waits.append(world.now - began)
     assert waits == [COPY_RETRY_S * 2**tries for tries in range(9)] + [COPY_POSTPONED_S] * 2
     assert missing(world).bytes_ordered == 0
+
+
+def test_a_shard_to_which_every_copy_fails_keeps_no_block_from_the_others(
+    world: World, client: Driver, third: Shard
+) -> None:
+    """Its store may be full, or its line down."""
+    for _ in range(3):
+        client.put(1, ["text"])
+    world.lose_shard(1)
+    fourth = Shard(world, 4)
+    for _ in range(4):
+        order = given(third.order())
+        assert len(order.blocks) == 3
+        third.report(order, [])
+        assert third.order() is None
+        world.pass_time(missing(world).postponed[order.blocks[0].block][3].delay_s)
+    third.report(given(third.order()), [])
+    order = given(fourth.order({3: MIB, 4: MIB}))
+    assert len(order.blocks) == 3, "at once"
+    assert fourth.report(order) == 3
+    assert not world.ledger.lacks_copies
+    assert (missing(world).failures, missing(world).postponed, missing(world).late) == ({}, {}, {})
+    world.pass_time(COPY_POSTPONED_S)
+    assert third.order() is None
+
+
+def test_the_coordinator_gets_what_no_other_shard_can_be_given_now(world: World, client: Driver, third: Shard) -> None:
+    client.put(1, ["text"])
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    second, rooms = Shard(world, 2), {0: MIB, 2: MIB, 3: MIB}
+    assert second.order(rooms) is None, "shard 3 can"
+    order = given(third.order({3: 128}))
+    third.report(order, [])
+    own = given(second.order(rooms))
+    assert (own.target.shard, [at.block for at in own.blocks]) == (0, [at.block for at in order.blocks])
+    assert second.report(own) == 1
+    assert third.report(given(third.order())) == 1
+    assert not world.ledger.lacks_copies
+
+
+def test_a_shard_to_which_copies_fail_and_one_whose_source_is_damaged_do_not_hide_the_good_place(world: World) -> None:
+    """Copies to shard 4 fail, and what lies in shard 2 is damaged: 5 reads shard 3 in its turn, however often 4 has tried."""
+    client, fourth, fifth = world.client(), Shard(world, 4), Shard(world, 5)
+    client.shard, client.copies = 1, [2, 3]
+    client.create(tasks=TASKS, replicas=3)
+    client.put(1, ["text"])
+    world.lose_shard(1)
+    for _ in range(4):
+        if (broken := fourth.order({4: MIB, 5: MIB})) is not None:
+            fourth.report(broken, [])
+        if (order := fifth.order({4: MIB, 5: MIB})) is not None:
+            fifth.report(order, [at.block for at in order.blocks if at.shard == 3])
+    assert not world.ledger.lacks_copies
 
 
 def test_doctor_tells_that_copies_fail(world: World, client: Driver, third: Shard) -> None:

@@ -290,7 +290,10 @@ class Ledger:
         return m.CopyOrder(
             shard,
             m.Granted(extent.id, extent.shard, extent.offset, extent.nbytes),
-            [_read_from(blocks.blocks[number].at, blocks.missing.failures.get(number, 0), shard) for number in needed],
+            [
+                _read_from(blocks.blocks[number].at, blocks.missing.tries(number, extent.shard), shard)
+                for number in needed
+            ],
             list(needed.values()),
         )
 

@@ -197,8 +197,7 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
         "granted": sum(extent.nbytes for extent in extents),
         "blocks": len(blocks.blocks),
         "blocks_pinned": sum(block.pins > 0 for block in blocks.blocks.values()),
-        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values())
-        + sum(blocks.blocks[number].at.nbytes for number in blocks.missing.postponed),
+        "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values()),
         "being_copied": blocks.missing.bytes_ordered,
     }
 
@@ -394,7 +393,7 @@ def _copies_lines(table: TableState) -> list[str]:
     missing = table.core.blocks.missing
     if missing.orders:
         progress = f"shards copy {missing.bytes_ordered:,} bytes now"
-    elif missing.waiting:
+    elif len(missing.postponed) < sum(map(len, missing.waiting.values())):
         progress = "no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
     else:
         blocks = counted(len(missing.postponed), "block")

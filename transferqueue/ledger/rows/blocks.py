@@ -267,7 +267,7 @@ class BlockRegistry:
         self.missing.expire(order)
         for number in order.offsets:
             if number in self.blocks and len(self.blocks[number].extents) > 1:
-                self.missing.failures[number] = self.missing.failures.get(number, 0) + 1
+                self.missing.late[number] = self.missing.late.get(number, 0) + 1
         self._await_again(order)
 
     def finish_copies(self, session: int, number: int, written: Collection[int]) -> tuple[int, list[PostponedCopy]]:
@@ -295,7 +295,8 @@ class BlockRegistry:
     def _failed(self, order: CopyOrderState, written: Collection[int]) -> list[PostponedCopy]:
         """Count the failures of an order. Returns the blocks that are postponed."""
         lacking = [self.blocks[number] for number in order.offsets if number in self.blocks and number not in written]
-        failed = [self.missing.fail(at.at.block, len(at.extents)) for at in lacking if at.lacks_copies]
+        target = self.extents[order.extent].shard
+        failed = [self.missing.fail(at.at.block, target, len(at.extents)) for at in lacking if at.lacks_copies]
         return [postponed for postponed in failed if postponed is not None]
 
     def resume_copy(self, postponed: PostponedCopy) -> None:

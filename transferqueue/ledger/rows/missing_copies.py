@@ -12,9 +12,10 @@ The rules (docs/decisions/0042):
    close the extent: nobody commits into it, and the session does not return it.
 5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
 6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a failure from each of them
-   the block is *postponed*, by `COPY_RETRY_S` and then twice as long each time, up to `COPY_POSTPONED_S`: until then nobody copies it, such
-   as damaged bytes again and again. A place that is added or lost ends that.
-7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own.
+   the block is *postponed* for the shard to which it was copied, by `COPY_RETRY_S` and then twice as long each time, up to `COPY_POSTPONED_S`: until
+   then it is not copied there, such as damaged bytes again and again. Other shards copy it meanwhile, so one to which every copy fails keeps
+   no block from them. A place that is added or lost ends that.
+7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own now.
 """
 
 from __future__ import annotations
@@ -56,9 +57,10 @@ class CopyOrderState:
 
 @dataclass(slots=True, eq=False)
 class PostponedCopy:
-    """A block that nobody copies before the deadline, since copies from all its places failed. delay_s: how long that is."""
+    """A block that is not copied to this shard before the deadline, since copies from all its places failed. delay_s: how long that is."""
 
     block: int
+    target: int
     delay_s: float
     deadline: float | None = None
 
@@ -73,29 +75,29 @@ class MissingCopies:
         """By extent."""
         self.bytes_ordered = 0
         """Bytes of the extents of all orders that are not overdue."""
-        self.failures: dict[int, int] = {}
-        """By block: how many copies failed since the latest change of its places."""
-        self.postponed: dict[int, PostponedCopy] = {}
-        """By block."""
+        self.late: dict[int, int] = {}
+        """By block: how many orders were overdue since the latest change of its places, so that the next one reads another place."""
+        self.failures: dict[int, dict[int, int]] = {}
+        """By block and by the shard to which it was copied: how many copies failed since the latest change of its places."""
+        self.postponed: dict[int, dict[int, PostponedCopy]] = {}
+        """By block and shard, as `failures`. These blocks wait, too."""
 
     def __bool__(self) -> bool:
-        return bool(self.waiting or self.orders or self.postponed)
+        return bool(self.waiting or self.orders)
 
     def blocks(self) -> Iterator[int]:
         """All blocks that lack copies, some twice. Of those in an order, some may not be needed any more."""
         orders = (order.offsets for order in self.orders.values())
         for members in (*self.waiting.values(), *orders):
             yield from members
-        yield from self.postponed
 
     def is_ordered(self, block: int) -> bool:
         """Whether an order that is not overdue has the block."""
         return any(block in order.offsets and not order.overdue for order in self.orders.values())
 
     def add(self, block: int, nbytes: int, shards: Shards) -> None:
-        """The block lacks a copy, and waits for an order. No effect on one that is postponed."""
-        if block not in self.postponed:
-            self.waiting.setdefault(shards, {})[block] = nbytes
+        """The block lacks a copy, and waits for an order."""
+        self.waiting.setdefault(shards, {})[block] = nbytes
 
     def remove(self, block: int, shards: Shards) -> None:
         """The block does not wait any more. No error if it did not."""
@@ -106,24 +108,33 @@ class MissingCopies:
     def forget(self, block: int, shards: Shards) -> None:
         """As `remove`, and forget that copies failed: the block is not needed any more, or its places change."""
         self.remove(block, shards)
+        self.late.pop(block, None)
         self.failures.pop(block, None)
-        if (postponed := self.postponed.pop(block, None)) is not None:
+        for postponed in self.postponed.pop(block, {}).values():
             postponed.deadline = None
 
-    def fail(self, block: int, places: int) -> PostponedCopy | None:
-        """A copy of this block failed, which lies in so many places. Returns it with the time that it waits, if all of them have failed."""
-        failures = self.failures[block] = self.failures.get(block, 0) + 1
-        rounds, untried = divmod(failures, places)
-        if untried or block in self.postponed:
+    def fail(self, block: int, target: int, places: int) -> PostponedCopy | None:
+        """A copy of this block to `target` failed, which lies in so many places. Returns it with the time that it waits, if all of them have failed."""
+        failures = self.failures.setdefault(block, {})
+        failures[target] = failures.get(target, 0) + 1
+        rounds, untried = divmod(failures[target], places)
+        if untried or target in self.postponed.get(block, ()):
             return None
         delay_s = min(COPY_RETRY_S * 2.0 ** min(rounds - 1, 32), COPY_POSTPONED_S)
-        postponed = self.postponed[block] = PostponedCopy(block, delay_s)
+        postponed = self.postponed.setdefault(block, {})[target] = PostponedCopy(block, target, delay_s)
         return postponed
 
     def resume(self, postponed: PostponedCopy) -> None:
         """The time of a postponed block is over."""
-        if self.postponed.get(postponed.block) is postponed:
-            del self.postponed[postponed.block]
+        members = self.postponed.get(postponed.block, {})
+        if members.get(postponed.target) is postponed:
+            del members[postponed.target]
+            if not members:
+                del self.postponed[postponed.block]
+
+    def tries(self, block: int, target: int) -> int:
+        """How many places of a block were tried in vain to copy it there."""
+        return self.late.get(block, 0) + self.failures.get(block, {}).get(target, 0)
 
     def move_back(self, shards: Shards) -> None:
         """Blocks that lie in `shards` are copied after those of other shards: a copy from there has failed."""
@@ -169,7 +180,22 @@ class MissingCopies:
             return None
         smallest = min(islice(self.waiting[shards].values(), SCANNED_MAX))
         others = (room for number, room in rooms.items() if number != OWN_SHARD and number not in shards)
-        return None if any(room >= smallest for room in others) else OWN_SHARD
+        return None if any(room >= smallest for room in others) and not self.postponed else OWN_SHARD
+
+    def _members(self, target: int, shards: Shards, rooms: Mapping[int, int]) -> Iterator[tuple[int, int]]:
+        """The blocks that lie in `shards` and may go to `target` now, with their bytes."""
+        members = self.waiting[shards].items()
+        if not self.postponed:
+            return iter(members)
+        others = {number: room for number, room in rooms.items() if number != OWN_SHARD and number not in shards}
+        return (
+            (block, size)
+            for block, size in members
+            if target not in (away := self.postponed.get(block, ()))
+            and not (
+                target == OWN_SHARD and any(room >= size and number not in away for number, room in others.items())
+            )
+        )
 
     def _fill(self, shard: int, target: int, rooms: Mapping[int, int]) -> CopyChoice:
         """As many blocks for this target as one order takes."""
@@ -178,7 +204,7 @@ class MissingCopies:
         for shards in sorted(self.waiting, key=len):
             if self._target(shard, shards, rooms) != target:
                 continue
-            for block, size in islice(self.waiting[shards].items(), SCANNED_MAX):
+            for block, size in islice(self._members(target, shards, rooms), SCANNED_MAX):
                 end = nbytes + align(size)
                 if end <= room and (end <= COPY_ORDER_BYTES or not chosen):
                     chosen.append(block)
