@@ -1,6 +1,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -100,4 +101,20 @@ def test_a_forked_child_that_lets_go_leaves_the_file_to_its_parent(tmp_path):
     os.waitpid(child, 0)
     assert is_locked(lock.path)
     lock.release()
+    assert not lock.path.exists()
+
+
+def test_a_file_that_is_removed_while_its_lock_is_released_is_gone(tmp_path, monkeypatch):
+    """By who clears the directory, just after the holder has looked."""
+    lock = FileLock(tmp_path / "lock")
+    assert lock.take()
+    unlink = Path.unlink
+
+    def late(path, missing_ok=False):
+        os.unlink(path)
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", late)
+    lock.release()
+    assert not lock.held
     assert not lock.path.exists()

@@ -59,7 +59,7 @@ class FileLock:
         if not self.held:
             return
         if unlink and self._taker == os.getpid() and _leads_to(self.path, self._fd):
-            self.path.unlink()
+            self.path.unlink(missing_ok=True)  # who clears the directory may have been quicker
         self._abandon()
 
     def _abandon(self) -> None:
