@@ -104,7 +104,7 @@ def test_a_part_that_does_not_fit_is_refused_and_pins_nothing(
     queue: tq.Queue, channel: str, only: Any, error: type[Exception], why: str
 ) -> None:
     with pytest.raises(error, match=why):
-        queue.weights(channel).pull(only=only, timeout_s=0)
+        queue.weights(channel).pull(only=only, timeout_s=GENEROUS_S)
     assert sum(each["pins"] for each in queue.sessions().values()) == 0
 
 
@@ -125,7 +125,7 @@ def test_a_part_of_a_version_on_its_way_that_does_not_fit_is_refused(tmp_path: P
 @pytest.mark.parametrize("channel", ["sliced", "whole"])
 def test_each_rank_has_its_part_of_each_tensor(queue: tq.Queue, channel: str) -> None:
     for rank in range(TP):
-        with queue.weights(channel).pull(only=shares(rank), timeout_s=0) as weights:
+        with queue.weights(channel).pull(only=shares(rank), timeout_s=GENEROUS_S) as weights:
             found, wanted = weights.numpy(), expected(rank)
             assert {name: field.shape for name, field in weights.fields().items()} == {
                 name: value.shape for name, value in wanted.items()
@@ -142,7 +142,9 @@ def test_any_box_of_a_tensor_is_a_part(queue: tq.Queue, channel: str) -> None:
     for name in ("columns", "experts"):
         for _ in range(6):
             edges = [sorted(rng.choice(size + 1, 2, replace=False).tolist()) for size in SHAPES[name]]
-            with queue.weights(channel).pull(only={name: tq.Slice(*map(tuple, edges))}, timeout_s=0) as weights:
+            with queue.weights(channel).pull(
+                only={name: tq.Slice(*map(tuple, edges))}, timeout_s=GENEROUS_S
+            ) as weights:
                 box = tuple(slice(*edge) for edge in edges)
                 assert np.array_equal(weights.numpy()[name], MODEL[name][box])
 
@@ -172,7 +174,7 @@ def test_between_hosts_each_rank_gets_its_bytes_alone(server: Served, channel: s
         for rank in range(TP):
             passed.bytes = 0
             wanted = expected(rank)
-            with queue.weights(channel).pull(only=shares(rank), timeout_s=0) as weights:
+            with queue.weights(channel).pull(only=shares(rank), timeout_s=GENEROUS_S) as weights:
                 assert all(np.array_equal(weights.numpy()[name], wanted[name]) for name in wanted)
             assert passed.bytes == pytest.approx(sum(value.nbytes for value in wanted.values()), rel=0.02)
 
@@ -238,7 +240,7 @@ def test_a_version_that_is_retired_during_the_read_is_read_to_its_end(server: Se
 @pytest.mark.slow
 def test_a_reader_of_parts_is_told_when_the_server_dies_and_reads_on_from_the_next(tmp_path: Path) -> None:
     """As a worker whose host's relay, which is a server of its own, is killed: another source has the version."""
-    big, mine = np.ones((2048, 8192), np.float32), {"big": tq.Slice(None, tq.Share(1, 2))}
+    big, mine = np.ones((2048, 4096), np.float32), {"big": tq.Slice(None, tq.Share(1, 2))}
     for host in "ab":
         (tmp_path / host).mkdir(mode=0o700)
     with served(tmp_path / "b") as other, tq.connect(other.ipc) as second:
@@ -254,7 +256,7 @@ def test_a_reader_of_parts_is_told_when_the_server_dies_and_reads_on_from_the_ne
             passed = Crossed()
             passed.holds_at = 1 << 20
             between.bulk.meddle = passed
-            pulled = pool.submit(queue.weights("policy").pull, only=mine, timeout_s=1.0)
+            pulled = pool.submit(queue.weights("policy").pull, only=mine, timeout_s=10.0)
             assert passed.holding.wait(GENEROUS_S)
             server.process.kill()
             server.process.communicate()
@@ -263,9 +265,9 @@ def test_a_reader_of_parts_is_told_when_the_server_dies_and_reads_on_from_the_ne
                 pulled.result(GENEROUS_S)
         with (
             tq.connect(other.tcp, data="remote") as queue,
-            queue.weights("policy").pull(only=mine, timeout_s=0) as weights,
+            queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S) as weights,
         ):
-            assert np.array_equal(weights.numpy()["big"], big[:, 4096:])
+            assert np.array_equal(weights.numpy()["big"], big[:, 2048:])
 
 
 def arena_of(queue: tq.Queue) -> str:
@@ -294,7 +296,7 @@ def test_bytes_that_were_damaged_are_never_given_to_a_reader_of_a_part(tmp_path:
             for version, was_read in enumerate((False, True), start=1):
                 channel.publish(version, {"w": values + version / 2})
                 if was_read:
-                    queue.weights("policy").pull(only=mine, timeout_s=0).release()
+                    queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S).release()
                 flip(arena_of(trainer), values[1023, 1023] + version / 2)
                 with pytest.raises(
                     tq.Corruption, match=r"block \d+ .* does not match the checksum that it was written with"
@@ -302,5 +304,5 @@ def test_bytes_that_were_damaged_are_never_given_to_a_reader_of_a_part(tmp_path:
                     queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S)
                 assert sum(each["pins"] for each in queue.sessions().values()) == 0
             channel.publish(3, {"w": values})
-            with queue.weights("policy").pull(only=mine, timeout_s=0) as part:
+            with queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S) as part:
                 assert np.array_equal(part.numpy()["w"], values[:, 512:])
