@@ -196,7 +196,7 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
         "extents_open": sum(extent.open for extent in extents),
         "granted": sum(extent.nbytes for extent in extents),
         "blocks": len(blocks.blocks),
-        "blocks_pinned": sum(block.pins > 0 for block in blocks.blocks.values()),
+        "blocks_pinned": len(set().union(*blocks.pins.values())),
         "to_copy": sum(sum(members.values()) for members in blocks.missing.waiting.values()),
         "being_copied": blocks.missing.bytes_ordered,
     }

@@ -148,6 +148,8 @@ class FinishedOrdinals:
         return ended
 
     def _live_ordinals(self) -> IntArray:
+        if "ordinal" not in self._rows.facts_given:
+            return np.empty(0, np.int64)
         rows = self._rows.pages.resident_rows()
         at = self._rows.pages.index(rows)
         live: IntArray = self._rows.facts["ordinal"].a[at[self._rows.pages.fate.a[at] == LIVE]]
