@@ -207,7 +207,7 @@ $(NIXLED): tests/engines/nixl.txt pyproject.toml
 	@$(NIXL)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-test-nixl: $(NIXLED) ## columns read and put one-sided by NIXL, over TCP and between processes of this host (4 minutes; ARGS="-m long": chaos on both, 7 minutes)
+test-nixl: $(NIXLED) ## columns read and put one-sided by NIXL, over TCP and between processes of this host (5 minutes; ARGS="-m long": chaos on both, 7 minutes)
 	$(NIXL)/bin/python -m pytest tests/engines/test_nixl.py $(ARGS)
 
 # A torch for CUDA is the user's: GPU_PYTHON is a python that has it, and what the package and its tests need; nothing is installed then.

@@ -23,6 +23,7 @@ class LocalAgent:
         self.loaded: dict[str, dict[int, tuple[int, int]]] = {}
         self.before = before
         self.reads = self.served = 0
+        self.closed = self.held = False
         self._keys = itertools.count(1)
         AGENTS[self.name] = self
 
@@ -60,6 +61,13 @@ class LocalAgent:
 
     def progress(self) -> None:
         self.served += 1
+
+    def close(self) -> bool:
+        """Its reads fail from now on. held: a read that somebody keeps."""
+        self.closed = True
+        self.regions.clear()
+        self.loaded.clear()
+        return not self.held
 
 
 class Copy:

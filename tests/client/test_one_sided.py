@@ -36,7 +36,7 @@ OTHERS = [check for check in BACKING_CHECKS if check is not what_is_forgotten_is
 
 
 def registered(backing: ArenaBacking) -> OneSidedParts:
-    return OneSidedParts(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent()))
+    return OneSidedParts(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent))
 
 
 @pytest.fixture
@@ -47,7 +47,8 @@ def agent() -> Iterator[LocalAgent]:
 
 @pytest.fixture
 def backing(agent: LocalAgent) -> Iterator[CarriedBacking]:
-    memory = OneSidedMemory(lambda: agent, Quarantine())
+    first = iter([agent])
+    memory = OneSidedMemory(lambda: next(first, None) or LocalAgent(), Quarantine())
     with OverCarrier(lambda: ShardEnd(registered), memory).open() as opened:
         opened.ensure(0, 16 * MIB)
         write(opened, PLACE, content(PLACE.nbytes))
@@ -77,7 +78,7 @@ def test_what_is_read_one_sided_is_what_was_put(backing: CarriedBacking, agent: 
     assert agent.reads == reads + 2, "a read for each 8 MiB"
 
 
-def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_never_used_again(
+def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_not_used_before_its_agent_is_gone(
     backing: CarriedBacking, agent: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -97,8 +98,13 @@ def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_never_used_ag
     assert agent.reads > reads
     monkeypatch.setattr(one_sided, "QUARANTINE_BYTES_MAX", MIB)
     reads = agent.reads
+    agent.held = True
     assert is_read(backing)
-    assert agent.reads == reads, "for good"
+    assert (agent.reads, agent.closed, memory._quarantine.nbytes) == (reads, True, PLACE.nbytes), "it is not gone"
+    agent.held = False
+    assert is_read(backing)
+    assert (agent.reads, memory._quarantine.nbytes) == (reads, 0)
+    assert memory.agent.reads == 2, "by another agent, which loaded anew what the shard registered"
 
 
 def test_bytes_that_change_on_the_way_are_not_believed(backing: CarriedBacking, agent: LocalAgent) -> None:
@@ -202,20 +208,31 @@ def test_what_a_late_read_may_write_is_not_freed_when_the_queue_closes() -> None
     """A process may close its queue, and live on."""
     buffer = np.empty(100, np.uint8)
     late = weakref.ref(buffer)
-    memory = OneSidedMemory(LocalAgent, Quarantine())
+    quarantine = Quarantine()
+    memory = OneSidedMemory(LocalAgent, quarantine)
     memory.quarantine([buffer])
+    agent = memory.agent
     del memory, buffer
     gc.collect()
     assert late() is not None
+    quarantine.settle()
+    assert (agent.closed, late(), quarantine.nbytes) == (True, None, 0), "its session is over"
 
 
 def test_the_next_session_of_a_process_knows_what_earlier_ones_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(one_sided, "QUARANTINE_BYTES_MAX", 150)
     shared = Quarantine()
-    for lost, usable in ((0, True), (100, True), (200, False)):
-        memory = OneSidedMemory(LocalAgent, shared)
-        assert (shared.nbytes, memory.usable) == (lost, usable)
-        memory.quarantine([np.empty(100, np.uint8)])
+    sessions = [OneSidedMemory(LocalAgent, shared) for _ in range(2)]
+    agents = [session.agent for session in sessions]
+    for session in sessions:
+        assert session.begin()
+        session.quarantine([np.empty(100, np.uint8)])
+    assert not OneSidedMemory(LocalAgent, shared).begin(), "transfers use both agents"
+    sessions[0].end()
+    assert OneSidedMemory(LocalAgent, shared).begin()
+    assert ([agent.closed for agent in agents], shared.nbytes) == ([True, False], 100)
+    assert sessions[0].agent is not agents[0]
+    assert sessions[1].agent is agents[1]
 
 
 def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,6 +242,7 @@ def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: p
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("UCX_TLS", "tcp")
     monkeypatch.setenv("NIXL_LOG_LEVEL", "ERROR")
+    monkeypatch.setenv("UCX_LOG_LEVEL", "error")
     with pytest.raises(UsageError, match=r"nixl:cma.*cannot be loaded.*libucp.so.0"):
         NixlAgent(Carrier.NIXL_CMA)
     monkeypatch.delitem(sys.modules, "nixl")

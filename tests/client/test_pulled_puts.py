@@ -32,7 +32,7 @@ OTHERS = [check for check in BACKING_CHECKS if check is not what_is_forgotten_is
 
 
 def pulling(_: ArenaBacking) -> OneSidedParts:
-    return OneSidedParts(None, ClientMemory(LocalAgent()))
+    return OneSidedParts(None, ClientMemory(LocalAgent))
 
 
 @pytest.fixture

@@ -22,13 +22,13 @@ import numpy as np
 import transferqueue as tq
 from tests.client.carried import CarriedBacking, OtherProcess, OverCarrier
 from tests.client.deployments import Served, Worker, served
-from transferqueue.client.memory import remote
-from transferqueue.client.memory.one_sided import OneSidedMemory
+from transferqueue.client.memory import one_sided, remote
+from transferqueue.client.memory.one_sided import OneSidedMemory, Quarantine
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.backing import Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
 from transferqueue.testing.conformance.report import Verdict, judge
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
+from transferqueue.transport.bulk.one_sided import Carrier, CopiedRange, MemoryAgent, NixlAgent, PendingRead
 
 CARRIER: Final = Carrier.chosen()
 
@@ -416,6 +416,84 @@ def shard_stopped_in_a_put() -> None:
         assert backing.shard.answer("received")["one_sided"] - before == 32 * MIB, "pulled again"
 
 
+TARGET: Final = """
+import sys, time
+import numpy as np
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
+agent, memory = NixlAgent(Carrier.chosen()), np.full(32 << 20, 5, np.uint8)
+agent.register(memory.ctypes.data, len(memory))
+print(memory.ctypes.data, agent.metadata().hex(), flush=True)
+while True:
+    agent.progress()
+    time.sleep(0.0005)
+"""
+
+
+def late_reads() -> None:
+    """Reads from a peer that stands still, before and after it was connected: once their agent is gone, nothing writes what they were to write, though
+    the peer goes on or dies; the quarantine is empty, and no socket is left. The next agent reads. (Over TCP the peer may end when it goes on: UCX
+    sends a signal where the reader of a read that it serves has gone.)"""
+    for connected, killed in ((False, False), (True, False), (True, True)):
+        with _target() as peer, _target() as other:
+            try:
+                _read_late(peer, other, connected=connected, killed=killed)
+            finally:
+                peer.kill()
+                other.kill()
+
+
+def _target() -> subprocess.Popen[str]:
+    return subprocess.Popen([sys.executable, "-c", TARGET], stdout=subprocess.PIPE, text=True)
+
+
+def _read_late(peer: subprocess.Popen[str], other: subprocess.Popen[str], *, connected: bool, killed: bool) -> None:
+    quarantine, before = Quarantine(), len(os.listdir("/proc/self/fd"))
+    shared = OneSidedMemory(lambda: NixlAgent(CARRIER), quarantine)
+    buffers = [np.full(8 * MIB, 7, np.uint8) for _ in range(4)]
+    assert shared.begin()
+    read = _reader(shared.agent, peer, buffers)
+    if connected:
+        _wait(read(0))
+    peer.send_signal(signal.SIGSTOP)
+    for at, buffer in enumerate(buffers):
+        late = read(at)
+        late.done()
+        shared.quarantine([buffer])
+        late.abandon()
+    del read
+    one_sided.QUARANTINE_BYTES_MAX = 0
+    assert not shared.begin(), "a transfer uses the agent"
+    shared.end()
+    assert shared.begin()
+    assert quarantine.nbytes == 0
+    assert len(os.listdir("/proc/self/fd")) <= before
+    for buffer in buffers:
+        buffer[:] = 9
+    peer.send_signal(signal.SIGKILL if killed else signal.SIGCONT)
+    time.sleep(1.0)
+    assert all((buffer == 9).all() for buffer in buffers)
+    _wait(_reader(shared.agent, other, buffers)(0))
+    assert (buffers[0] == 5).all()
+
+
+def _reader(agent: MemoryAgent, peer: subprocess.Popen[str], buffers: list[np.ndarray]) -> Callable[[int], PendingRead]:
+    """Begins to read the peer's memory into one of these buffers."""
+    assert peer.stdout is not None
+    address, metadata = peer.stdout.readline().split()
+    for buffer in buffers:
+        agent.register(buffer.ctypes.data, len(buffer))
+    name = agent.load(bytes.fromhex(metadata))
+    return lambda at: agent.read(name, [CopiedRange(buffers[at].ctypes.data, int(address) + at * 8 * MIB, 8 * MIB)])
+
+
+def _wait(read: PendingRead) -> None:
+    deadline = time.monotonic() + 30
+    while not read.done():
+        assert time.monotonic() < deadline
+        time.sleep(0.0005)
+    read.abandon()
+
+
 def shard_killed() -> None:
     """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next shard."""
     remote.BULK_SILENCE_S = 1.0
@@ -474,6 +552,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
         putting_threads,
         reader_killed,
         scattered,
+        late_reads,
         shard_killed,
         shard_stopped,
         putter_killed,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from tests.client.one_process import AGENTS, Copy, LocalAgent
 from tests.scale import only_long
 from tests.server.test_bulk import ARENA_BYTES, SESSION, Bench, refused
-from transferqueue.errors import BY_NAME, Unreachable
+from transferqueue.errors import BY_NAME, Unreachable, UsageError
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.server.shards import client_memory
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
@@ -32,12 +33,21 @@ class Pulled(Bench):
     def __init__(self, arena: Arena) -> None:
         super().__init__(arena)
         arena.ensure(32 * MIB, TOTAL)
-        self.agent, self.client = LocalAgent(), LocalAgent()
-        self.memory = ClientMemory(self.agent)
+        self.agents: list[LocalAgent] = []
+        self.client = LocalAgent()
+        self.memory = ClientMemory(self.open)
         self.exchange = ShardTransfers(self.backing, self.tickets, None, self.memory)
         self.data = DATA.copy()
         self.address = int(self.data.__array_interface__["data"][0])
         self.client.register(self.address, TOTAL)
+
+    def open(self) -> LocalAgent:
+        self.agents.append(LocalAgent())
+        return self.agents[-1]
+
+    @property
+    def agent(self) -> LocalAgent:
+        return self.agents[-1]
 
     def ranges(self, start: int, end: int, step: int = FRAME_BYTES) -> list[b.ByteRange]:
         return [self.range(at, min(step, end - at)) for at in range(start, end, step)]
@@ -224,28 +234,113 @@ def test_a_buffer_that_a_read_may_still_write_is_not_used_until_the_read_has_end
     assert not bench.stored[MIB:].any(), "what was given up is not stored, though its reads ended"
 
 
-def test_a_failed_read_costs_its_buffer_and_after_too_many_the_stream_is_left(
-    bench: Pulled, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 3)
+def fail(bench: Pulled, puts: int) -> None:
+    """So many reads of the client's memory fail, each with a buffer."""
 
-    def fail() -> None:
+    def lose() -> None:
         raise Unreachable("the client is gone")
 
-    bench.agent.before = fail
-    for number in range(1, 5):
+    bench.agent.before = lose
+    before = bench.memory.quarantined
+    for number in range(1, puts + 1):
         bench.say(bench.put(bench.ranges(0, MIB), MIB, number))
         with pytest.raises(BY_NAME["Unreachable"], match="the client is gone"):
             raise refused_after(bench)
-        assert bench.memory.quarantined == number
+        assert bench.memory.quarantined == before + number
+    bench.agent.before = lambda: None
+
+
+def by_another(bench: Pulled, client: LocalAgent, number: int, **changes: Any) -> Any:
+    """A put of 1 MiB by the next session, whose agent is `client`."""
+    granted = bench.tickets.granted(SESSION + 1, bench.grant(TOTAL))
+    head = bench.put(
+        bench.ranges(0, MIB), MIB, number, **{"agent": client.name, "metadata": client.metadata()} | changes
+    )
+    return msgspec.structs.replace(head, session=SESSION + 1, ticket=granted.ticket)
+
+
+def test_a_failed_read_costs_its_buffer_until_the_shard_begins_anew(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 3)
+    fail(bench, 4)
+    lost = [weakref.ref(pull.buffer) for pull in bench.memory._lost]
+    assert len(bench.agent.regions) == 4, "lost buffers stay registered, and are not freed"
     bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
-    with pytest.raises(
-        BY_NAME["Impossible"], match="takes columns over its stream alone until the shard is started again"
-    ):
-        raise refused(bench)
-    bench.memory.close()
-    assert len(bench.agent.regions) == 4, "lost buffers stay registered, and are never freed"
+    assert [head.done for head in bench.turns()] == [True]
+    assert [agent.closed for agent in bench.agents] == [True, False]
+    assert bench.memory.quarantined == 0
+    assert not any(buffer() for buffer in lost)
     assert QUARANTINED_MAX < 100
+
+
+def test_a_shard_begins_anew_only_when_it_reads_nothing_and_seldom(
+    bench: Pulled, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 1)
+    other = LocalAgent()
+    other.register(bench.address, TOTAL)
+    fail(bench, 2)
+    with monkeypatch.context() as slow:
+        pending(slow)
+        bench.memory._anew_from = math.inf
+        monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 9)
+        bench.say(by_another(bench, other, 3), peer=b"other")
+        bench.turns(2)
+        monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 1)
+        bench.memory._anew_from = 0.0
+        bench.say(bench.put(bench.ranges(0, MIB), MIB, 4))
+        with pytest.raises(BY_NAME["Unreachable"], match=r"failed or have not ended, 2 of them of session .* for now"):
+            raise refused(bench)
+    assert [(head.transfer, head.done) for head in bench.turns()] == [(3, True)]
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
+    assert [head.done for head in bench.turns()] == [True]
+    fail(bench, 2)
+    bench.now = client_memory.ANEW_EVERY_S - 1
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 6))
+    with pytest.raises(BY_NAME["Unreachable"], match="for now"):
+        raise refused(bench)
+    bench.now = client_memory.ANEW_EVERY_S
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 7))
+    assert [head.done for head in bench.turns()] == [True]
+    assert len(bench.agents) == 3
+
+
+def test_others_need_not_say_again_what_they_registered(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 1)
+    other = LocalAgent()
+    other.register(bench.address, TOTAL)
+    bench.say(by_another(bench, other, 1), peer=b"other")
+    assert [head.done for head in bench.turns()] == [True]
+    fail(bench, 2)
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
+    assert [head.done for head in bench.turns()] == [True]
+    bench.say(by_another(bench, other, 6, metadata=b""), peer=b"other")
+    assert [head.done for head in bench.turns()] == [True]
+    assert set(bench.agent.loaded) == {bench.client.name, other.name}
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 7, agent=other.name))
+    with pytest.raises(BY_NAME["UsageError"], match="another session's"):
+        raise refused_after(bench)
+    bench.memory.keep_only(lambda _: False)
+    assert (bench.memory.loaded, bench.memory._metadata, bench.agent.loaded) == ({}, {}, {})
+
+
+@pytest.mark.parametrize("why", ["no other agent", "somebody keeps a read"])
+def test_what_cannot_be_confirmed_is_not_freed(bench: Pulled, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
+    monkeypatch.setattr(client_memory, "QUARANTINED_MAX", 1)
+    fail(bench, 2)
+    lost = [weakref.ref(pull.buffer) for pull in bench.memory._lost]
+    bench.agent.held = True
+    if why == "no other agent":
+        monkeypatch.setattr(bench.memory, "_open", lambda: (_ for _ in ()).throw(UsageError("no RDMA")))
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 5))
+    if why == "no other agent":
+        with pytest.raises(BY_NAME["Unreachable"], match="for now"):
+            raise refused(bench)
+    else:
+        assert [head.done for head in bench.turns()] == [True]
+    gc.collect()
+    assert all(buffer() is not None for buffer in lost)
 
 
 def test_a_client_that_stands_still_is_refused_after_the_silence(
@@ -479,40 +574,33 @@ def test_metadata_that_cannot_be_loaded_leaves_nothing_loaded(bench: Pulled, mon
 
 
 def test_a_client_whose_reads_fail_again_and_again_turns_pulls_off_for_itself_alone(bench: Pulled) -> None:
-    def fail() -> None:
-        raise Unreachable("the client is gone")
-
-    bench.agent.before = fail
-    for number in range(1, QUARANTINED_OF_ONE + 2):
-        bench.say(bench.put(bench.ranges(0, MIB), MIB, number))
-        with pytest.raises(BY_NAME["Unreachable"], match="the client is gone"):
-            raise refused_after(bench)
-    bench.agent.before = lambda: None
+    fail(bench, QUARANTINED_OF_ONE + 1)
+    bench.memory._anew_from = 1.0
     bench.say(bench.put(bench.ranges(0, MIB), MIB, 50))
-    with pytest.raises(
-        BY_NAME["Impossible"], match=f"{QUARANTINED_OF_ONE + 1} reads of the memory of session {SESSION} failed"
-    ):
+    with pytest.raises(BY_NAME["Unreachable"], match=f"{QUARANTINED_OF_ONE + 1} of them of session {SESSION}"):
         raise refused(bench)
     assert QUARANTINED_OF_ONE * 4 <= QUARANTINED_MAX
     other = LocalAgent()
     other.register(bench.address, TOTAL)
-    granted = bench.tickets.granted(SESSION + 1, bench.grant(TOTAL))
-    head = bench.put(bench.ranges(0, MIB), MIB, 51, agent=other.name, metadata=other.metadata())
-    bench.say(msgspec.structs.replace(head, session=SESSION + 1, ticket=granted.ticket))
+    bench.say(by_another(bench, other, 51))
     assert [head.done for head in bench.turns()] == [True]
+    bench.now = 1.0
+    bench.say(bench.put(bench.ranges(0, MIB), MIB, 52))
+    assert [head.done for head in bench.turns()] == [True], "the shard began anew"
 
 
 def test_reads_that_may_still_end_turn_pulls_off_for_a_while_only(
     bench: Pulled, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(client_memory, "QUARANTINED_OF_ONE", 1)
+    bench.memory._anew_from = math.inf
     with monkeypatch.context() as stopped:
         pending(stopped)
         bench.say(bench.put(bench.ranges(0, TOTAL)))
         bench.turns(3)
         bench.exchange.lost(b"p")
         bench.say(bench.put(bench.ranges(0, TOTAL)))
-        with pytest.raises(BY_NAME["Unreachable"], match=r"2 reads of the memory of session .* have not ended"):
+        with pytest.raises(BY_NAME["Unreachable"], match=r"2 reads of the memory of clients .* have not ended"):
             raise refused(bench)
     bench.say(bench.put(bench.ranges(0, MIB), MIB))
     assert [head.done for head in bench.turns()] == [True]

@@ -4,8 +4,9 @@ Rules:
 
 1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed any more is deregistered
    by the next `take`, since a finalizer must take no lock.
-2. A buffer that a read may still write, because the read failed or its peer stands still, is never used again, and not freed before the process
-   ends. After `QUARANTINE_BYTES_MAX` of such buffers, of all its sessions, this process reads over the stream for good.
+2. A buffer that a read may still write, because the read failed or its peer stands still, is in *quarantine*: not used again, and not freed before the
+   agent that began the read is gone. Beyond `QUARANTINE_BYTES_MAX` of such buffers, of all its sessions, this process ends their agents, each once no
+   transfer uses it, before it reads one-sided again. Their sessions go on with other agents.
 3. After a failed read the stream carries the bytes, and for `PAUSE_S` everything from that shard.
 4. A reader reads for one transfer at a time. So metadata of a new generation is loaded when no read of the old one is under way.
 """
@@ -15,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -26,7 +28,7 @@ from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unr
 from transferqueue.limits import RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
-from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, keep_for_good
+from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent
 from transferqueue.transport.bulk.protocol import RangesFrame
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -37,6 +39,8 @@ EAGER_S: Final = 0.0005
 """A read is asked for its end without a pause for so long: most of 8 MiB end earlier."""
 POLL_S: Final = 0.0005
 """Afterwards, the pause between two questions. NIXL has no descriptor to sleep on."""
+_NOTHING: Final = ("", 0, 0)
+"""No metadata."""
 
 
 class RegisteredPool(BufferPool):
@@ -81,17 +85,42 @@ class RegisteredPool(BufferPool):
 
 
 class Quarantine:
-    """Memory of this process that reads may still write (rule 2). nbytes: how much."""
+    """Memory of this process that reads may still write (rule 2), by the agent that began them."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
-        self.nbytes = 0
+        self._held: dict[MemoryAgent, list[U8]] = {}
+        self._owners: dict[MemoryAgent, weakref.ref[OneSidedMemory]] = {}
 
-    def add(self, agent: MemoryAgent | None, buffers: Sequence[U8]) -> None:
-        """Never use nor free these buffers again, nor the agent whose read may write them."""
-        keep_for_good(agent, buffers)
+    @property
+    def nbytes(self) -> int:
+        """How much it is."""
         with self._guard:
-            self.nbytes += sum(map(len, buffers))
+            return sum(len(buffer) for buffers in self._held.values() for buffer in buffers)
+
+    @property
+    def full(self) -> bool:
+        """Whether this process reads nothing one-sided now."""
+        return self.nbytes > QUARANTINE_BYTES_MAX
+
+    def add(self, owner: OneSidedMemory, agent: MemoryAgent, buffers: Sequence[U8]) -> None:
+        """Neither use nor free these buffers, nor the agent whose reads may write them."""
+        with self._guard:
+            self._held.setdefault(agent, []).extend(buffers)
+            self._owners[agent] = weakref.ref(owner)
+
+    def settle(self) -> None:
+        """End the agents that no transfer uses, and free what their reads may have written."""
+        with self._guard:
+            unused = [
+                agent for agent in self._held if (owner := self._owners[agent]()) is None or owner.gives_up(agent)
+            ]
+            ended = [agent for agent in unused if agent.close()]
+            freed = sum(len(buffer) for agent in ended for buffer in self._held.pop(agent))
+            for agent in ended:
+                del self._owners[agent]
+        if freed:
+            _log.info("%d bytes that failed reads could have written are free again: their agents are gone", freed)
 
 
 QUARANTINE: Final = Quarantine()
@@ -105,12 +134,33 @@ class OneSidedMemory:
         self._open = open_agent
         self._guard = threading.Lock()
         self._opened: tuple[MemoryAgent, RegisteredPool] | None = None
+        self._users = 0
         self._quarantine: Final = quarantine
 
-    @property
-    def usable(self) -> bool:
-        """Whether reads may begin (rule 2)."""
-        return self._quarantine.nbytes <= QUARANTINE_BYTES_MAX
+    def begin(self) -> bool:
+        """Whether a transfer may read one-sided (rule 2). If so, agent and buffers stay the same until its `end`."""
+        if self._quarantine.full:
+            self._quarantine.settle()
+        with self._guard:
+            may = not self._quarantine.full
+            self._users += may
+            return may
+
+    def end(self) -> None:
+        """The transfer is over, and holds no read."""
+        with self._guard:
+            self._users -= 1
+
+    def gives_up(self, agent: MemoryAgent) -> bool:
+        """Have the next transfer open another agent, unless one is under way. Whether nothing uses this one. Does not block."""
+        if not self._guard.acquire(blocking=False):
+            return False
+        try:
+            if self._opened is not None and self._opened[0] is agent and not self._users:
+                self._opened = None
+            return self._opened is None or self._opened[0] is not agent
+        finally:
+            self._guard.release()
 
     @property
     def agent(self) -> MemoryAgent:
@@ -123,8 +173,8 @@ class OneSidedMemory:
         return self._both()[1]
 
     def quarantine(self, buffers: Sequence[U8]) -> None:
-        """Never use this memory again."""
-        self._quarantine.add(self._opened[0] if self._opened else None, buffers)
+        """A read of this agent may still write this memory."""
+        self._quarantine.add(self, self.agent, buffers)
 
     def _both(self) -> tuple[MemoryAgent, RegisteredPool]:
         with self._guard:
@@ -141,20 +191,29 @@ class ShardReader:
         self.memory: Final = memory
         self._clock = clock
         self._turn = threading.Lock()
-        self._loaded = ("", 0, 0)
+        self._loaded = _NOTHING
+        self._loaded_by: MemoryAgent | None = None
         self._not_before = 0.0
         self.bytes_read = 0
         """Bytes read so far."""
 
     @property
     def usable(self) -> bool:
-        """Whether the next transfer may be one-sided: the shard serves it, and no read failed a moment ago."""
-        return self.memory.usable and self._clock() >= self._not_before
+        """Whether the shard serves one-sided reads, and none failed a moment ago."""
+        return self._clock() >= self._not_before
+
+    def begin(self) -> bool:
+        """Whether the next transfer may be one-sided. If so, call `end` after it."""
+        return self.usable and self.memory.begin()
+
+    def end(self) -> None:
+        """The transfer is over."""
+        self.memory.end()
 
     @property
     def loaded(self) -> tuple[str, int, int]:
         """Agent, generation and regions of the metadata that is loaded, see `RangesFrame`."""
-        return self._loaded
+        return self._loaded if self._loaded_by is self.memory.agent else _NOTHING
 
     def refused(self, error: TransferQueueError) -> None:
         """A one-sided transfer failed: use the stream for a while, or, if the shard serves no such reads, for good."""
@@ -171,6 +230,8 @@ class ShardReader:
         while not self._turn.acquire(timeout=POLL_S):
             check(self._clock() - began)
         try:
+            if self._loaded_by is not self.memory.agent:
+                self._loaded, self._loaded_by = _NOTHING, self.memory.agent
             self._load(frame)
             self._read(ranges, buffers, check)
             self.bytes_read += sum(each.nbytes for each in ranges)
@@ -194,7 +255,7 @@ class ShardReader:
         self._loaded = version
 
     def _forget(self) -> None:
-        agent, self._loaded = self._loaded[0], ("", 0, 0)
+        agent, self._loaded = self._loaded[0], _NOTHING
         if agent:
             self.memory.agent.unload(agent)
 

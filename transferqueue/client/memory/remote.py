@@ -203,7 +203,7 @@ class RemoteMemory:
         self, shard: int, fields: Mapping[str, Field], asked: Sequence[RequestedRows], caller: Caller
     ) -> FetchTransfer:
         session, reader = self._welcome.session, self.reader
-        if reader is not None and reader.usable:
+        if reader is not None and reader.begin():
             try:
                 return self._carry(
                     lambda number: RangedFetch(
@@ -220,6 +220,8 @@ class RemoteMemory:
                 )
             except _CARRIER_ERRORS as error:
                 reader.refused(error)
+            finally:
+                reader.end()
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
     def _check_read(self, elapsed_s: float, caller: Caller) -> None:

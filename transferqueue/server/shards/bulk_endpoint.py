@@ -318,7 +318,7 @@ class ShardTransfers:
                 "this shard takes columns over its stream alone, so it reads no memory of its clients; start it with --bytes nixl, or write over "
                 "the stream"
             )
-        self._clients.check_usable(message.session)
+        self._clients.check_usable(message.session, self.now)
         return PulledWrite(message, self._backing, self._tickets, self._sums.digests, self.now, self._clients)
 
     def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:
@@ -507,7 +507,7 @@ def one_sided_parts(backing: ArenaBacking, carrier: Carrier) -> OneSidedParts:
     """The arena for one-sided reads, and the way to the memory of clients. `UsageError` if this machine cannot. Takes up to a second."""
     if not carrier.one_sided:
         return OneSidedParts()
-    return OneSidedParts(RegisteredArena(backing, NixlAgent(carrier)), ClientMemory(NixlAgent(carrier)))
+    return OneSidedParts(RegisteredArena(backing, NixlAgent(carrier)), ClientMemory(lambda: NixlAgent(carrier)))
 
 
 def _host(address: str) -> str:

@@ -5,8 +5,10 @@ Rules:
 1. A *pull* is one read of at most `PULL_BYTES` into one buffer. Buffers are registered once and used again; at most `BUFFERS_MAX` are in use, so pulls
    beyond that wait, and writes take turns.
 2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets it, and it is not freed before
-   the process ends. A read that ends well later returns it. With more than `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all,
-   nothing is pulled from that session, or from anybody, and writes cross over the stream: until enough have ended; for good where reads failed.
+   the agent that read is gone. A read that ends well later returns it. With more than `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all,
+   nothing is pulled from that session, or from anybody, and writes cross over the stream, until enough have ended. Where they do not, this *begins
+   anew* once no read is under way: it closes the agent, so the quarantine is empty, and opens another one. That takes up to half a second, and so is
+   done at most every `ANEW_EVERY_S`: a client whose reads fail must not stop others.
 3. A session's agent is loaded once, and again when it names more or other regions. It is unloaded only when no read from it is under way, in
    quarantine too. After a failed read or load it is loaded afresh.
 4. The agent that pulls is not the one by which clients read the arena: nobody gets its metadata, so nobody else reaches its buffers.
@@ -15,14 +17,14 @@ Rules:
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final
 
 import numpy as np
 
-from transferqueue.errors import Corruption, Impossible, Unreachable, UsageError
-from transferqueue.limits import BULK_CONNECTIONS_MAX, MIB
+from transferqueue.errors import Corruption, Unreachable, UsageError
+from transferqueue.limits import BULK_CONNECTIONS_MAX, KIB, MIB
 from transferqueue.server.shards.registered_arena import MetadataVersion
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.transport.bulk import protocol as b
@@ -35,6 +37,9 @@ BUFFERS_MAX: Final = 16
 QUARANTINED_MAX: Final = 64
 QUARANTINED_OF_ONE: Final = 8
 """As many as one session may have in use: so many were lost when all its writes failed at once."""
+ANEW_EVERY_S: Final = 60.0
+KEPT_METADATA_BYTES_MAX: Final = 64 * KIB
+"""Of a session. One that has more sends it again after this began anew, and its put under way crosses over the stream."""
 
 
 class ClientRead:
@@ -59,12 +64,22 @@ class ClientRead:
             self._pending.abandon()
             raise
 
+    def let_go(self) -> None:
+        """Keep the agent no longer: it is closed."""
+        self._pending.abandon()
+
 
 class ClientMemory:
-    """The memory of this shard's clients, as far as it is registered. agent: of this object alone."""
+    """The memory of this shard's clients, as far as it is registered. open_agent: opens an agent of this object alone; called at once, and for each
+    agent after it."""
 
-    def __init__(self, agent: MemoryAgent) -> None:
-        self._agent: Final = agent
+    def __init__(self, open_agent: Callable[[], MemoryAgent]) -> None:
+        self._open: Final = open_agent
+        self._agent = open_agent()
+        self._anew_from = 0.0
+        self._metadata: dict[
+            int, tuple[MetadataVersion, bytes]
+        ] = {}  # of the sessions that are loaded, or were before this began anew
         self._loaded: dict[int, MetadataVersion] = {}  # by session; the one loaded first is first
         self._stale: set[str] = set()
         self._free: list[U8] = []
@@ -84,23 +99,28 @@ class ClientMemory:
         """What was loaded, by session."""
         return dict(self._loaded)
 
-    def check_usable(self, session: int) -> None:
-        """`Impossible` if nothing is pulled from this session any more, `Unreachable` if nothing is now (rule 2)."""
+    def check_usable(self, session: int, now: float) -> None:
+        """`Unreachable` if nothing is pulled from this session now (rule 2)."""
         self.settle()
-        _check_quarantine(
-            QUARANTINED_OF_ONE, _of(session, self._lost), _of(session, self._limbo), f" of session {session}", "it"
-        )
-        _check_quarantine(QUARANTINED_MAX, len(self._lost), len(self._limbo), "", "the shard")
+        own = sum(read.session == session for read in (*self._lost, *self._limbo))
+        if own <= QUARANTINED_OF_ONE and self.quarantined <= QUARANTINED_MAX:
+            return
+        if self._under_way or now < self._anew_from or not self._begun_anew(now):
+            raise Unreachable(
+                f"{self.quarantined} reads of the memory of clients failed or have not ended, {own} of them of session {session}, so the shard takes "
+                "its columns over the stream for now"
+            )
 
     def load(self, session: int, version: MetadataVersion, metadata: bytes) -> bool:
         """Load what a client has registered, unless this or newer is loaded. False if it must wait until reads have ended (rule 3)."""
-        known = self._loaded.get(session)
+        known = self._known(session)
         is_fresh = known is not None and known.agent == version.agent and known.agent not in self._stale
         if is_fresh and known is not None and known >= version:
             return True
         if not metadata:
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
-        if any(other.agent == version.agent for at, other in self._loaded.items() if at != session):
+        known_of = self._loaded | {at: told for at, (told, _) in self._metadata.items()}
+        if any(other.agent == version.agent for at, other in known_of.items() if at != session):
             raise UsageError(
                 f"session {session} names memory of agent {version.agent!r}, which is another session's; name memory of its own"
             )
@@ -126,11 +146,20 @@ class ClientMemory:
             raise Corruption(f"the metadata of a client's memory is not that of agent {version.agent!r}")
         self._loaded.pop(session, None)  # now it is the last one
         self._loaded[session] = version
+        if len(metadata) <= KEPT_METADATA_BYTES_MAX:
+            self._metadata[session] = version, metadata
+
+    def _known(self, session: int) -> MetadataVersion | None:
+        """What is loaded of this session; after this began anew, what was."""
+        if session not in self._loaded and session in self._metadata:
+            self._make_room()
+            self._load(session, *self._metadata.pop(session))
+        return self._loaded.get(session)
 
     def pull(self, write: object, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
         """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free now, so it is given one in its turn, unless it is
         `forgotten`. `Unreachable` if they cannot be read."""
-        known = self._loaded.get(session)
+        known = self._known(session)
         if known is None:  # it was unloaded to make room for another one
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
         buffer, agent = self._buffer(write), known.agent
@@ -189,6 +218,8 @@ class ClientMemory:
         """Unload the agents of sessions that are over, unless they are read."""
         for session in [session for session in self._loaded if not serves(session)]:
             self._forget(session)
+        for session in [session for session in self._metadata if session not in self._loaded and not serves(session)]:
+            del self._metadata[session]
 
     def close(self) -> None:
         """Give up all buffers that nothing writes any more; the others stay until the process ends."""
@@ -201,6 +232,29 @@ class ClientMemory:
         if late := [*self._under_way, *self._limbo, *self._lost]:
             keep_for_good(self._agent, late)
 
+    def _begun_anew(self, now: float) -> bool:
+        """Replace the agent, when no read is under way, so that no quarantined buffer is written any more. False: there is no other agent."""
+        self._anew_from = now + ANEW_EVERY_S
+        try:
+            agent = self._open()
+        except (Unreachable, UsageError) as error:
+            _log.warning("the shard keeps %d buffers in quarantine: %s", self.quarantined, error)
+            return False
+        for pull in (*self._limbo, *self._lost):
+            pull.let_go()
+        if self._agent.close():
+            _log.warning(
+                "%d buffers that failed reads could have written are free again: their agent is gone", self.quarantined
+            )
+        else:
+            keep_for_good(self._agent, *self._limbo, *self._lost)
+        self._agent = agent
+        for session in [session for session, known in self._loaded.items() if known.agent in self._stale]:
+            self._metadata.pop(session, None)
+        self._loaded, self._registrations, self._free = {}, {}, []
+        self._stale, self._limbo, self._lost = set(), set(), []
+        return True
+
     def _is_read(self, agent: str) -> bool:
         self.settle()
         return any(pull.agent == agent for pull in (*self._under_way, *self._limbo))
@@ -211,6 +265,7 @@ class ClientMemory:
         if known is None or self._is_read(known.agent):
             return
         del self._loaded[session]
+        self._metadata.pop(session, None)
         self._stale.discard(known.agent)
         self._agent.unload(known.agent)
 
@@ -232,22 +287,6 @@ class ClientMemory:
         buffer = np.empty(PULL_BYTES, np.uint8)
         self._registrations[_address(buffer)] = self._agent.register(_address(buffer), PULL_BYTES)
         return buffer
-
-
-def _of(session: int, reads: Iterable[ClientRead]) -> int:
-    return sum(read.session == session for read in reads)
-
-
-def _check_quarantine(most: int, lost: int, pending: int, whose: str, who: str) -> None:
-    if lost > most:
-        raise Impossible(
-            f"{lost} reads of the memory{whose or ' of clients'} failed, and their buffers cannot be used again, so the shard takes columns{whose} over "
-            f"its stream alone until {who} is started again"
-        )
-    if lost + pending > most:
-        raise Unreachable(
-            f"{lost + pending} reads of the memory{whose or ' of clients'} failed or have not ended, so the shard takes columns{whose} over its stream for now"
-        )
 
 
 def _copied(ranges: Sequence[b.ByteRange], into: int) -> list[CopiedRange]:

@@ -11,7 +11,11 @@ Rules:
 3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
    are under way (`MemoryAgent.progress`).
 4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
-   memory that a read which did not succeed could still write, so it is not freed before the process ends (`keep_for_good`).
+   memory that a read which did not succeed could still write. It is not freed before the agent that began the read is gone (`MemoryAgent.close`), or
+   the process ends (`keep_for_good`).
+5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a queue of its network card. All of
+   these belong to its agent and end with it. So nothing that an agent began to read writes anything once it is gone, whatever its peers do then
+   (docs/decisions/0064).
 
 Metadata is NIXL's own format, which NIXL checks. Nothing here uses `deserialize_descs`, which is pickle.
 """
@@ -22,7 +26,9 @@ import ctypes
 import enum
 import os
 import secrets
+import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -147,6 +153,10 @@ class MemoryAgent(Protocol):
     def progress(self) -> None:
         """Serve peers that are connecting, or that read over a transport which needs this process."""
 
+    def close(self) -> bool:
+        """End all reads, and forget all peers and registrations; no other method but this may be called afterwards. Whether it is gone (rule 5): until
+        something lets a read of it go, it may not be. Call it again then."""
+
 
 _kept_for_good: Final[list[object]] = []
 
@@ -166,11 +176,19 @@ class NixlAgent:
         sync = self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         settings = self._nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False, sync_mode=sync)
         try:
-            self._agent = self._nixl.nixl_agent(self.name, settings)
+            self._opened: Any = self._nixl.nixl_agent(self.name, settings)
         except Exception as error:
             raise UsageError(
                 f"bytes={str(carrier)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look with `ucx_info -d`"
             ) from error
+        self._gone: Final = weakref.ref(self._opened.agent)
+        self._loaded: set[str] = set()
+
+    @property
+    def _agent(self) -> Any:
+        if self._opened is None:
+            raise Unreachable("this process has closed its way to read memory one-sided, and opens another one")
+        return self._opened
 
     def register(self, address: int, nbytes: int) -> object:
         """See `MemoryAgent`."""
@@ -201,10 +219,13 @@ class NixlAgent:
             name = self._agent.add_remote_agent(metadata)
         except Exception as error:
             raise Unreachable(f"the metadata of a shard's memory could not be loaded: {error}") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        peer = name.decode() if isinstance(name, bytes) else str(name)
+        self._loaded.add(peer)
+        return peer
 
     def unload(self, peer: str) -> None:
         """See `MemoryAgent`."""
+        self._loaded.discard(peer)
         try:
             self._agent.remove_remote_agent(peer)
         except self._nixl.nixlBind.nixlNotFoundError:
@@ -216,9 +237,11 @@ class NixlAgent:
         local, remote = np.zeros_like(table), np.zeros_like(table)
         local[:, 0], local[:, 1] = table[:, 0], table[:, 2]
         remote[:, 0], remote[:, 1] = table[:, 1], table[:, 2]
-        agent = self._agent
-        try:
-            return _NixlRead(agent, agent.initialize_xfer("READ", _descs(agent, local), _descs(agent, remote), peer))
+        try:  # no name for the agent here: an error keeps the names of all frames that it passed through
+            return _NixlRead(
+                self._agent,
+                self._agent.initialize_xfer("READ", _descs(self._agent, local), _descs(self._agent, remote), peer),
+            )
         except Exception as error:
             raise _failed(error) from error
 
@@ -228,6 +251,16 @@ class NixlAgent:
             self._agent.get_new_notifs()
         except Exception as error:
             raise Unreachable(f"NIXL made no progress: {error}") from error
+
+    def close(self) -> bool:
+        """See `MemoryAgent`. What NIXL holds of it is gone when its last reference is: its destructor waits for nothing. Peers are unloaded before: UCX
+        ends a process by a signal that serves a read over TCP whose reader went without a word."""
+        if self._opened is not None:
+            for peer in [*self._loaded]:
+                with suppress(Exception):  # it is gone in any case
+                    self.unload(peer)
+        self._opened = None
+        return self._gone() is None
 
 
 class _NixlRead:
@@ -250,8 +283,8 @@ class _NixlRead:
         return bool(state == _DONE)
 
     def abandon(self) -> None:
-        """Cancel. A handle that cannot be released now is released with its agent."""
-        self._handle = None
+        """Cancel. A handle that cannot be released now is released with its agent, which this must not keep."""
+        self._handle = self._agent = None
 
 
 def _descs(agent: Any, table: Any) -> Any:
@@ -265,9 +298,9 @@ def _failed(error: Exception) -> Unreachable:
 def _nixl(carrier: Carrier) -> Any:
     """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
     os.environ.setdefault("UCX_TLS", _TRANSPORTS[carrier])
-    os.environ.setdefault(
-        "NIXL_LOG_LEVEL", "ERROR"
-    )  # its default writes to standard output, where a server says "ready"
+    # By default both write to standard output, where a server says "ready". UCX warns of each request that ends with its agent.
+    os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         import nixl._api as api
     except (ImportError, OSError) as error:
