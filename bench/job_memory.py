@@ -5,13 +5,17 @@
 The tables and tasks are those of `transferqueue train`; stand-ins for the engine, the reward and the trainer lease and give columns of realistic sizes. So the counts are those of a
 job, and nothing depends on the machine. ``rows``, ``columns``: `Acked` and `AckedColumns`. A result is the bytes of the table after each step, in jobs that drop stale rows;
 ``image_requeue`` generates them again.
+
+The job puts the rows of a group together, and says that they share their prompt. ``vision/...`` is the job with images and `Acked`, with other producers: ``one_by_one`` puts each
+row by itself, as rollouts finish; ``mixed`` puts one row of each prompt of the step together. ``..._interned`` gives prompt and image as `Interned`. Those clients send their bytes
+over the network, and ``sent`` is what they send in all steps.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -34,6 +38,7 @@ RESPONSE_TOKENS: Final = 1024
 DATA: Final = {"text": 2 * KIB, "image": 512 * KIB, "image_requeue": 512 * KIB}
 """Bytes of a prompt's row of the data file, by kind of job: a conversation, or one with an image."""
 RETENTIONS: Final[Mapping[str, tq.Retention]] = {"rows": tq.Acked(), "columns": tq.AckedColumns()}
+WAYS: Final = ("group", "one_by_one", "one_by_one_interned", "mixed", "mixed_interned")
 STEPS: Final = 24
 CHECKPOINT: Final = 8
 TASKS: Final = (names.ROLLOUT, names.REWARD, names.ADVANTAGE, names.TRAIN)
@@ -84,29 +89,52 @@ def _results(task: str, rows: int, rng: np.random.Generator) -> dict[str, Any]:
     return {"advantages": rng.random(rows, np.float32)}
 
 
-def walk(queue: tq.Queue, job: Job, retention: tq.Retention, data_bytes: int) -> list[int]:
+def walk(
+    queue: tq.Queue, job: Job, retention: tq.Retention, data_bytes: int, way: str = "group", steps: int = STEPS
+) -> list[int]:
     """Run the steps; the bytes of the table after each."""
     rng, table, held = np.random.default_rng(0), make_table(queue, job, retention), list[int]()
     channel = queue.weights(names.POLICY)
-    for step in range(STEPS):
+    for step in range(steps):
         channel.publish(step, {"w": np.zeros(4, np.float32)})
-        for prompt in range(PROMPTS):
-            ids = rng.integers(0, 150_000, PROMPT_TOKENS, np.int32)
-            data = {"prompt": rng.bytes(data_bytes)}
-            numbers = {"group_id": step * PROMPTS + prompt, "group_size": GROUP, "ordinal": np.arange(GROUP)}
-            with table.reserve(GROUP, policy_version=step) as reservation:
-                table.put(
-                    prompt_ids=tq.Repeat([ids], GROUP),
-                    data=tq.Repeat([data], GROUP),
-                    reservation=reservation,
-                    **numbers,
-                )
+        prompts = [
+            {"ids": rng.integers(0, 150_000, PROMPT_TOKENS, np.int32), "data": {"prompt": rng.bytes(data_bytes)}}
+            for _ in range(PROMPTS)
+        ]
+        _put(table, prompts, way, step)
         for task in TASKS:
             _do(table, task, batch_rows(job), rng, step)
         if step % CHECKPOINT == CHECKPOINT - 1:
             table.checkpointed(step, task=names.TRAIN)
         held.append(table.stats()["bytes"])
     return held
+
+
+def _put(table: tq.Table, prompts: Sequence[dict[str, Any]], way: str, step: int) -> None:
+    """Put `GROUP` rows of each prompt."""
+    every, members = range(len(prompts)), range(GROUP)
+    if way == "group":
+        puts = [([prompt] * GROUP, list(members)) for prompt in every]
+    elif way.startswith("mixed"):
+        puts = [([*every], [member] * len(prompts)) for member in members]
+    else:
+        puts = [([prompt], [member]) for prompt in every for member in members]
+    with table.reserve(len(prompts) * GROUP, policy_version=step) as reservation:
+        for numbers, ordinals in puts:
+            table.put(
+                prompt_ids=_column([prompts[number]["ids"] for number in numbers], way),
+                data=_column([prompts[number]["data"] for number in numbers], way),
+                group_id=[step * len(prompts) + number for number in numbers],
+                group_size=GROUP,
+                ordinal=ordinals,
+                reservation=reservation,
+            )
+
+
+def _column(values: Sequence[Any], way: str) -> Any:
+    if way == "group":
+        return tq.Repeat(values[:1], len(values))
+    return tq.Interned(values) if way.endswith("interned") else values
 
 
 def _do(table: tq.Table, task: str, rows: int, rng: np.random.Generator, step: int) -> None:
@@ -139,6 +167,24 @@ def measure() -> list[MeasuredResult]:
     return results
 
 
+def vision() -> list[MeasuredResult]:
+    """The job with images, put in each of the `WAYS` by a client of another host."""
+    results: list[MeasuredResult] = []
+    for way in WAYS:
+        server = Server(tcp=True)
+        try:
+            with tq.connect(server.tcp_address, data="remote") as queue:
+                held = walk(queue, a_job("drop"), tq.Acked(), DATA["image"], way, CHECKPOINT)
+                sent = sum(queue.stats()["server"]["bulk_received_bytes"].values())
+        finally:
+            server.stop()
+        results += [
+            single(f"vision/{way}/bytes_max", "count", max(held)),
+            single(f"vision/{way}/sent", "count", sent),
+        ]
+    return results
+
+
 def main() -> None:
     """Measure, print, and write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -146,7 +192,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ["OMP_NUM_THREADS"] = "1"
     measurement = Measurement()
-    results = measure()
+    results = measure() + vision()
     show(results)
     details = {"prompts": PROMPTS, "group": GROUP, "steps": STEPS, "checkpoint": CHECKPOINT, "data_bytes": DATA}
     save_record(measurement, options.out, "job-memory", results, details)

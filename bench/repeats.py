@@ -2,6 +2,7 @@
 
     python -m bench.repeats --turns 25
     python -m bench.repeats --turns 0        # only the group
+    .venv-shim/bin/python -m bench.repeats --drop-in --turns 25
 
 Costs: CPU time of a process with an embedded server, for a put and the deletion of its rows. Each turn puts the same columns through three clients: one that does not
 look for repeated values (`TRANSFERQUEUE_FIND_REPEATS=0`), another one of that kind, and one that looks. A sample of ``on/...`` is the time of the last over that of the
@@ -10,6 +11,9 @@ first, in one turn; of ``control/...`` that of the second over the first: what t
 
 Group: 16 rows of one prompt with an image, to a client of another host. ``stored``: bytes of the table; ``received``: bytes (both exact) that the shard sent for the leases of all rows,
 one lease a row.
+
+Drop-in: the same costs for puts of samples through the drop-in for ``transfer_queue``, none of which comes again, with its table of recurring values and without it; all
+three clients search the rows of each put. ``drop_in_group/...``: the bytes of a group that is put one by one, with it and without it. It needs tensordict and omegaconf.
 """
 
 from __future__ import annotations
@@ -198,6 +202,85 @@ def group() -> list[MeasuredResult]:
     return results
 
 
+# ---------------------------------------------------------------- the drop-in
+
+
+def drop_in(turns: int) -> list[MeasuredResult]:
+    """What looking for values that come again costs the drop-in's puts if none does, and what it spares a group that is put one by one."""
+    from tensordict import TensorDict
+
+    from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
+
+    rng = np.random.default_rng(2)
+    size = int(np.prod(IMAGE_SHAPE))
+    images = torch.from_numpy(_bytes(rng, 16, *IMAGE_SHAPE))
+    alike = torch.zeros(16, size, dtype=torch.uint8)
+    shapes = {
+        "images_1": images[:1],
+        "images_16": images,
+        "jagged_16": torch.nested.as_nested_tensor(list(images.reshape(16, -1)), layout=torch.jagged),
+        "alike_16": alike,
+        "tokens_16x2048": torch.from_numpy(rng.integers(0, 150_000, (16, 2048))),
+        "small_16x100": torch.from_numpy(rng.integers(0, 150_000, (16, 100))),
+    }
+    results: list[MeasuredResult] = []
+    with (
+        tq.connect("embedded", arena_bytes="1GiB") as server,
+        _client(server, None) as off,
+        _client(server, None) as on,
+        _client(server, None) as control,
+    ):
+        partitions = []
+        for client, word in ((off, "0"), (control, "0"), (on, "1")):
+            os.environ[WORD] = word
+            partitions.append(Partitions(client, rows_max=1 << 16))
+        os.environ.pop(WORD)
+        for name, column in shapes.items():
+            data = TensorDict({"x": column, "reward": torch.zeros(len(column))}, batch_size=[len(column)])
+            results += _drop_in_ratios(name, data, partitions, turns)
+            show(results[-3:])
+        for way, client in (("off", partitions[0]), ("on", partitions[2])):
+            for _ in range(GROUP):
+                client.put(way, TensorDict({"image": images[3:4].clone()}, batch_size=[1]))
+            results.append(
+                summarize(f"drop_in_group/{way}/stored", "count", [server.table(f"p.{way}").stats()["bytes"]])
+            )
+    show(results[-2:])
+    return results
+
+
+def _drop_in_ratios(name: str, data: Any, partitions: Sequence[Any], turns: int) -> list[MeasuredResult]:
+    samples: list[list[float]] = [[], [], []]
+    for turn in range(-2, turns):
+        for each in np.roll(np.arange(3), turn)[:: 1 if turn % 2 else -1].tolist():
+            spent = _drop_in_cpu_s(partitions[each], name, data, turn)
+            if turn >= 0:
+                samples[each].append(spent)
+    off, control, on = samples
+    return [
+        summarize(f"drop_in_off/{name}", "s", off),
+        summarize(f"drop_in_control/{name}", "ratio", [b / a for a, b in zip(off, control, strict=True)]),
+        summarize(f"drop_in_on/{name}", "ratio", [b / a for a, b in zip(off, on, strict=True)]),
+    ]
+
+
+def _drop_in_cpu_s(partitions: Any, name: str, data: Any, turn: int) -> float:
+    """CPU seconds of this process for one put, of `PUTS_MAX` with other values each. Those named "alike" differ where no sample is taken."""
+    column, spent = data["x"], 0.0
+    rows = column.values().reshape(len(data), -1) if column.is_nested else column.reshape(len(data), -1)
+    for number in range(PUTS_MAX):
+        place = 100 if name.startswith("alike") else 0
+        rows[:, place] = (torch.arange(len(rows)) + 16 * number) % 251
+        rows[:, place + 1] = (turn + 2) % 251
+        gc.disable()
+        began = time.process_time()
+        indexes = partitions.put(name, data)
+        spent += time.process_time() - began
+        gc.enable()
+        partitions.find(name).delete(indexes)
+    return spent / PUTS_MAX
+
+
 def _sent(queue: tq.Queue) -> int:
     return sum(queue.stats()["server"]["bulk_sent_bytes"].values())
 
@@ -206,12 +289,16 @@ def main() -> None:
     """Measure, print, and write a record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--turns", type=int, default=25)
+    parser.add_argument("--drop-in", action="store_true", help="measure puts through the drop-in, and nothing else")
     parser.add_argument("--out", type=Path, default=RECORDS, help="folder of the record")
     options = parser.parse_args()
     torch.set_num_threads(1)
     measurement = Measurement()
-    results = group() + (costs(options.turns) if options.turns else [])
     details = {"turns": options.turns, "group": GROUP, "image_bytes": int(np.prod(IMAGE_SHAPE))}
+    if options.drop_in:
+        save_record(measurement, options.out, "repeats-drop-in", drop_in(options.turns), details)
+        return
+    results = group() + (costs(options.turns) if options.turns else [])
     save_record(measurement, options.out, "repeats", results, details)
 
 

@@ -86,7 +86,7 @@ class ClientSession:
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
-        self.find_repeats: Final = os.environ.get("TRANSFERQUEUE_FIND_REPEATS") != "0"
+        self.find_repeats: Final = finds_repeats()
         """Whether puts store values that rows repeat once, though the caller did not say so."""
         connection.on_welcome(self.shards.welcomed)
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
@@ -120,6 +120,11 @@ class ClientSession:
     def close(self) -> None:
         """Say goodbye to the server, end all waits, stop the thread. Again, or in a forked child: nothing."""
         self._end()
+
+
+def finds_repeats() -> bool:
+    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0."""
+    return os.environ.get("TRANSFERQUEUE_FIND_REPEATS") != "0"
 
 
 def open_client(
