@@ -25,6 +25,7 @@ from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
 from transferqueue.transport.bulk import protocol
+from transferqueue.transport.system import threads
 from transferqueue.wire import messages as m
 
 PLACE = Range(1, 0, 70 * MIB // 8)
@@ -219,3 +220,26 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
         assert [type(error) for error in failed] == [Forked]
     writing.join(20)
     monkeypatch.undo()
+
+
+def test_a_shard_whose_thread_stands_still_is_left_as_it_is(
+    backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It may be in a call of a device that does not return: what it uses is neither closed nor freed."""
+    put(backing)
+    stuck, begun = threading.Event(), threading.Event()
+    shard = backing.shard
+    assert isinstance(shard, ShardEnd)
+    monkeypatch.setattr(threads.still_runs, "__defaults__", (0.05,))
+    monkeypatch.setattr(shard.endpoint, "_turn", lambda _: begun.set() or stuck.wait())
+    shard.endpoint._wakeup.set()
+    assert begun.wait(20)
+    registered = dict(puller(backing).regions)
+    shard.endpoint.stop()
+    assert "the bulk endpoint did not end within" in caplog.text
+    assert puller(backing).regions == registered
+    stuck.set()
+    monkeypatch.undo()
+    shard.endpoint.stop()
+    assert puller(backing).regions == {}
+    shard.endpoint.stop = lambda: None  # type: ignore[method-assign]

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.errors import AddressInUse, Disconnected, UsageError
+from transferqueue.errors import AddressInUse, DeadlineExceeded, Disconnected, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MIB
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -19,6 +19,7 @@ from transferqueue.server.files import private_arena
 from transferqueue.server.process import embedded
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import FileLock, IpcAddress, Wakeup, dial, parse_address, this_host
+from transferqueue.transport.system import threads
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -163,6 +164,25 @@ def test_an_abandoned_server_stops(tmp_path):
     del server
     assert threading.active_count() == before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_stop_that_does_not_come_to_an_end_says_where_the_server_is(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads.still_runs, "__defaults__", (0.05,))
+    stuck = threading.Event()
+    server = embedded.start(MIB, tmp_path)
+    served = server._end.peek()[2][0]
+    served._files.callback(stuck.wait)  # as a file system that does not answer
+    try:
+        with pytest.raises(
+            DeadlineExceeded, match=r"did not end within .* Its thread is at .*threading.py:\d+ in wait"
+        ):
+            server.stop()
+        server.stop()  # does nothing
+    finally:
+        stuck.set()
+    (thread,) = (each for each in threading.enumerate() if each.name.startswith("transferqueue server"))
+    thread.join(AT_ONCE_S)
+    assert not thread.is_alive()
 
 
 def test_a_forked_child_does_not_stop_the_server_of_its_parent(server, clients):

@@ -17,6 +17,7 @@ from transferqueue.cluster.on_ray.messages import SHARD_SPEC, DeployRefused, End
 from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import TransferQueueError
 from transferqueue.server.process.supervisor import EXIT_AGAIN
+from transferqueue.transport.system.threads import STOP_S, still_runs
 
 _log: Final = logging.getLogger("transferqueue.cluster")
 
@@ -46,11 +47,12 @@ class ShardActorBase:
         return self._shard.endpoint
 
     def stop(self) -> None:
-        """End the shard; the bytes in it are lost. Returns when its thread has ended."""
+        """End the shard; the bytes in it are lost. Returns when its thread has ended, or stands still for so long that it never will."""
         if self._refused is None:
             self._closing = True
             self._shard.close()
-            self._thread.join()
+            if where := still_runs(self._thread):
+                _log.error("the shard did not end within %g s; its thread is at %s", STOP_S, where)
 
     def _run(self) -> None:
         try:

@@ -12,10 +12,12 @@ import weakref
 from pathlib import Path
 from typing import Final
 
+from transferqueue.errors import DeadlineExceeded
 from transferqueue.limits import parse_bytes
 from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
+from transferqueue.transport.system.threads import STOP_S, still_runs
 
 _numbers: Final = itertools.count(1)
 _running: Final[weakref.WeakValueDictionary[tuple[int, str], EmbeddedServer]] = weakref.WeakValueDictionary()
@@ -45,7 +47,11 @@ class EmbeddedServer:
         return self._ledger.times_ready(table, task)
 
     def stop(self) -> None:
-        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in a forked child."""
+        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in a forked child.
+
+        `DeadlineExceeded` if the server's thread does not end in one and a half minutes, such as in a call of a file system that does not answer: it
+        says where the thread is.
+        """
         self._end()
 
 
@@ -72,5 +78,7 @@ def running(address: str) -> EmbeddedServer | None:
 def _stop(server: ServerProcess, thread: threading.Thread, pid: int) -> None:
     if os.getpid() == pid:
         server.stop()
-        if thread is not threading.current_thread():
-            thread.join()
+        if thread is not threading.current_thread() and (where := still_runs(thread)):
+            raise DeadlineExceeded(
+                f"the embedded server at {server.address} did not end within {STOP_S:g} s; it ends with this process. Its thread is at {where}"
+            )

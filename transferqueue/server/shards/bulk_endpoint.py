@@ -54,9 +54,10 @@ from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, keep_for_good
 from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
+from transferqueue.transport.system.threads import STOP_S, still_runs
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
@@ -436,11 +437,14 @@ class BulkEndpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started."""
+        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started. If the thread does not end, what it
+        uses stays open until the process ends."""
         self._stopping = True
         self._wakeup.set()
-        if self._thread.ident is not None:
-            self._thread.join()
+        if where := still_runs(self._thread):
+            _log.error("the bulk endpoint did not end within %g s; its thread is at %s", STOP_S, where)
+            keep_for_good(self)
+            return
         self._port.close(FAREWELL_S)
         if self._registered is not None:
             self._registered.close()
