@@ -295,17 +295,20 @@ PUTTER: Final = """
         key = [f"{seed}-{row}" for row in range(4)]
         data = content(32 << 20, seed).reshape(4, 8 << 20)
         print("begin", seed, flush=True)
+        sys.stdin.readline()
         table.put(x=data, key=key, timeout_s=60)
         print("put", seed, flush=True)
         seed += 1
 """
 
 
-def _put_by(line: Callable[[], str], count: int) -> list[int]:
-    """The numbers of the next puts of a putter that are there."""
+def _put_by(putter: Worker, count: int) -> list[int]:
+    """The numbers of the next puts of a putter, which are there."""
     found: list[int] = []
+    for _ in range(count):
+        putter.tell("go on")
     while len(found) < count:
-        word, _, number = line().partition(" ")
+        word, _, number = putter.line().partition(" ")
         found += [int(number)] if word == "put" else []
     return found
 
@@ -328,6 +331,13 @@ def _holds(queue: tq.Queue, there: list[int], perhaps: list[int]) -> None:
         assert time.monotonic() < deadline, queue.stats()["server"]
 
 
+def _pulled(queue: tq.Queue, nbytes: int) -> None:
+    """Return once the shard has read so many bytes out of its clients' memory."""
+    deadline = time.monotonic() + 60
+    while received(queue)["one_sided"] < nbytes:
+        assert time.monotonic() < deadline, received(queue)
+
+
 def putter_killed() -> None:
     """A client is killed while the shard reads out of its memory: what it was told is there is there, the rest is not, and memory returns."""
 
@@ -336,9 +346,11 @@ def putter_killed() -> None:
             local.create_table("t", limits=tq.Limits(rows=4096))
             for life in range(8):
                 with Worker(server.tcp, PUTTER, str(life * 100)) as putter:
-                    there = _put_by(putter.line, 2)
+                    there = _put_by(putter, 2)
                     assert putter.line() == f"begin {there[-1] + 1}"
-                    time.sleep(0.006 * life)  # somewhere in that put
+                    before = received(local)["one_sided"]
+                    putter.tell("go on")
+                    _pulled(local, before + life * 4 * MIB)  # of the 32 MiB of that put
                     putter.send(signal.SIGKILL)
                     putter.process.wait()
                 _holds(local, there, [there[-1] + 1])
@@ -356,13 +368,15 @@ def putter_stopped() -> None:
             for stopped_s in (0.5, 2.5, remote.BULK_SILENCE_S + 2):
                 seed = int(stopped_s * 1000)
                 with Worker(server.tcp, PUTTER, str(seed)) as putter:
-                    there = _put_by(putter.line, 2)
+                    there = _put_by(putter, 2)
                     assert putter.line() == f"begin {there[-1] + 1}"
-                    time.sleep(0.02)
+                    before = received(local)["one_sided"]
+                    putter.tell("go on")
+                    _pulled(local, before + 4 * MIB)
                     putter.send(signal.SIGSTOP)
                     time.sleep(stopped_s)
                     putter.send(signal.SIGCONT)
-                    there += _put_by(putter.line, 2)
+                    there += _put_by(putter, 2)  # the one that was stopped, and the next
                     putter.send(signal.SIGKILL)
                     putter.process.wait()
                 _holds(local, there, [there[-1] + 1])
