@@ -282,21 +282,36 @@ def test_a_read_refuses_devices_that_do_not_fit(queue: tq.Queue) -> None:
 
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "staged"])
 @pytest.mark.parametrize("far", [False, True], ids=["mapped", "remote"])
-def test_a_device_is_given_the_wanted_rows_of_a_weight_alone(tmp_path: Path, registers: bool, far: bool) -> None:
-    """As to four engine workers: each a quarter of `w`, all of `b`, and of `e`, which has no bytes, nothing."""
-    model = {"w": torch.randn(512, 64, 3), "b": torch.randn(40), "e": torch.empty(8, 0)}
+def test_a_device_is_given_the_wanted_part_of_a_weight_alone(tmp_path: Path, registers: bool, far: bool) -> None:
+    """As to four engine workers: each a quarter of the rows of `w`, of the columns of `o` and of those of each expert, all of `b`, and of `e`, which has
+    no bytes, nothing."""
+    model = {
+        "w": torch.randn(512, 64, 3),
+        "o": torch.randn(300, 256).to(torch.bfloat16),
+        "experts": torch.randn(8, 64, 96),
+        "b": torch.randn(40),
+        "e": torch.empty(8, 0),
+    }
     with served(tmp_path) as server, tq.connect(server.tcp, data="remote" if far else "auto") as queue:
         weights = queue.weights("policy")
         weights.publish(1, model)
+        device = LateDevice(at_once=True, registers=registers)
         for rank in range(4):
-            device = LateDevice(at_once=True, registers=registers)
+            device.direct = device.staged = 0
             rows = range(rank * 128, (rank + 1) * 128)
-            with weights.pull(only={"w": rows, "b": None, "e": range(2, 4)}) as pulled:
+            columns = tq.Slice(None, tq.Share(rank, 4))
+            only = {"w": rows, "o": columns, "experts": columns, "b": None, "e": range(2, 4)}
+            with weights.pull(only=only) as pulled:
                 landed = pulled.torch(device=device)
             assert torch.equal(landed["w"], model["w"][rows.start : rows.stop])
+            assert torch.equal(landed["o"], model["o"][:, rank * 64 :][:, :64])
+            assert torch.equal(landed["experts"], model["experts"][:, rank * 16 :][:, :16])
             assert torch.equal(landed["b"], model["b"])
             assert landed["e"].shape == (2, 0)
-            assert device.direct + device.staged == model["w"].nbytes // 4 + model["b"].nbytes
+            sharded = sum(model[name].nbytes for name in ("w", "o", "experts"))
+            assert device.direct + device.staged == sharded // 4 + model["b"].nbytes
+            if registers and not far:
+                assert device.staged == model["o"].nbytes // 4, "300 runs are gathered; those of `experts` are 8"
 
 
 def test_without_page_locked_memory_a_copy_is_made_from_other_memory(caplog: pytest.LogCaptureFixture) -> None:

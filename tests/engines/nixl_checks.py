@@ -302,6 +302,50 @@ PUTTER: Final = """
 """
 
 
+def weights() -> None:
+    """Whole versions, and the parts of four ranks along any dimension: they are what was published, and cross one-sided."""
+
+    def work(server: Served) -> None:
+        rng = np.random.default_rng(1)
+        shapes = {"q": (1024, 2048), "o": (2048, 1024), "experts": (8, 256, 512), "norm": (1024,)}
+        model = {name: rng.random(shape, np.float32) for name, shape in shapes.items()}
+        cuts = {
+            "q": lambda part: tq.Slice(part),
+            "o": lambda part: tq.Slice(None, part),
+            "experts": lambda part: tq.Slice(None, part),
+        }
+        with tq.connect(server.ipc) as trainer, tq.connect(server.tcp, data="remote") as queue:
+            channel = queue.weights("policy")
+            for version in range(2):
+                trainer.weights("policy").publish(version, model)
+                before = sent(queue)
+                with channel.pull(version=version) as whole:
+                    assert all(np.array_equal(whole.numpy()[name], value) for name, value in model.items())
+                _crossed_one_sided(queue, before, sum(value.nbytes for value in model.values()))
+                for rank in range(4):
+                    before = sent(queue)
+                    share = tq.Share(rank, 4)
+                    only = {name: cuts[name](share) if name in cuts else None for name in model}
+                    with channel.pull(version=version, only=only) as part:
+                        found = part.numpy()
+                        rows, columns = slice(256 * rank, 256 * rank + 256), slice(64 * rank, 64 * rank + 64)
+                        assert np.array_equal(found["q"], model["q"][rows])
+                        assert np.array_equal(found["o"], model["o"][:, rows])
+                        assert np.array_equal(found["experts"], model["experts"][:, columns])
+                        assert np.array_equal(found["norm"], model["norm"])
+                        _crossed_one_sided(queue, before, sum(value.nbytes for value in found.values()))
+                model = {name: value + 1 for name, value in model.items()}
+
+    deployment(work)
+
+
+def _crossed_one_sided(queue: tq.Queue, before: dict[str, int], nbytes: int) -> None:
+    """Nothing but these bytes, and all but what is small."""
+    ways = {way: count - before[way] for way, count in sent(queue).items()}
+    assert nbytes <= sum(ways.values()) <= 1.02 * nbytes, (ways, nbytes)
+    assert ways["stream"] <= 0.01 * nbytes, ways
+
+
 def _put_by(putter: Worker, count: int) -> list[int]:
     """The numbers of the next puts of a putter, which are there."""
     found: list[int] = []
@@ -567,6 +611,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
         reader_killed,
         scattered,
         late_reads,
+        weights,
         shard_killed,
         shard_stopped,
         putter_killed,

@@ -6,6 +6,7 @@ import ctypes
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -14,13 +15,16 @@ from tests.server.test_bulk import ARENA_BYTES, EXTENT, Bench, refused
 from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
+from transferqueue.schema import Field
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import private_arena
 from transferqueue.server.process import assembly
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.registered_arena import RegionUse, RegisteredArena
+from transferqueue.storage.columns.cut import dense_slices
 from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.security import keyring
@@ -134,6 +138,40 @@ def test_slices_are_named_if_their_runs_are_long(bench: Named, cut: b.BulkCut, n
         bench.say(streamed)
         assert bench.made == Bench.frames(bench), "as over the stream"
         assert bench.in_arena(found) == named
+
+
+@pytest.mark.parametrize(
+    ("shape", "cut", "in_arena"),
+    [
+        ((2048, 4096), b.BulkCut([], [[1024, 2048]]), 0),
+        ((8, 512, 2048), b.BulkCut([], [[1, 4, 0]]), 4 * MIB),
+        ((8, 512, 2048), b.BulkCut([], [[], [1024, 2048]]), 0),
+        ((4096, 2048), b.BulkCut([1, 4, 0], []), 4 * MIB),
+    ],
+    ids=["columns of a matrix", "rows of experts", "columns of experts", "rows of a matrix"],
+)
+def test_of_a_part_of_a_tensor_all_is_named_and_compared(
+    bench: Named, shape: tuple[int, ...], cut: b.BulkCut, in_arena: int
+) -> None:
+    """Where it lies, if its runs are long, else staged: no byte crosses as content. Damaged, it is refused."""
+    values = np.random.default_rng(2).integers(0, 1 << 16, (1, *shape), np.uint16)
+    at = bench.put(x=values)
+    asked = bench.read_ranges(at)
+    part = msgspec.structs.replace(asked.parts[0], cuts={"x": cut}, sums=[checksum(np.array(bench.arena[: at.nbytes]))])
+    asked = msgspec.structs.replace(asked, parts=[part])
+    bench.made = b""
+    bench.say(asked)
+    found = frames(bench)
+    wanted = cut.slice()
+    index = (slice(None), *dense_slices(Field("x", "uint16", shape), wanted))
+    assert bench.made == values[index].tobytes()
+    assert bench.in_arena(found) == in_arena
+    assert all(each.address for frame in found for each in frame.ranges)
+    bench.arena[at.nbytes - 9 * MIB] ^= 1
+    bench.say(asked)
+    with pytest.raises(BY_NAME["Corruption"], match=r"does not match the checksum that it was written with"):
+        frames(bench)
+    assert len(bench.exchange) == 0
 
 
 def test_few_bytes_come_as_content(bench: Named) -> None:

@@ -139,3 +139,38 @@ def test_a_slice_that_is_none_is_refused_when_it_is_made(make: Any, message: str
 def test_a_slice_that_does_not_fit_its_field_is_refused(field: Field, cut: Slice, message: str) -> None:
     with pytest.raises(SchemaError, match=message):
         cut_field(field, cut)
+
+
+BOXES = [
+    Slice(None, (10, 200)),
+    Slice((3, 60), Share(1, 4)),
+    Slice(None, None, (0, 8)),
+    Slice(None, (5, 9), (1, 31)),
+    Slice((1, 63)),
+    Slice(Share(0, 2, zigzag=True), (1, 255)),
+]
+
+
+@pytest.mark.parametrize("cut", BOXES, ids=repr)
+@pytest.mark.parametrize("shape", [(64, 256, 32), (None, 256, 32)], ids=["dense", "ragged"])
+def test_long_rows_are_cut_piece_by_piece(shard: Shard, shape: tuple[int | None, ...], cut: Slice) -> None:
+    """As tensors of weights: 1 MiB a row, in pieces of 32 KiB."""
+    field, piece_bytes = Field("x", "uint16", shape), 32 << 10
+    values = [np.random.default_rng(at).integers(0, 1 << 16, (64, 256, 32), np.uint16) for at in range(3)]
+    placement = shard.column("x", shard.put({"x": values}, [field]), [(0, 2), (0, 0)])._placement
+    assert placement is not None
+    expected = b"".join(np.ascontiguousarray(sliced(values[at], cut)).tobytes() for at in (2, 0))
+    given: list[int] = []
+
+    def room(nbytes: int) -> Any:
+        given.append(nbytes)
+        return np.empty(nbytes, np.uint8)
+
+    for ranges_from in (0, 16 << 10):
+        _, pieces = cut_stream(field, cut, placement, piece_bytes, ranges_from, room)
+        found = list(pieces)
+        assert max(map(len, found)) <= piece_bytes
+        made = b"".join(piece.tobytes() for piece in found)
+        offsets = 64 if field.ragged else 0
+        assert made[offsets : offsets + len(expected)] == expected
+    assert max(given, default=0) <= piece_bytes, "no more than a piece is gathered at a time"

@@ -2,23 +2,27 @@
 
 A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a smaller shape. The first
 dimension costs nothing that is not wanted: the edges of each row move, and only the steps between them are read. Inner dimensions lie side by
-side in each step, so whole steps are read, a piece at a time, and copied once more: they save bytes that cross, not time. Who reads this memory
+side in each step. Of short rows whole steps are read, a piece at a time, and copied once more: inner dimensions save bytes that cross, not time. Of
+long rows, such as tensors of weights, the wanted bytes alone are read, once, a piece at a time; runs of a piece are views. Who reads this memory
 itself gets long runs as views where they lie: of whole steps, or within each step.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
-from transferqueue.limits import ALIGNMENT
+from transferqueue.limits import ALIGNMENT, KIB
 from transferqueue.schema import Field, Share, Slice, cut_field, share_range
 from transferqueue.storage.columns.gather import LoadedColumn, RowEdges, load, row_edges
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, copy_ranges, join, places_best
 from transferqueue.storage.elements.dtypes import I64, U8, stored_dtype
+
+LONG_ROW_BYTES: Final = 64 * KIB
+"""Rows of at least so many wanted bytes in the mean are cut one by one, which costs some microseconds each."""
 
 CutStream = tuple[int, Iterator[U8]]
 """The count of the cut column for `schema.layout`, and the bytes of its block in order."""
@@ -88,8 +92,8 @@ def cut_stream(
 ) -> CutStream:
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
-    At most `piece_bytes` of wanted steps, and at least one row, are gathered at a time. Pieces are at most that long. ranges_from, room: as
-    of `column_stream`; inner ranges are gathered unless their runs are as long, and in new memory.
+    At most `piece_bytes` are gathered at a time, of short rows at most `piece_bytes` of wanted steps and at least one row. Pieces are at most that
+    long. ranges_from, room: as of `column_stream`; inner ranges are gathered unless their runs are as long, of short rows in new memory.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -105,6 +109,10 @@ def cut_stream(
             for view in views:
                 for at in range(0, len(view), piece_bytes):
                     yield view[at : at + piece_bytes]
+            yield from _padding(int(offsets[-1]) * step_bytes)
+            return
+        if int(offsets[-1]) * step_bytes >= LONG_ROW_BYTES * starts.size > 0:
+            yield from _cut_rows(field, cut, placement, starts, ends, piece_bytes, room)
             yield from _padding(int(offsets[-1]) * step_bytes)
             return
         for start, stop in _groups(read, piece_bytes):
@@ -171,6 +179,41 @@ def _gathered(
         return taken
     whole = taken.view(stored_dtype(field.dtype)).reshape(-1, *inner)
     return np.ascontiguousarray(whole[(slice(None), *inner_slices(field, cut))]).reshape(-1).view(np.uint8)
+
+
+def _cut_rows(
+    field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, piece_bytes: int, room: Room | None
+) -> Iterator[U8]:
+    """The wanted bytes of each row, in order: views of their block, or gathered pieces."""
+    spans, memory = placement.blocks.spans(field), placement.blocks.live_memory()
+    kind, step, inner = stored_dtype(field.dtype), _step_bytes(field), [size or 0 for size in field.shape[1:]]
+    wanted = (slice(None), *inner_slices(field, cut))
+    for block, firsts, lasts in zip(placement.block_of_row.tolist(), starts.tolist(), ends.tolist(), strict=True):
+        for first, last in zip(firsts, lasts, strict=True):
+            start = int(spans.values[block]) + first * step
+            steps: np.ndarray[Any, Any] = np.ndarray((last - first, *inner), kind, memory[block], start)
+            for box in _boxes(steps[wanted], piece_bytes):
+                if box.flags.c_contiguous:
+                    view = box.reshape(-1).view(np.uint8)
+                    yield from (view[at : at + piece_bytes] for at in range(0, len(view), piece_bytes))
+                    continue
+                piece = np.empty(box.nbytes, np.uint8) if room is None else room(box.nbytes)
+                np.copyto(piece.view(kind).reshape(box.shape), box)
+                yield piece
+
+
+def _boxes(values: np.ndarray[Any, Any], most: int) -> Iterator[np.ndarray[Any, Any]]:
+    """Views that have all elements in order, each contiguous, or of at most `most` bytes."""
+    if values.nbytes <= most or values.flags.c_contiguous:
+        yield values
+        return
+    each = values.nbytes // len(values)
+    if each > most:
+        for value in values:
+            yield from _boxes(value, most)
+        return
+    for at in range(0, len(values), most // each):
+        yield values[at : at + most // each]
 
 
 def _long_views(
