@@ -342,6 +342,14 @@ def test_a_block_of_some_rows_is_of_one_value(changed: Any, match: str) -> None:
     assert world.stats()["rows_live"] == 0
 
 
+def test_a_block_without_fields_has_no_members() -> None:
+    _world, client = world_of()
+    for blocks in ([0], [0, 1]):
+        placed = [replace(members_of(value(client, 1), [number]), fields=[], counts=[]) for number in blocks]
+        with pytest.raises(UsageError, match=r"block|field"):
+            client.apply(m.PutRequest("t", len(blocks), m.Columns([], placed)))
+
+
 def test_a_column_lies_in_a_block_for_each_value() -> None:
     world, client = world_of(fields=[IMAGE, OTHER], tasks=[Task("x", ["other"], gives=["image"])])
     one, two = value(client, 1), value(client, 2)

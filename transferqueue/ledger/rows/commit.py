@@ -89,7 +89,7 @@ def check_columns(
     members = _check_members(columns.blocks, count) if shape.in_several else {}
     for block, placed in zip(shape.blocks, columns.blocks, strict=True):
         if placed.members is not None and not members:
-            raise _not_shared_out(placed.fields[0], 1, len(placed.members) // 4, count)
+            raise _not_shared_out(", ".join(placed.fields), 1, len(placed.members) // 4, count)
         slots.append(block.check(placed, 1 if len(slots) in members else count))
         nbytes += placed.nbytes if placed.extent else 0
     blocks.check(session, columns.blocks, replicas, usage)
