@@ -310,6 +310,8 @@ class Typed:
             else:
                 placed.append(field)
         blocks = [self._placed(placed, rows)] if placed and self._world.grants else []
+        if len(placed) == 1 and blocks and rng.random() < 0.5:
+            blocks = self._interned(placed[0], rows)
         facts = self._struct(_FACTS) if rng.random() < 0.5 else _tree(m.RowFacts())
         return ["Columns", [_tree(field) for field in fields], blocks, inline, facts]
 
@@ -319,6 +321,21 @@ class Typed:
         _, nbytes = layout(fields, rows, counts)
         at = grant.offset + 64 * self._rng.randrange(max(1, (grant.nbytes - nbytes) // 64 + 1))
         return ["Placed", grant.extent, at, nbytes, rows, [field.name for field in fields], counts, None, 0, []]
+
+    def _interned(self, field: Field, rows: int) -> Any:
+        """Blocks of one value each that share out the rows: written, or named by their contents."""
+        rng = self._rng
+        places = rng.sample(range(rows), rows)
+        cut = rng.randrange(1, rows) if rows > 1 and rng.random() < 0.5 else rows
+        blocks = []
+        for members in filter(None, (places[:cut], places[cut:])):
+            block = self._placed([field], 1)
+            if rng.random() < 0.5:
+                block[1:3] = 0, 0
+            slots, of = (struct.pack(f"<{rows}i", *[0] * rows), None) if cut == rows else (None, members)
+            block[7] = slots
+            blocks.append([*block, bytes([rng.choice([1, 2, 3])]) * 16, of and struct.pack(f"<{len(of)}i", *of)])
+        return blocks
 
     # ------------------------------------------------------------ extremes
 
