@@ -196,6 +196,45 @@ def test_values_of_every_kind_and_of_many_writers(server: Served, name: str, dat
         assert table.stats()["bytes"] == 0
 
 
+RNG = np.random.default_rng(3)
+KINDS: dict[str, list[Any]] = {
+    "text": ["ä prompt " * 600, "another " * 700, "a third one " * 900],
+    "bytes": [RNG.bytes(5000), RNG.bytes(4100), RNG.bytes(9000)],
+    "ids": [RNG.integers(0, 9, count) for count in (700, 512, 2000)],
+    "varied": [RNG.random((40, 30)), RNG.random((20, 60)), RNG.random((64, 64))],
+    "boxes": [RNG.integers(0, 9, (count, 4), np.int16) for count in (900, 700, 600)],
+    "dense": list(RNG.random((3, 700))),
+    "bfloat": list(torch.randn(3, 3000, dtype=torch.bfloat16)),
+    "plain": [{"turns": [number] * 5000} for number in range(3)],
+    "large": list(RNG.integers(0, 255, (3, 1 << 20), np.uint8)),
+}
+
+
+def columns_of(mix: list[int]) -> dict[str, Any]:
+    columns: dict[str, Any] = {kind: [values[number] for number in mix] for kind, values in KINDS.items()}
+    return columns | {"bfloat": torch.stack(columns["bfloat"])}
+
+
+def test_a_block_for_each_value_of_every_kind(server: Served, name: str) -> None:
+    mixes = [[0, 1, 2], [2, 2, 0, 1, 2], [1, 0], [1]]
+    rows = [number for mix in mixes for number in mix]
+    with tq.connect(server.ipc) as queue:
+        table, once = [queue.create_table(each, retention=tq.Manual()) for each in (name, f"{name}.once")]
+        for mix in mixes:
+            table.put(**{kind: tq.Interned(column) for kind, column in columns_of(mix).items()})
+        once.put(**columns_of([0, 1, 2]))
+        assert table.stats()["bytes"] < once.stats()["bytes"] + 3 * len(KINDS) * 128
+        read, expected = table.read(), once.read()
+        assert torch.equal(read["bfloat"].torch(), expected["bfloat"].torch()[rows])
+        for kind in KINDS.keys() - {"bfloat"}:
+            values = list(expected[kind])
+            for value, number in zip(read[kind], rows, strict=True):
+                same = (
+                    np.array_equal(value, values[number]) if isinstance(value, np.ndarray) else value == values[number]
+                )
+                assert same, kind
+
+
 def test_one_value_for_all_rows_and_updates(server: Served, name: str) -> None:
     with tq.connect(server.ipc) as queue:
         table = queue.create_table(name, retention=tq.Manual())
