@@ -1,5 +1,7 @@
 """The simulator over the production state machines: no promise broken, and the same course for the same seed."""
 
+from collections import Counter
+
 import pytest
 
 from tests.cycles import none_of_a_server
@@ -9,6 +11,7 @@ from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulate import sweep
 from transferqueue.testing.simulator import replay_command, simulate
 from transferqueue.testing.simulator.run import SimRun
+from transferqueue.testing.simulator.spilling import FEWER_FAULTS
 
 
 def test_a_seed_is_replayed_exactly():
@@ -51,6 +54,20 @@ def test_no_promise_is_broken_where_blocks_go_to_a_disk(seeds: int):
         run.whole()
         spilled += run.world.faults["extent spilled"]
     assert spilled
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(10, 300))
+def test_no_promise_is_broken_where_shards_have_disks(seeds: int):
+    """Slow ones, that are full, unreadable or hung at times; shards die, and their blocks there are lost."""
+    faults: Counter[str] = Counter()
+    for seed in range(seeds):
+        run = SimRun(seed, FEWER_FAULTS, spills=True, sharded=True)
+        run.whole()
+        faults += run.world.faults
+    assert faults["extent spilled"] > 10 * seeds
+    assert faults["spill disk hung"]
+    assert faults["spill disk full"]
 
 
 @pytest.mark.slow

@@ -44,6 +44,7 @@ WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 
 PACING: Final = p.Pacing("train", 64, 0.25, 2, p.Requeue("oldest"), "weights")
 OFFER: Final = m.ShardOffer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
 
+PLACE: Final = m.SpilledBlock(9, 4096, 100, 1 << 63)
 REQUESTS: Final[list[m.Request]] = [
     m.Hello(bytes(range(16)), 4711, "host", "/run/sessions/a", "0.1.0", "worker", True, OFFER),
     m.Heartbeat(),
@@ -108,6 +109,7 @@ REQUESTS: Final[list[m.Request]] = [
     m.RestorePart("kept", "ab" * 16),
     m.WatchPart(1, 4096, 1.5),
     m.EndPart(1, True, 2),
+    m.ReportSpill([m.BlocksWritten(1, [PLACE], "")], [m.BlocksLoaded(2, [9], {10: "no such sector"}, [11])]),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
@@ -135,6 +137,9 @@ REPLIES: Final[list[m.Reply]] = [
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
     m.PartProgress(1, "/s/kept", 4096, 8192, "ab" * 16, True, False),
+    m.ShardCommands(
+        7, 10, [m.WriteBlocks(1, [m.BlockToWrite(9, 64, 100, 0)]), m.LoadBlocks(2, [m.BlockToLoad(PLACE, 128)]), m.FreeSpilled([PLACE])]
+    ),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

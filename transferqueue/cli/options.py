@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -45,6 +46,25 @@ def runtime_option(help_text: str) -> Any:
 def directory_option(name: str, help_text: str) -> Any:
     """An option whose value is a directory; the help says what stands for it where none is given."""
     return typer.Option(name, metavar="DIR", show_default=False, help=help_text)
+
+
+SpillDirOption = Annotated[
+    Path | None,
+    directory_option(
+        "--spill-dir",
+        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come back when they are "
+        "leased or read. Needs --spill-bytes. Nothing in it outlives the process. Default: producers wait for memory.",
+    ),
+]
+SpillBytesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--spill-bytes",
+        metavar="SIZE",
+        show_default=False,
+        help="The most bytes in --spill-dir, such as 200GiB.",
+    ),
+]
 
 
 def json_option(help_text: str) -> Any:

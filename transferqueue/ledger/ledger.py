@@ -101,12 +101,10 @@ class Ledger:
         if self._cold is not None:
             self._cold.attach(self.state.core.blocks)
 
-    def spill_cold_blocks(self, room: int) -> ColdBlocks:
-        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them.
-
-        room: the most bytes of memory that the blocks of one request may take.
-        """
-        self._cold = ColdBlocks(self.state.core.blocks, room, self._usages)
+    def spill(self) -> ColdBlocks:
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them."""
+        if self._cold is None:
+            self._cold = ColdBlocks(self.state.core.blocks, self._usages)
         return self._cold
 
     def _usages(self) -> list[OwnerBytes]:

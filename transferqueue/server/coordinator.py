@@ -68,7 +68,7 @@ from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wai
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.spill.spiller import Spiller
+from transferqueue.server.spill.spillers import Spillers
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
@@ -125,8 +125,7 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
-        self.spiller: Spiller | None = None
-        """None: no block is spilled to a disk."""
+        self.spillers: Final = Spillers(ledger)
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self._durability = durability or NoDurability()
@@ -136,6 +135,7 @@ class Coordinator:
             identity.epoch,
             last=ledger.last_shard,
             own_first=self._durability.keeps_own_copy,
+            outlived=durability is not None,
             wake=self.waiting.wake,
             live_set=self._live_set,
         )
@@ -179,7 +179,7 @@ class Coordinator:
             busy_poll_s=lambda: self.busy_poll_s,
             bulk_sent=lambda: dict(self.bulk_sent()),
             bulk_received=lambda: dict(self.bulk_received()),
-            spiller=lambda: self.spiller,
+            spillers=self.spillers,
         )
         self.cut_hold: Final = CutHold()
         self._handed_out_at = 0.0
@@ -271,8 +271,7 @@ class Coordinator:
     def _run_jobs(self, now: float) -> None:
         if self.operations.snapshots is not None:
             self.operations.snapshots.turn(now)
-        if self.spiller is not None:
-            self.spiller.turn(now)
+        self.spillers.turn(now)
 
     def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
@@ -311,7 +310,7 @@ class Coordinator:
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
-        spill_due_at = self.spiller.next_deadline() if self.spiller is not None else None
+        spill_due_at = self.spillers.next_deadline()
         for due in (self.sessions.next_deadline(), self.memory.due_at, waits_until, shards_due_at, spill_due_at):
             if due is not None and (at is None or due < at):
                 at = due
@@ -451,6 +450,8 @@ class Coordinator:
         try:
             self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
             self.shards.join(session)
+            if hello.shard is not None:
+                self.spillers.shard_joined(self.shards.remote[hello.shard.number])
             self.watch(session)
         except OSError as error:
             self._end(session, now, "")
@@ -498,6 +499,7 @@ class Coordinator:
         lingers = self.sessions.close(session, now)
         self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
+            self.spillers.shard_gone(shard.number)
             self._guard("loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
@@ -657,7 +659,7 @@ class Coordinator:
                         self._end(session, now, reason)
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    if self.spiller is None or not self.spiller.go_on(now):
+                    if not self.spillers.go_on(now) and not self.waiting.may_have_due:  # a shard may have got commands
                         return
                     continue
                 most -= self._try_again(waiting, now)

@@ -49,6 +49,7 @@ class Operations:
             m.Drain: self._drain,
             m.PollCommands: self._poll_commands,
             m.TakeCopies: self._take_copies,
+            m.ReportSpill: self._report_spill,
             m.SnapshotRequest: self._snapshot,
             m.Restore: self._restore,
             m.WatchJob: self._watch_job,
@@ -75,8 +76,7 @@ class Operations:
         """Why a request waits: what is missing and who holds it."""
         explain = self._explanations.get(type(request), self._ledger.explain)
         text = explain(request, now)
-        spiller = self._sources.spiller()
-        loading = spiller.explain() if spiller is not None and type(request) in _NEED_BYTES else ""
+        loading = self._sources.spillers.explain_loads() if type(request) in _NEED_BYTES else ""
         return f"{text}; {loading}" if loading else text
 
     # ------------------------------------------------------------ memory and shards
@@ -91,17 +91,20 @@ class Operations:
                 raise
             taken = None
         if taken is not None:
+            self._sources.spillers.taken(taken[0])
             return self._ledger.grant(session.number, *taken, now, call=call)
-        if (spiller := self._sources.spiller()) is not None:
-            spiller.need(request.nbytes)
+        if self._sources.spillers.is_any:
+            self._sources.spillers.need(
+                request.nbytes, self._shards.may_have(request.nbytes, request.apart, request.use)
+            )
         if request.wait_s:
             return MustWait(keys=(_MEMORY,))
         raise Full(self._explain_grant(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:
         text = self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
-        spiller = self._sources.spiller()
-        return f"{text}. Nothing is spilled to the disk now: {spiller.paused}" if spiller and spiller.paused else text
+        pauses = self._sources.spillers.explain_pauses()
+        return f"{text}. Nothing is spilled to the disk now: {pauses}" if pauses else text
 
     def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
         return self._shards.list_for(session)
@@ -114,6 +117,10 @@ class Operations:
 
     def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Answer:
         return self._copies.take(session, request, now)
+
+    def _report_spill(self, session: OpenSession, call: int, request: m.ReportSpill, now: float) -> Answer:
+        self._sources.spillers.report(self._shards.shard_of(session).number, request, now)
+        return m.DoneReply()
 
     # ------------------------------------------------------------ snapshots
 

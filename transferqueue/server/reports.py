@@ -12,9 +12,10 @@ from transferqueue.ledger.table import Absence
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
+from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
-from transferqueue.server.spill.spiller import Spiller
+from transferqueue.server.spill.spillers import Spillers
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
@@ -46,7 +47,7 @@ class ReportSources:
     """The parts of a coordinator that its reports read.
 
     explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere. busy_poll_s: see `BusyPoll`.
-    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them. spiller: None if no block is spilled to a disk.
+    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
     """
 
     identity: ServerIdentity
@@ -63,7 +64,7 @@ class ReportSources:
     busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
     bulk_received: Callable[[], dict[str, int]]
-    spiller: Callable[[], Spiller | None]
+    spillers: Spillers
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
@@ -160,8 +161,8 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "used_bytes": memory.used,
         "backed_bytes": memory.arena.backed,
         "extents": memory.extents,
-        "shards": [_shard(shard) for shard in sources.shards],
-        "spill": None if (spiller := sources.spiller()) is None else spiller.plain(),
+        "shards": [_shard(sources, shard) for shard in sources.shards],
+        "spill": sources.spillers.plain(SHARD),
         "calls": counters.calls,
         "garbage": counters.garbage,
         "repeated": counters.repeated,
@@ -173,7 +174,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
     }
 
 
-def _shard(shard: RemoteShard) -> Plain:
+def _shard(sources: ReportSources, shard: RemoteShard) -> Plain:
     return {
         "shard": shard.number,
         "label": shard.session.label,
@@ -185,6 +186,7 @@ def _shard(shard: RemoteShard) -> Plain:
         "drains": shard.draining,
         "bulk_sent_bytes": shard.sent_bytes,
         "bulk_received_bytes": shard.received_bytes,
+        "spill": sources.spillers.plain(shard.number),
     }
 
 

@@ -98,9 +98,25 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
     why: str
 
 
+class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Blocks of rows that went to a disk: those there now, at most `bytes_max`; counts since the arena spills. load_waits_s: how long requests
+    waited for their blocks, each while it was the first in line. paused: why nothing goes to the disk now; "": nothing hinders it."""
+
+    bytes_max: int
+    blocks: int
+    bytes: int
+    spilled_blocks: int
+    spilled_bytes: int
+    loaded_blocks: int
+    loaded_bytes: int
+    lost_blocks: int
+    load_waits_s: float
+    paused: str
+
+
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it and written by
-    carrier."""
+    """A remote shard: its number, what people call it, its arena, whether it is to leave, what clients have read from it and written by
+    carrier, and what is on its disk, if it has one."""
 
     shard: int
     label: str
@@ -110,6 +126,7 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
     drains: bool
     bulk_sent_bytes: dict[str, int] = {}
     bulk_received_bytes: dict[str, int] = {}
+    spill: SpillStats | None = None
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -127,22 +144,6 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
     busiest_s: float
     busiest_of: str
     late: dict[str, int]
-
-
-class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of rows that went to a disk: those there now, at most `bytes_max`; counts since the server started. load_waits_s: how long requests
-    waited for their blocks, each while it was the first in line. paused: why nothing goes to the disk now; "": nothing hinders it."""
-
-    bytes_max: int
-    blocks: int
-    bytes: int
-    spilled_blocks: int
-    spilled_bytes: int
-    loaded_blocks: int
-    loaded_bytes: int
-    lost_blocks: int
-    load_waits_s: float
-    paused: str
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,7 +53,7 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
-from transferqueue.ledger.rows.cold_blocks import ON_DISK
+from transferqueue.ledger.rows.cold_arena import ON_DISK, disk_of
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, remove_older
 from transferqueue.server.durability.snapshot_files import (
@@ -71,8 +71,7 @@ from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
 from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.spill.spill_file import SpilledBlock
-from transferqueue.server.spill.spiller import Spiller
+from transferqueue.server.spill.spillers import Spillers
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
@@ -96,7 +95,8 @@ Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 class SnapshotJobs:
     """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. wake: makes the requests due that wait on a key. stir: has
+    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. spillers: has the
+    blocks that are on disks; None: none ever is. wake: makes the requests due that wait on a key. stir: has
     the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is not restored.
     """
 
@@ -105,6 +105,7 @@ class SnapshotJobs:
         root: Path,
         ledger: Ledger,
         fetches: BlockFetches,
+        spillers: Spillers | None = None,
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
@@ -112,6 +113,7 @@ class SnapshotJobs:
     ) -> None:
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
+        self._spillers: Final = Spillers(ledger) if spillers is None else spillers
         self._shards, self._memory = fetches.shards, fetches.shards.own
         self._wake, self._wake_loop = wake, stir
         self._index = index
@@ -120,8 +122,6 @@ class SnapshotJobs:
         """(session, call) -> the job that the call began, for a call that is sent again."""
         self._posted: queue.SimpleQueue[Callable[[float], None]] = queue.SimpleQueue()
         self._last = 0
-        self.spiller: Spiller | None = None
-        """Has the blocks that are on a disk; None: none ever is."""
 
     # ------------------------------------------------------------ requests
 
@@ -335,14 +335,13 @@ class SnapshotJobs:
 
     def _snapshot(self, path: Path, keep: int, cut: str, now: float) -> SnapshotJob:
         contents = self._ledger.take_snapshot(now)
-        spilled = self.spiller.hold() if self.spiller is not None else {}
-        remote = _take_own_copies(contents)
+        spilled = self._spillers.hold()
+        remote = _take_own_copies(contents, spilled)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
             self._fetches.begin(remote, arrivals.put, now)
         except BaseException:
-            if self.spiller is not None:
-                self.spiller.release()
+            self._spillers.release()
             raise
         extents = [
             number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
@@ -350,8 +349,7 @@ class SnapshotJobs:
         self._shards.hold(extents)
 
         def end(now: float) -> None:
-            if self.spiller is not None:
-                self.spiller.release()
+            self._spillers.release()
             self._fetches.end(now)
             self._shards.release(extents, now)
             self._wake(("memory",))
@@ -377,7 +375,7 @@ class SnapshotJobs:
         keep: int,
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
-        spilled: Mapping[int, SpilledBlock],
+        spilled: Mapping[int, m.SpilledBlock],
     ) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
 
@@ -404,12 +402,10 @@ class SnapshotJobs:
         finally:
             writer.abandon()
 
-    def _read_spilled(self, place: SpilledBlock) -> U8:
+    def _read_spilled(self, place: m.SpilledBlock) -> U8:
         """The bytes of a block on the disk. `Corruption` if the disk does not give them, or gives others."""
-        if self.spiller is None:
-            raise InternalError(f"block {place.block} is on a disk, and nothing is spilled")
         try:
-            content = self.spiller.read(place)
+            content = self._spillers.read(place)
         except OSError as error:
             raise Corruption(f"spilled block {place.block} cannot be read from the disk: {error}") from error
         verify(content, place.checksum, f"spilled block {place.block}")
@@ -538,8 +534,9 @@ def _check_kind(job: SnapshotJob, is_part: bool) -> None:
         )
 
 
-def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
-    """Name each block at its copy in the server's own memory, if it has one. Returns those that have none."""
+def _take_own_copies(contents: LedgerSnapshot, spilled: Mapping[int, m.SpilledBlock]) -> list[m.BlockLocation]:
+    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from shards: from their memory,
+    or, with extent 0, from their disks."""
     for number, at in contents.blocks.items():
         if own := [copy for copy in at.copies if copy.shard == SHARD]:
             others = [
@@ -549,7 +546,12 @@ def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
             contents.blocks[number] = replace(
                 at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
             )
-    return [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
+    remote = [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
+    return [at if at.shard > SHARD else _on_disk_of_shard(at, spilled[at.block]) for at in remote]
+
+
+def _on_disk_of_shard(at: m.BlockLocation, place: m.SpilledBlock) -> m.BlockLocation:
+    return replace(at, shard=disk_of(at.shard), extent=0, offset=place.offset, checksum=place.checksum)
 
 
 @contextmanager

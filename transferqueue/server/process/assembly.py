@@ -23,7 +23,6 @@ from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, one_sided_pa
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy, mapped
-from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
 from transferqueue.transport.bulk.one_sided import Carrier
@@ -114,11 +113,11 @@ class ServerProcess:
             root.absolute(),
             coordinator.ledger,
             coordinator.operations.fetches,
+            coordinator.spillers,
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
         )
-        coordinator.operations.snapshots.spiller = coordinator.spiller
         made.callback(coordinator.operations.snapshots.stop)
 
     def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> None:
@@ -133,7 +132,7 @@ class ServerProcess:
             policy.directory, policy.nbytes, lambda: mapped(memory.arena.path, memory.arena.capacity), wakeup.set
         )
         made.callback(space.stop)
-        self.coordinator.spiller = Spiller(self.coordinator.ledger, memory, space, policy.nbytes)
+        self.coordinator.spillers.add_own(memory, space, policy.nbytes)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see

@@ -20,7 +20,7 @@ from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import ArenaDirectory, served_arena
 from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
-from transferqueue.server.spill.spill_file import SpillPolicy
+from transferqueue.server.spill.spill_file import spill_policy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.control.zeromq import is_loopback
@@ -68,7 +68,7 @@ def serve(
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     chosen = Carrier.chosen(carrier)
-    spill = _spill(spill_dir, spill_bytes)
+    spill = spill_policy(spill_dir, spill_bytes)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
@@ -148,17 +148,6 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
             f"a server of durability {level} cannot listen at port 0: its clients come back to it; name a port"
         )
     return level
-
-
-def _spill(directory: Path | None, nbytes: int | None) -> SpillPolicy | None:
-    if directory is None and nbytes is None:
-        return None
-    if directory is None or nbytes is None:
-        raise UsageError(
-            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where cold blocks go, the other "
-            "how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
-        )
-    return SpillPolicy(directory.absolute(), nbytes)
 
 
 def _storage(

@@ -142,6 +142,11 @@ class WaitQueue:
         for order in self._by_key.get(key, ()):
             self._make_due(order)
 
+    @property
+    def may_have_due(self) -> bool:
+        """Whether `next_due` may return a request."""
+        return bool(self._due)
+
     def next_due(self) -> WaitingRequest | None:
         """Take the earliest due request; None if there is none. The caller tries it, then calls `wait_on` or `remove`."""
         while self._due:

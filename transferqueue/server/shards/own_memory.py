@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import Impossible
-from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, LOADS_SHARE, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
@@ -32,6 +32,8 @@ class OwnShardMemory:
     pages, and is freed whole. allocator, extents: of an earlier run of the server."""
 
     number: Final = SHARD
+    grows: Final = False
+    """Whether pages that were asked for are on their way: here they come at once."""
 
     def __init__(self, arena: Arena, allocator: Allocator | None = None, extents: int = 0) -> None:
         self.arena = arena
@@ -39,8 +41,8 @@ class OwnShardMemory:
         self.extents = extents
         self.due_at: float | None = None
         """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
-        self.kept_for_loads = 0
-        """Bytes that are not for new rows, but for those that come back from a disk."""
+        self.spills = False
+        """Whether cold blocks go to a disk."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
         self._refusal = ""
@@ -50,6 +52,16 @@ class OwnShardMemory:
     def used(self) -> int:
         """Bytes that are granted."""
         return self.allocator.used
+
+    @property
+    def grantable(self) -> int:
+        """The most that it can grant."""
+        return self.allocator.capacity
+
+    @property
+    def kept_for_loads(self) -> int:
+        """Bytes that are not for new rows, but for those that come back from a disk."""
+        return self.grantable // LOADS_SHARE if self.spills else 0
 
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""
@@ -83,6 +95,10 @@ class OwnShardMemory:
         self.extents += 1
         self._look_ahead(offset + nbytes, fresh=self.arena.backed > backed)
         return offset, nbytes
+
+    def take_for_load(self, nbytes: int) -> tuple[int, int] | None:
+        """As `take`, for blocks that come back from the disk."""
+        return self.take(nbytes)
 
     def _look_ahead(self, end: int, *, fresh: bool) -> None:
         """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""

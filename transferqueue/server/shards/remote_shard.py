@@ -10,20 +10,21 @@ The rules (docs/decisions/0022):
 4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range needs pages again from then on.
 5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only the pages that
    exist count. A shard may confirm only commands that it got.
-6. A shard that drains grants nothing more. When it is empty, it is told to shut down.
+6. A shard that drains grants nothing more, but to blocks that come back from its disk. When it is empty, and its disk, it is told to shut down.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import Final
 
 import msgspec
 
 from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import MustWait
-from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, LOADS_SHARE, PAGE_BYTES, SPILL_JOBS_BLOCKS
 from transferqueue.schema import align
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
@@ -42,6 +43,7 @@ _ENDED_MAX: Final = 4096
 class _QueuedCommand(msgspec.Struct, frozen=True):
     number: int
     command: m.Order
+    blocks: int
     then: Callable[[bool, float], None]
 
 
@@ -75,6 +77,8 @@ class RemoteShard:
         self.sent_bytes = {"stream": 0, "one_sided": 0}
         self.received_bytes = dict(self.sent_bytes)
         """Bytes that clients have read from it by what carried them, as of its latest poll for commands."""
+        self.holds_spilled: Callable[[], bool] = lambda: False
+        """Whether blocks are on its disk, or on their way."""
         self._epoch = epoch
         self._wake = wake
         self._live_set = live_set
@@ -105,6 +109,21 @@ class RemoteShard:
         """The most that it can grant, as far as is known: after a failed request for pages, only the pages that exist."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
+    @property
+    def spills(self) -> bool:
+        """Whether cold blocks go to a disk."""
+        return self.offer.spill_bytes > 0
+
+    @property
+    def kept_for_loads(self) -> int:
+        """Bytes that are not for new rows, but for those that come back from its disk."""
+        return self.grantable // LOADS_SHARE if self.spills else 0
+
+    @property
+    def grows(self) -> bool:
+        """Whether pages that were asked for are on their way."""
+        return self._growing > 0 or not self._ready
+
     def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
         """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that are not granted."""
         self.tickets.resume(sessions, extents)
@@ -125,7 +144,11 @@ class RemoteShard:
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages now."""
-        if self.draining or not self._ready:
+        return None if self.draining else self.take_for_load(nbytes)
+
+    def take_for_load(self, nbytes: int) -> tuple[int, int] | None:
+        """As `take`, for blocks that come back from the disk: a shard that drains takes these, too."""
+        if not self._ready:
             return None
         size = align(nbytes, PAGE_BYTES)
         offset = self.allocator.allocate_warm(size)
@@ -159,7 +182,7 @@ class RemoteShard:
     def drain(self) -> None:
         """Grant nothing more, and leave as soon as the shard is empty."""
         self.draining = True
-        self._leave_if_empty()
+        self.leave_if_empty()
 
     def _free(self, offset: int, nbytes: int, now: float) -> None:
         self.allocator.free(offset, nbytes)
@@ -167,10 +190,11 @@ class RemoteShard:
         if self._trim_at is None:
             self._trim_at = now + TRIM_AFTER_S
         self._wake(("memory",))
-        self._leave_if_empty()
+        self.leave_if_empty()
 
-    def _leave_if_empty(self) -> None:
-        if self.draining and not self.allocator.used:
+    def leave_if_empty(self) -> None:
+        """If the shard drains and nothing is left in it, tell it to shut down."""
+        if self.draining and not self.allocator.used and not self.holds_spilled():
             self._send(m.ShutDownShard())
 
     # ------------------------------------------------------------ pages
@@ -204,7 +228,7 @@ class RemoteShard:
         else:
             self.allocator.chill(offset, nbytes)
             self._full = True
-        self._leave_if_empty()
+        self.leave_if_empty()
 
     def next_deadline(self) -> float | None:
         """When `trim` has something to do next; None: nothing is due."""
@@ -238,18 +262,33 @@ class RemoteShard:
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._commands:
             return MustWait((("shard", str(self.number)),))
-        sent = [self._commands[at] for at in range(min(len(self._commands), ITEMS_MAX))]
+        sent = self._next_commands()
         self._last_sent = max(self._last_sent, sent[-1].number)
         return m.ShardCommands(self._epoch, sent[0].number, [queued.command for queued in sent])
+
+    def _next_commands(self) -> list[_QueuedCommand]:
+        """As many as one answer has: `ITEMS_MAX` at most, and blocks for about `SPILL_JOBS_BLOCKS`."""
+        sent: list[_QueuedCommand] = []
+        blocks = 0
+        for queued in islice(self._commands, ITEMS_MAX):
+            sent.append(queued)
+            blocks += queued.blocks
+            if blocks >= SPILL_JOBS_BLOCKS:
+                break
+        return sent
 
     def _confirm(self, done: int, failed: frozenset[int], now: float) -> None:
         while self._commands and self._commands[0].number <= done:
             command = self._commands.popleft()
             command.then(command.number not in failed, now)
 
-    def _send(self, command: m.Order, then: Callable[[bool, float], None] = _nothing) -> None:
+    def command(self, command: m.Order, blocks: int) -> None:
+        """Give the shard a command that names so many blocks, and whose consequence does not wait for its confirmation."""
+        self._send(command, blocks=blocks)
+
+    def _send(self, command: m.Order, then: Callable[[bool, float], None] = _nothing, blocks: int = 0) -> None:
         self._last += 1
-        self._commands.append(_QueuedCommand(self._last, command, then))
+        self._commands.append(_QueuedCommand(self._last, command, blocks, then))
         self._wake(("shard", str(self.number)))
 
     def _count_ended(self) -> None:

@@ -26,7 +26,7 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX
+from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX, SPILL_BYTES_MIN
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
@@ -41,7 +41,8 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 class ShardRegistry:
     """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block is in the own shard,
-    so an extent elsewhere is granted only for further copies. wake, live_set: see `RemoteShard`."""
+    so an extent elsewhere is granted only for further copies. outlived: rows outlive this run of the coordinator. wake, live_set: see
+    `RemoteShard`."""
 
     def __init__(
         self,
@@ -51,11 +52,13 @@ class ShardRegistry:
         *,
         last: int = SHARD,
         own_first: bool = False,
+        outlived: bool = False,
         wake: Callable[[WakeKey], None],
         live_set: Callable[[int], m.LiveSet],
     ) -> None:
         self.own: Final = own
         self.own_first: Final = own_first
+        self._outlived: Final = outlived
         self._tickets = tickets
         self._epoch = epoch
         self._wake = wake
@@ -105,8 +108,20 @@ class ShardRegistry:
             raise UsageError(
                 "shard refused: the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"
             )
+        self._check_spill(offer.spill_bytes)
         offer = msgspec.structs.replace(offer, number=self._last + 1, path="" if keyed else offer.path)
         return msgspec.structs.replace(hello, shard=offer)
+
+    def _check_spill(self, nbytes: int) -> None:
+        if nbytes and self._outlived:
+            raise UsageError(
+                "shard refused: spilled blocks end with the server, and the rows of this one do not; add the shard without --spill-dir, or serve with "
+                "--durability memory"
+            )
+        if 0 < nbytes < SPILL_BYTES_MIN:
+            raise UsageError(
+                f"shard refused: it would spill {nbytes:,} bytes, below {SPILL_BYTES_MIN:,}, which are written at a time; allow more (--spill-bytes)"
+            )
 
     def join(
         self, session: OpenSession, granted: dict[int, tuple[int, int]] | None = None, sessions: list[int] | None = None
@@ -200,6 +215,18 @@ class ShardRegistry:
         if refused is not None:
             raise refused
         return None
+
+    def may_have(self, nbytes: int, apart: Collection[int], use: m.GrantPurpose) -> list[int]:
+        """The shards not in `apart` that grant memory and could have an extent of `nbytes`, if it were free. Not among them: those that get more
+        pages now."""
+        lending = [self.own] if self.own_first and SHARD not in apart else self._lending
+        return [
+            shard.number
+            for shard in lending
+            if shard.number not in apart
+            and not shard.grows
+            and nbytes <= (for_rows(shard) if use == "rows" else shard.grantable)
+        ]
 
     def lender(self, number: int) -> OwnShardMemory | RemoteShard:
         """The shard of this number, which must exist."""
@@ -325,9 +352,12 @@ class ShardRegistry:
 
 def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
     """The bytes of a shard that new rows may take."""
-    if isinstance(shard, RemoteShard):
-        return shard.grantable - shard.grantable // RESULTS_SHARE
-    return shard.allocator.capacity - shard.allocator.capacity // RESULTS_SHARE - shard.kept_for_loads
+    return for_loads(shard) - shard.kept_for_loads
+
+
+def for_loads(shard: OwnShardMemory | RemoteShard) -> int:
+    """The bytes of a shard that rows may take, new ones and those that come back from a disk."""
+    return shard.grantable - shard.grantable // RESULTS_SHARE
 
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:

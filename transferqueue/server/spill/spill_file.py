@@ -17,14 +17,15 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
-from transferqueue.errors import InternalError, OutOfMemory, UsageError
+from transferqueue.errors import OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import PAGE_BYTES, SPILL_BYTES_MIN
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
@@ -32,10 +33,16 @@ from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport.system.private_files import private_directory
+from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
+_CAUSE_CHARS: Final = 200
+"""Of the text of an error in an answer."""
 STOP_S: Final = 10.0
 """How long a stop waits for the job that runs."""
+
+
+_Answer = TypeVar("_Answer")
 
 
 class SpillPolicy(NamedTuple):
@@ -45,54 +52,74 @@ class SpillPolicy(NamedTuple):
     nbytes: int
 
 
-class SpilledBlock(NamedTuple):
-    """A block on the disk: its number, where its bytes begin in the file, how many they are, and their checksum."""
-
-    block: int
-    offset: int
-    nbytes: int
-    checksum: int
-
-
-class BlockToWrite(NamedTuple):
-    """A block in the arena. checksum: `UNCHECKED` if it is not known."""
-
-    block: int
-    offset: int
-    nbytes: int
-    checksum: int
+def spill_policy(directory: Path | None, nbytes: int | None) -> SpillPolicy | None:
+    """The policy of these options; None if neither is given. `UsageError` if one is missing."""
+    if directory is None and nbytes is None:
+        return None
+    if directory is None or nbytes is None:
+        raise UsageError(
+            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where cold blocks go, the other "
+            "how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
+        )
+    return SpillPolicy(directory.absolute(), nbytes)
 
 
-class BlockToLoad(NamedTuple):
-    """A block on the disk, and where its bytes go in the arena."""
+class SpillAnswers(NamedTuple):
+    """Jobs of a disk that have ended."""
 
-    place: SpilledBlock
-    offset: int
-
-
-class BlocksWritten(NamedTuple):
-    """The answer to a write. extent: as named in the job. error: why nothing of it was kept; "" if all blocks were written."""
-
-    extent: int
-    places: list[SpilledBlock]
-    error: str
+    written: list[m.BlocksWritten]
+    loaded: list[m.BlocksLoaded]
 
 
-class BlocksLoaded(NamedTuple):
-    """The answer to a load. offset: of the extent, as named in the job. failed: why a block was not read. damaged: blocks that were read and
-    had another checksum."""
+class SpillSpace(Protocol):
+    """What a spiller asks of a `SpillFile`, or of a shard that has one."""
 
-    offset: int
-    loaded: list[int]
-    failed: dict[int, str]
-    damaged: list[int]
+    def write(self, job: int, blocks: Sequence[m.BlockToWrite], /) -> None:
+        """See `SpillFile.write`."""
+
+    def load(self, job: int, blocks: Sequence[m.BlockToLoad], /) -> None:
+        """See `SpillFile.load`."""
+
+    def free(self, places: Iterable[m.SpilledBlock], /) -> None:
+        """See `SpillFile.free`."""
+
+    def answers(self) -> SpillAnswers:
+        """See `SpillFile.answers`."""
+
+    def read(self, place: m.SpilledBlock, /) -> U8:
+        """See `SpillFile.read`."""
+
+    def stop(self) -> None:
+        """See `SpillFile.stop`."""
 
 
-SpillAnswer = BlocksWritten | BlocksLoaded
+_CARRY_OUT: Final[Mapping[type[m.Order], Callable[[SpillSpace, Any], object]]] = {
+    m.WriteBlocks: lambda disk, command: disk.write(command.job, command.blocks),
+    m.LoadBlocks: lambda disk, command: disk.load(command.job, command.blocks),
+    m.FreeSpilled: lambda disk, command: disk.free(command.places),
+}
+
+
+def carry_out(command: m.Order, disk: SpillSpace | None) -> bool:
+    """Give the disk of a shard a command of the coordinator; False if the command is for nothing on a disk. `ProtocolError` if there is no disk."""
+    act = _CARRY_OUT.get(type(command))
+    if act is None:
+        return False
+    if disk is None:
+        raise ProtocolError(f"the coordinator sent {m.tag_of(command)}, and this shard has no disk; the shard ends")
+    act(disk, command)
+    return True
+
+
+class _Job(NamedTuple):
+    """What the thread does, and what it does if it cannot."""
+
+    run: Callable[[], object]
+    failed: Callable[[str], object]
 
 
 class SpillFile:
-    """The file of one server, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
+    """The file of one server or shard, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
 
     `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after each answer.
     """
@@ -107,36 +134,37 @@ class SpillFile:
         Path(self._space.path).unlink()
         self._arena: U8 | None = arena()
         self._stir: Final = stir
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[SpillAnswer] = queue.SimpleQueue()
-        self._defect: Exception | None = None
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[m.BlocksWritten] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[m.BlocksLoaded] = queue.SimpleQueue()
         self._thread: Final = threading.Thread(target=self._work, name="transferqueue spill", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ the loop's side
 
-    def write(self, extent: int, blocks: Sequence[BlockToWrite]) -> None:
-        """Have these blocks of an extent written."""
-        self._jobs.put(lambda: self._answer(self._write(extent, blocks)))
+    def write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> None:
+        """Have these blocks written. The answer names the job."""
+        put = partial(self._answer, self._written)
+        self._jobs.put(_Job(lambda: put(self._write(job, blocks)), lambda why: put(m.BlocksWritten(job, [], why))))
 
-    def load(self, offset: int, blocks: Sequence[BlockToLoad]) -> None:
-        """Have these blocks read into the extent at `offset`."""
-        self._jobs.put(lambda: self._answer(self._load(offset, blocks)))
+    def load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> None:
+        """Have these blocks read. The answer names the job."""
+        put, numbers = partial(self._answer, self._loaded), [block.place.block for block in blocks]
+        self._jobs.put(
+            _Job(
+                lambda: put(self._load(job, blocks)),
+                lambda why: put(m.BlocksLoaded(job, [], dict.fromkeys(numbers, why), [])),
+            )
+        )
 
-    def free(self, places: Iterable[SpilledBlock]) -> None:
+    def free(self, places: Iterable[m.SpilledBlock]) -> None:
         """Have the space of these blocks returned to the disk, after all jobs before."""
         kept = list(places)
-        self._jobs.put(lambda: self._free(kept))
+        self._jobs.put(_Job(lambda: self._free(kept), lambda why: None))
 
-    def answers(self) -> list[SpillAnswer]:
-        """The answers since the last call. `InternalError` after a defect of the thread: the job that it met it in has no answer."""
-        if (defect := self._defect) is not None:
-            self._defect = None
-            raise InternalError(f"the thread of spilled blocks failed: {defect!r}") from defect
-        ready: list[SpillAnswer] = []
-        while not self._answers.empty():
-            ready.append(self._answers.get_nowait())
-        return ready
+    def answers(self) -> SpillAnswers:
+        """The answers since the last call."""
+        return SpillAnswers(_taken(self._written), _taken(self._loaded))
 
     def stop(self) -> None:
         """Close the file, after the job that runs; the others are not carried out. The system frees its space. A disk that does not answer for
@@ -155,7 +183,7 @@ class SpillFile:
         os.close(self._fd)
         self._space.close()
 
-    def read(self, place: SpilledBlock) -> U8:
+    def read(self, place: m.SpilledBlock) -> U8:
         """The bytes of a block, for another thread. OSError if the disk does not give them. The caller checks them."""
         content = np.empty(place.nbytes, np.uint8)
         _read(self._fd, content, place.offset)
@@ -166,26 +194,26 @@ class SpillFile:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             try:
-                job()
-            except Exception as error:  # noqa: BLE001  (raised by `answers`, in the loop)
-                self._defect = error
-                self._stir()
+                job.run()
+            except Exception as error:  # noqa: BLE001  (logged with its cause, and answered)
+                _log.exception("a job of the thread of spilled blocks failed")
+                job.failed(f"defect of the server: {error!r}"[:_CAUSE_CHARS])
 
-    def _answer(self, answer: SpillAnswer) -> None:
-        self._answers.put(answer)
+    def _answer(self, answers: queue.SimpleQueue[_Answer], answer: _Answer) -> None:
+        answers.put(answer)
         self._stir()
 
-    def _write(self, extent: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
-        places: list[SpilledBlock] = []
+    def _write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> m.BlocksWritten:
+        places: list[m.SpilledBlock] = []
         try:
             for block in blocks:
                 places.append(self._write_block(block))  # noqa: PERF401  (if one fails, those before it are freed)
         except (OSError, OutOfMemory) as error:
             self._free(places)
-            return BlocksWritten(extent, [], str(error))
-        return BlocksWritten(extent, places, "")
+            return m.BlocksWritten(job, [], str(error)[:_CAUSE_CHARS])
+        return m.BlocksWritten(job, places, "")
 
-    def _write_block(self, block: BlockToWrite) -> SpilledBlock:
+    def _write_block(self, block: m.BlockToWrite) -> m.SpilledBlock:
         nbytes = max(block.nbytes, 1)
         offset = self._allocator.allocate(nbytes)
         if offset is None:
@@ -201,7 +229,7 @@ class SpillFile:
             self._allocator.free(offset, nbytes)
             self._space.punch(offset, align(nbytes, PAGE_BYTES))
             raise
-        return SpilledBlock(block.block, offset, block.nbytes, known)
+        return m.SpilledBlock(block.block, offset, block.nbytes, known)
 
     def _reserve(self, offset: int, nbytes: int) -> None:
         try:
@@ -211,20 +239,20 @@ class SpillFile:
                 f"the disk of {self._directory} has no room for {nbytes:,} bytes: {error.__cause__}"
             ) from error
 
-    def _load(self, extent_offset: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
-        answer = BlocksLoaded(extent_offset, [], {}, [])
+    def _load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> m.BlocksLoaded:
+        answer = m.BlocksLoaded(job, [], {}, [])
         for place, offset in blocks:
             content = self._bytes(offset, place.nbytes)
             try:
                 _read(self._fd, content, place.offset)
             except OSError as error:
-                answer.failed[place.block] = str(error)
+                answer.failed[place.block] = str(error)[:_CAUSE_CHARS]
                 continue
             good = checksum(content) == place.checksum
             (answer.loaded if good else answer.damaged).append(place.block)
         return answer
 
-    def _free(self, places: Iterable[SpilledBlock]) -> None:
+    def _free(self, places: Iterable[m.SpilledBlock]) -> None:
         for place in places:
             nbytes = max(place.nbytes, 1)
             self._space.punch(place.offset, align(nbytes, PAGE_BYTES))
@@ -234,6 +262,13 @@ class SpillFile:
         if self._arena is None:
             raise OSError("the file of spilled blocks is closed")
         return self._arena[offset : offset + nbytes]
+
+
+def _taken(answers: queue.SimpleQueue[_Answer]) -> list[_Answer]:
+    ready: list[_Answer] = []
+    while not answers.empty():
+        ready.append(answers.get_nowait())
+    return ready
 
 
 def mapped(path: str, capacity: int) -> U8:

@@ -1,6 +1,6 @@
-"""Has cold blocks written when memory is short, and loaded when a request needs them. No I/O: a `SpillFile` does that.
+"""Has cold blocks of one arena written when memory is short, and loaded when a request needs them. No I/O: a `SpillSpace` does that.
 
-The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
+The rules (docs/decisions/0056, 0059; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for memory, or a load, finds
    no room.
@@ -10,71 +10,43 @@ The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `
    block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for memory waits on, as without spilling.
 4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at once: its rows are made
    again or end as lost (`ledger.data_loss`). Its bytes are never given to anybody.
-5. A load order that finds no memory for `LOAD_STUCK_S`, while nothing is being written or loaded, ends. Its request goes to the end of the
-   line if it still waits.
-6. While a snapshot reads blocks on the disk, they keep their space.
+5. While a snapshot reads blocks on the disk, they keep their space.
+6. A disk is silent when it has work and has not answered for `SPILL_SILENT_S`, until it answers.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from typing import Any, Final, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Final
 
 from transferqueue.errors import OutOfMemory
 from transferqueue.ledger.ledger import Ledger
+from transferqueue.ledger.rows.cold_arena import ColdArena
 from transferqueue.limits import (
-    LOAD_STUCK_S,
     LOAD_TRIES,
     LOADS_SHARE,
     PAGE_BYTES,
     SPILL_ABOVE,
     SPILL_BATCH_BYTES,
     SPILL_PAUSE_S,
+    SPILL_SILENT_S,
     SPILL_TO,
 )
 from transferqueue.schema import align
 from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.shards import for_rows
-from transferqueue.server.spill.spill_file import (
-    BlocksLoaded,
-    BlocksWritten,
-    BlockToLoad,
-    BlockToWrite,
-    SpillAnswer,
-    SpilledBlock,
-)
+from transferqueue.server.shards.remote_shard import RemoteShard
+from transferqueue.server.spill.spill_file import SpillSpace
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 _TURNS_SKIPPED: Final = 64
 """Where nothing was cold and nobody waits, so many turns pass before the next look."""
 
 
-class SpillSpace(Protocol):
-    """What a spiller asks of a `SpillFile`."""
-
-    def write(self, extent: int, blocks: Sequence[BlockToWrite], /) -> None:
-        """See `SpillFile.write`."""
-
-    def load(self, offset: int, blocks: Sequence[BlockToLoad], /) -> None:
-        """See `SpillFile.load`."""
-
-    def free(self, places: Iterable[SpilledBlock], /) -> None:
-        """See `SpillFile.free`."""
-
-    def answers(self) -> list[SpillAnswer]:
-        """See `SpillFile.answers`."""
-
-    def read(self, place: SpilledBlock, /) -> U8:
-        """See `SpillFile.read`."""
-
-    def stop(self) -> None:
-        """See `SpillFile.stop`."""
-
-
 class SpillCounters:
-    """What was spilled and loaded since the server started. Each counter only grows."""
+    """What was spilled and loaded since the arena spills. Each counter only grows."""
 
     def __init__(self) -> None:
         self.spilled_blocks = 0
@@ -83,99 +55,110 @@ class SpillCounters:
         self.loaded_bytes = 0
         self.lost_blocks = 0
         self.load_waits_s = 0.0
-        """Time between the moment that a load order was the first one and its end, of all orders."""
+        """Time between the moment that a load order was carried out first and its end, of all orders."""
 
 
 class Spiller:
-    """The spilling of one coordinator. Used by the loop's thread; `read` by any."""
+    """The spilling of one arena. cold: its blocks. space: its disk, of at most `nbytes`. on_emptied: called when the last block has left the disk.
+    Used by the loop's thread; `read` by any."""
 
-    def __init__(self, ledger: Ledger, memory: OwnShardMemory, space: SpillSpace, nbytes: int) -> None:
+    def __init__(
+        self,
+        ledger: Ledger,
+        cold: ColdArena,
+        memory: OwnShardMemory | RemoteShard,
+        space: SpillSpace,
+        nbytes: int,
+        on_emptied: Callable[[], object] = lambda: None,
+    ) -> None:
         self.nbytes: Final = nbytes
         """The most bytes on the disk."""
+        self.cold: Final = cold
         self.counters: Final = SpillCounters()
         self.paused = ""
         """Why nothing is spilled now; "": nothing hinders it."""
-        self._ledger, self._memory, self._space = ledger, memory, space
-        capacity = memory.allocator.capacity
-        self._above, self._to = int(SPILL_ABOVE * capacity), int(SPILL_TO * capacity)
-        self._cold: Final = ledger.spill_cold_blocks(for_rows(memory))
-        memory.kept_for_loads = capacity // LOADS_SHARE
-        self._places: dict[int, SpilledBlock] = {}
+        self.load_wants = 0
+        """Bytes that the load order finds no memory for."""
+        self._ledger, self._memory, self._space, self._on_emptied = ledger, memory, space, on_emptied
+        self._last_job = 0
+        self._places: dict[int, m.SpilledBlock] = {}
         self._writing: dict[int, int] = {}
-        """Extents that are being written, and their bytes."""
-        self._loads = 0
+        """By job: the extent that is being written."""
+        self._loads: dict[int, int] = {}
+        """By job: the extent that blocks are loaded into."""
+        self._progress_at = 0.0
+        """When the disk last answered, or got work while it had none."""
         self._tries: dict[int, int] = {}
-        self._load_wants = 0
-        """Bytes that the first load order finds no memory for."""
         self._disk_used = 0
         """Bytes of the disk, in whole pages."""
         self._wanted = 0
         """Bytes that somebody waits for; 0: nobody."""
-        self._order_since: float | None = None
-        """Since when the first order is the first one."""
-        self._stuck_since: float | None = None
-        """Since when it finds no memory, and nothing is under way that may give it some."""
         self._paused_until = 0.0
         self._fruitless = 0
         """For how many turns not to look again for cold blocks that nobody waits for."""
         self._held = False
-        self._freed_while_held: list[SpilledBlock] = []
+        self._freed_while_held: list[m.SpilledBlock] = []
 
-    # ------------------------------------------------------------ what the coordinator calls
+    # ------------------------------------------------------------ what `Spillers` calls
 
     def need(self, nbytes: int) -> None:
         """Somebody waits for memory, and found none."""
         self._wanted = max(self._wanted, nbytes)
 
-    def turn(self, now: float) -> None:
-        """Take in what the disk has done."""
-        for answer in self._space.answers():
-            if isinstance(answer, BlocksWritten):
-                self._written(answer, now)
-            else:
-                self._loaded(answer, now)
+    def turn(self, now: float) -> bool:
+        """Take in what the disk has done. Returns whether it is silent."""
+        answers = self._space.answers()
+        if answers.written or answers.loaded:
+            self._progress_at = now
+        for written in answers.written:
+            self._written(written, now)
+        for loaded in answers.loaded:
+            self._loaded(loaded, now)
+        return self.has_work and now >= self._progress_at + SPILL_SILENT_S
 
     def go_on(self, now: float) -> bool:
-        """Begin what is due now. Call it when no request is due. Returns whether requests may be due since."""
-        if not self._wanted and self._cold.is_idle and self._memory.used <= self._above:
-            return False
-        self._free_forgotten()
-        if self._end_order(now):
-            return True
+        """Begin what is due now. Returns whether anything is left to do, or under way."""
         self._begin_loads(now)
         self._begin_writes(now)
-        return self._give_up_stuck_order(now)
+        return bool(self.has_work or self._wanted or self.load_wants or self.is_above)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the disk has work."""
+        return bool(self._writing or self._loads)
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether something is under way that may give the load order its memory."""
+        return self.has_work or (self.load_wants > 0 and self._memory.grows)
+
+    @property
+    def is_above(self) -> bool:
+        """Whether so much memory is in use that cold blocks leave ahead of need."""
+        return self._memory.used > SPILL_ABOVE * self._memory.grantable
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks are on the disk, or on their way."""
+        return bool(self._places or self.has_work)
 
     def next_deadline(self) -> float | None:
-        """When `go_on` has something to do next, though nothing happens; None: nothing is due."""
-        if self._writing:
-            return None
-        due = [self._stuck_since + LOAD_STUCK_S] if self._stuck_since is not None else []
-        due += [self._paused_until] if self.paused and self._wanted else []
-        return min(due, default=None)
+        """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
+        if self.has_work:
+            return None if self.cold.is_silent else self._progress_at + SPILL_SILENT_S
+        return self._paused_until if self.paused and self._wanted else None
 
-    def explain(self) -> str:
-        """What a request waits for whose blocks are on the disk, or "" if none does."""
-        if not self._cold.orders:
-            return ""
-        count = len(self._cold.orders)
-        lacking = sum(nbytes for _, nbytes in self._cold.missing())
-        return (
-            f"blocks on the disk are being loaded for {count} requests, one after the other; the first one lacks {lacking:,} bytes of them"
-            + (
-                f", and memory for them ({self._memory.used:,} of {self._memory.allocator.capacity:,} bytes are in use)"
-                if not self._loads
-                else ""
-            )
-        )
+    def explain_memory(self) -> str:
+        """How much memory is in use, for texts about a load order that finds none."""
+        return f"{self._memory.used:,} of {self._memory.grantable:,} bytes are in use"
 
     def plain(self) -> dict[str, Any]:
         """What reports show."""
         counters = self.counters
         return {
             "bytes_max": self.nbytes,
-            "blocks": len(self._cold.on_disk),
-            "bytes": self._cold.bytes_on_disk,
+            "blocks": self.cold.blocks_on_disk,
+            "bytes": self.cold.bytes_on_disk,
             "spilled_blocks": counters.spilled_blocks,
             "spilled_bytes": counters.spilled_bytes,
             "loaded_blocks": counters.loaded_blocks,
@@ -191,7 +174,7 @@ class Spiller:
 
     # ------------------------------------------------------------ for snapshots
 
-    def hold(self) -> dict[int, SpilledBlock]:
+    def hold(self) -> dict[int, m.SpilledBlock]:
         """Where all blocks on the disk lie. They keep their space until `release`."""
         self._held = True
         return dict(self._places)
@@ -202,7 +185,7 @@ class Spiller:
         freed, self._freed_while_held = self._freed_while_held, []
         self._free(freed)
 
-    def read(self, place: SpilledBlock) -> U8:
+    def read(self, place: m.SpilledBlock) -> U8:
         """See `SpillFile.read`."""
         return self._space.read(place)
 
@@ -212,26 +195,33 @@ class Spiller:
         if self._writing or (self.paused and now < self._paused_until):
             return
         used = self._memory.used
-        nbytes = max(self._wanted, used - self._to if used > self._above else 0)
-        nbytes = max(self._load_wants, min(nbytes, self._room_on_disk(nbytes)))
+        nbytes = max(self._wanted, used - int(SPILL_TO * self._memory.grantable) if self.is_above else 0)
+        nbytes = max(self.load_wants, min(nbytes, self._room_on_disk(nbytes)))
         if not nbytes:
             self._fruitless = 0
             return
-        if not (self._wanted or self._load_wants) and self._fruitless:
+        if not (self._wanted or self.load_wants) and self._fruitless:
             self._fruitless -= 1
             return
-        chosen = self._cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self._load_wants)))
-        if not chosen and self._load_wants:
-            chosen = self._cold.choose_scattered(self._memory.used)
+        chosen = self.cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self.load_wants)))
+        if not chosen and self.load_wants:
+            chosen = self.cold.choose_scattered(used)
         self._wanted = 0 if chosen else self._wanted
         self._fruitless = 0 if chosen else _TURNS_SKIPPED
         if self.paused and not chosen:
             self._paused_until = now + SPILL_PAUSE_S
         for extent in chosen:
-            self._writing[extent.number] = extent.nbytes
+            job = self._new_job(now)
+            self._writing[job] = extent.number
             self._space.write(
-                extent.number, [BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks]
+                job, [m.BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks]
             )
+
+    def _new_job(self, now: float) -> int:
+        if not self.has_work:
+            self._progress_at = now
+        self._last_job += 1
+        return self._last_job
 
     def _room_on_disk(self, wanted: int) -> int:
         """The bytes that may go to the disk for the sake of new rows. If these are too few, `paused` says so."""
@@ -243,75 +233,52 @@ class Spiller:
             )
         return room
 
-    def _written(self, answer: BlocksWritten, now: float) -> None:
-        del self._writing[answer.extent]
+    def _written(self, answer: m.BlocksWritten, now: float) -> None:
+        extent = self._writing.pop(answer.job)
         if answer.error:
             self._pause(answer.error, now)
         else:
             self.paused = ""
-        spilled = set(self._cold.finish_writing(answer.extent, written=not answer.error))
+        spilled = set(self.cold.finish_writing(extent, written=not answer.error))
         kept = [place for place in answer.places if place.block in spilled]
         self._places.update((place.block, place) for place in kept)
         self._disk_used += _disk_bytes(kept)
         self.counters.spilled_blocks += len(kept)
         self.counters.spilled_bytes += sum(place.nbytes for place in kept)
-        self._space.free(place for place in answer.places if place.block not in spilled)
+        if others := [place for place in answer.places if place.block not in spilled]:
+            self._space.free(others)
+        self._report_if_empty()
 
     def _pause(self, why: str, now: float) -> None:
         if not self.paused:
-            _log.warning("spilling pauses, and producers wait for memory: %s", why)
+            _log.warning("spilling of shard %d pauses, and producers wait for memory: %s", self.cold.shard, why)
         self.paused, self._paused_until = why, now + SPILL_PAUSE_S
 
     # ------------------------------------------------------------ back into memory
 
-    def _end_order(self, now: float) -> bool:
-        if not self._cold.end_order():
-            return False
-        self._order_ended(now)
-        return True
-
-    def _order_ended(self, now: float) -> None:
-        self.counters.load_waits_s += now - (now if self._order_since is None else self._order_since)
-        self._order_since = self._stuck_since = None
-
-    def _give_up_stuck_order(self, now: float) -> bool:
-        if not self._cold.orders or self._loads or self._writing:
-            self._stuck_since = None
-        elif self._stuck_since is None:
-            self._stuck_since = now
-        elif now >= self._stuck_since + LOAD_STUCK_S:
-            self._cold.give_up_order()
-            self._order_ended(now)
-            return True
-        return False
-
     def _begin_loads(self, now: float) -> None:
-        self._load_wants = 0
-        if not self._cold.orders:
-            return
-        if self._order_since is None:
-            self._order_since = now
-        for numbers, nbytes in self._cold.missing():
+        self.load_wants = 0
+        for numbers, nbytes in self.cold.missing():
             if (offset := self._take(nbytes)) is None:
-                self._load_wants = nbytes
+                self.load_wants = nbytes
                 return
-            offsets = self._cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
-            self._loads += 1
-            self._space.load(offset, [BlockToLoad(self._places[number], at) for number, at in offsets.items()])
+            extent, offsets = self.cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
+            job = self._new_job(now)
+            self._loads[job] = extent
+            self._space.load(job, [m.BlockToLoad(self._places[number], at) for number, at in offsets.items()])
 
     def _take(self, nbytes: int) -> int | None:
         """Memory for a load; None if there is none now."""
-        if self._memory.used + align(nbytes, PAGE_BYTES) > self._cold.room:
+        if self._memory.used + align(nbytes, PAGE_BYTES) > self.cold.room():
             return None
         try:
-            extent = self._memory.take(nbytes)
+            extent = self._memory.take_for_load(nbytes)
         except OutOfMemory:
             return None
         return None if extent is None else extent[0]
 
-    def _loaded(self, answer: BlocksLoaded, now: float) -> None:
-        self._loads -= 1
-        self._cold.finish_loading(answer.offset, answer.loaded)
+    def _loaded(self, answer: m.BlocksLoaded, now: float) -> None:
+        self.cold.finish_loading(self._loads.pop(answer.job), answer.loaded)
         places = [self._places.pop(number) for number in answer.loaded if number in self._places]
         self.counters.loaded_blocks += len(places)
         self.counters.loaded_bytes += sum(place.nbytes for place in places)
@@ -325,9 +292,10 @@ class Spiller:
             self._tries.pop(number, None)
         if lost:
             self._lose(lost, now)
+        self._report_if_empty()
 
     def _lose(self, lost: dict[int, str], now: float) -> None:
-        known = {number: why for number, why in lost.items() if number in self._cold.on_disk}
+        known = {number: why for number, why in lost.items() if self.cold.has_on_disk(number)}
         for number, why in known.items():
             _log.error("spilled block %d is lost: %s; its rows are made again, or end as lost", number, why)
         self.counters.lost_blocks += len(known)
@@ -335,10 +303,15 @@ class Spiller:
 
     # ------------------------------------------------------------ space on the disk
 
-    def _free_forgotten(self) -> None:
-        self._free([self._places.pop(number) for number in self._cold.take_forgotten() if number in self._places])
+    def free_forgotten(self) -> None:
+        """Return the space of blocks that nobody needs any more."""
+        forgotten = self.cold.take_forgotten()
+        for number in forgotten:
+            self._tries.pop(number, None)
+        self._free([self._places.pop(number) for number in forgotten if number in self._places])
+        self._report_if_empty()
 
-    def _free(self, places: list[SpilledBlock]) -> None:
+    def _free(self, places: list[m.SpilledBlock]) -> None:
         if not places:
             return
         if self._held:
@@ -348,6 +321,10 @@ class Spiller:
         self._disk_used -= _disk_bytes(places)
         self._paused_until = 0.0
 
+    def _report_if_empty(self) -> None:
+        if not self.holds_blocks:
+            self._on_emptied()
 
-def _disk_bytes(places: Iterable[SpilledBlock]) -> int:
+
+def _disk_bytes(places: Iterable[m.SpilledBlock]) -> int:
     return sum(align(max(place.nbytes, 1), PAGE_BYTES) for place in places)

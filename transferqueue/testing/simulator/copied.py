@@ -37,7 +37,6 @@ ROWS: Final = 2
 FIRST_STAMP: Final = 4_000_000
 CAPACITY: Final = 8 * PAGE_BYTES
 WAITING: Final = 4 * ROWS
-"""Users leave so many rows in the table, so that some are there when a shard dies."""
 HEAL_S: Final = 20.0
 """After all faults have ended, every row has its copies again within this time."""
 POLL_S: Final = 0.3
@@ -52,9 +51,19 @@ class ReplicatedShardsJob(SimJob):
     """One process puts, two use the rows. Each other process is a remote shard, and a new shard after each death."""
 
     table = "copied"
+    puts = PUTS
+    rows_max = 6 * ROWS
+    waiting = WAITING
+    """Users leave so many rows in the table, so that some are there when a shard dies."""
+    pause_s = 0.5
+    """The longest pause between two puts."""
+    lost = LOST
+    capacity = CAPACITY
+    spill_bytes = 0
+    """The most bytes on the disk of each shard; 0: it has none."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self.replicas: Final = chance.choice((1, 2, 2))
+    def __init__(self, chance: random.Random, replicas: int = 0) -> None:
+        self.replicas: Final = replicas or chance.choice((1, 2, 2))
         self._further: Final = chance.choice((1, 2))
         self._arenas: dict[str, tuple[Process, int, bytearray]] = {}
         """By path of the memory: the process, its number when it joined with that memory, and the memory."""
@@ -75,7 +84,9 @@ class ReplicatedShardsJob(SimJob):
         """See `SimJob`."""
         if not role.startswith("shard"):
             return None
-        return m.ShardOffer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
+        return m.ShardOffer(
+            str(number), self.capacity, "tcp://simulated:1", "", bytes(32), spill_bytes=self.spill_bytes
+        )
 
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`. Rows with a copy in the server's own memory must not be lost, because that memory is never lost."""
@@ -100,17 +111,21 @@ class ReplicatedShardsJob(SimJob):
 
     def _lend(self, process: Process) -> Steps:
         """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at once."""
-        self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
+        memory = bytearray(self.capacity)
+        self._arenas[str(process.number)] = process, process.number, memory
+        carry_out = self._disk_of(process, memory)
         epoch = done = 0
         report = m.TakeCopies(wait_s=ASK_S)
         while not self._over:
-            if process.world.strikes(LOST, "shard lost"):
+            if process.world.strikes(self.lost, "shard lost"):
                 raise Unreachable("the machine of this shard failed")
             try:
                 orders = yield m.PollCommands(epoch, done, wait_s=POLL_S)
-                epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
             except DeadlineExceeded:
                 pass
+            else:
+                epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
+                carry_out(orders.orders)
             try:
                 order = yield report
             except DeadlineExceeded:
@@ -118,6 +133,10 @@ class ReplicatedShardsJob(SimJob):
             else:
                 written = yield from self._copy(process, order)
                 report = m.TakeCopies(order.target.extent, written, ASK_S)
+
+    def _disk_of(self, process: Process, memory: bytearray) -> Callable[[list[m.Order]], object]:
+        """What carries out commands about blocks on the disk of a shard with this memory. Here there is none."""
+        return lambda orders: None
 
     def _copy(self, process: Process, order: m.CopyOrder) -> Steps:
         """Carry out a copy order, row by row. Returns the blocks that are written. Their source may be lost meanwhile, or freed and used
@@ -157,7 +176,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _open(self) -> Steps:
         task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
-        limits = Limits(rows=6 * ROWS)
+        limits = Limits(rows=self.rows_max)
         yield m.CreateTable(self.table, [job.BODY], [task], limits, exist_ok=True, replicas=self.replicas)
 
     def _insist(self, act: Callable[[], Steps]) -> Steps:
@@ -171,7 +190,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _write(self, process: Process) -> Steps:
         yield from self._insist(self._open)
-        while self._confirmed < PUTS * ROWS:
+        while self._confirmed < self.puts * ROWS:
             yield from self._insist(partial(self._write_once, process))
         try:
             yield m.Seal(self.table)
@@ -190,13 +209,14 @@ class ReplicatedShardsJob(SimJob):
                 first.extent, first.offset, ROWS * job.ROW_BYTES, ROWS, ["body"], [0], copies=copies
             )
             self._sent += ROWS
+            process.sights.clear()  # it writes nothing more there
             yield m.PutRequest(self.table, ROWS, m.Columns([job.BODY], [placed]), wait_s=3.0)
             self._confirmed += ROWS
         finally:
             process.sights.clear()
             for grant in grants if process.alive else ():
                 process.send_unawaited(m.ReturnGrant(grant.extent))
-        yield process.world.random.uniform(0.0, 0.5)
+        yield process.world.random.uniform(0.0, self.pause_s)
 
     def _write_to(self, process: Process, grants: list[m.Granted], stamps: list[int]) -> Steps:
         grant = yield m.Grant(ROWS * job.ROW_BYTES, wait_s=3.0, apart=[one.shard for one in grants])
@@ -225,7 +245,7 @@ class ReplicatedShardsJob(SimJob):
 
     def _leaves_rows(self, process: Process) -> bool:
         """Whether users wait, because few rows would be left."""
-        return not process.world.healed and self._confirmed - len(self._used) <= WAITING
+        return not process.world.healed and self._confirmed - len(self._used) <= self.waiting
 
     def _await_copies(self, process: Process) -> Steps:
         """Wait until each row has all its copies again. All faults have ended, and rows wait."""

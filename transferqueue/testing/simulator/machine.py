@@ -21,7 +21,6 @@ from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.liveness import ProcessHandle
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.spill.spiller import Spiller
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.spill import SimSpill
 from transferqueue.testing.simulator.world import World
@@ -227,7 +226,7 @@ class SimServer:
                 self._guarded(lambda node: node.tick(self._clock()))
 
         space = SimSpill(self._world, self.arena.bytes, stir)
-        node.spiller = Spiller(node.ledger, node.memory, space, SIZE_BYTES_MAX)
+        node.spillers.add_own(node.memory, space, SIZE_BYTES_MAX)
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
@@ -261,8 +260,7 @@ class SimServer:
     def kill(self) -> None:
         """End here."""
         if self.node is not None:
-            if self.node.spiller is not None:
-                self.node.spiller.stop()
+            self.node.spillers.stop()
             self.node = None
             self.on_down()
             self._world.after(self._world.random.uniform(0.05, 0.8), self._restart)

@@ -94,6 +94,10 @@ class Process:
             for act in missed:
                 self._do(act, number)
 
+    def when_running(self, act: Callable[[], None], number: int) -> None:
+        """Call `act` now, or when this process goes on after a pause; never if it is not process `number` any more."""
+        self._do(act, number)
+
     def _do(self, act: Callable[[], None], number: int) -> None:
         if number != self.number or not self.alive:
             return

@@ -23,6 +23,7 @@ from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, ow
 from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
+from transferqueue.testing.simulator.spilling import SpillingShardsJob
 from transferqueue.testing.simulator.stepped import CheckpointJob
 from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
@@ -34,6 +35,8 @@ SHARDED: Final = 0.12
 """Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a shard."""
 
 
+OWN_PAGES: Final = 1
+"""Of the server's own arena where rows are to lie in remote shards."""
 COLUMNS_EVERY: Final = 5
 """One of so many seeds without a weight channel has a `ColumnEndsJob`. Chosen by the seed alone, so other seeds run as before."""
 
@@ -78,19 +81,30 @@ def rows_ahead_max(table: TableState) -> float:
 
 class SimRun:
     """The deployment of one seed: the server, the clients, and their jobs. spills: the server has a disk for cold blocks, whatever the seed
-    says, and keeps nothing through a crash. interns: it has an `InternedJob` beside `Rollouts`, whatever the seed says."""
+    says, and keeps nothing through a crash. interns: it has an `InternedJob` beside `Rollouts`,
+    sharded: rows lie in remote shards, both whatever the seed says."""
 
-    def __init__(self, seed: int, rates: Rates | None = None, *, spills: bool = False, interns: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        rates: Rates | None = None,
+        *,
+        spills: bool = False,
+        interns: bool = False,
+        sharded: bool = False,
+    ) -> None:
         self.seed, self.world = seed, World(seed, rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
         pages += INTERNED_PAGES * (interns and not spills)
+        pages = OWN_PAGES if sharded else pages
         self.spills = spills or (not self.durable and seed % 2 == 1)
         self.durable = self.durable and not spills
-        self.interns = interns
-        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=self.spills)
+        self.interns, self.sharded = interns, sharded
+        own_spills = self.spills and not sharded
+        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=own_spills)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._server_ended, self._reconnect
@@ -102,8 +116,8 @@ class SimRun:
         chance = self.world.random
         if self.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
-        elif chance.random() < SHARDED:
-            self.jobs = [ReplicatedShardsJob(chance)]
+        elif chance.random() < SHARDED or self.sharded:
+            self.jobs = [SpillingShardsJob(chance) if self.spills else ReplicatedShardsJob(chance)]
         else:
             self._choose_jobs(chance)
         self.workers = [

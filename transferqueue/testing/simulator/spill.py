@@ -1,4 +1,5 @@
-"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while. The production `Spiller` uses it."""
+"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while, and in shards sometimes hung. The production `Spiller`
+uses it."""
 
 from __future__ import annotations
 
@@ -8,58 +9,55 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.limits import LOAD_TRIES
-from transferqueue.server.spill.spill_file import (
-    BlocksLoaded,
-    BlocksWritten,
-    BlockToLoad,
-    BlockToWrite,
-    SpillAnswer,
-    SpilledBlock,
-)
+from transferqueue.limits import LOAD_TRIES, SPILL_SILENT_S
+from transferqueue.server.spill.spill_file import SpillAnswers
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.testing.simulator.world import World
+from transferqueue.wire import messages as m
 
 SECONDS_MAX: Final = 0.2
-"""The longest time that a job of the disk takes."""
+"""The longest time that a job of the disk takes, unless it hangs."""
+HANGS: Final = 0.03
+"""Probability that the disk of a shard hangs, for each job."""
+HANG_S: Final = 1.5 * SPILL_SILENT_S
 
 
 class SimSpill:
-    """The spilled blocks of one server. stir: called when an answer is ready. It does its jobs in order, as the thread of a `SpillFile` does.
+    """The spilled blocks of one server, or of a shard, whose disk `hangs` at times. stir: called when an answer is ready. It does its jobs in order, as the thread of a `SpillFile` does.
 
     Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that have not ended when the
     server ends are never done: the memory is that of another server by then.
     """
 
-    def __init__(self, world: World, memory: bytearray, stir: Callable[[], object]) -> None:
-        self._world, self._memory, self._stir = world, memory, stir
+    def __init__(self, world: World, memory: bytearray, stir: Callable[[], object], *, hangs: bool = False) -> None:
+        self._world, self._memory, self._stir, self._hangs = world, memory, stir, hangs
         self._chance: Final = random.Random(0)
         self._stored: dict[int, bytes] = {}
-        self._answers: list[SpillAnswer] = []
+        self._answers = SpillAnswers([], [])
         self._free_at = 0.0
         self._stopped = False
         self._unreadable: dict[int, int] = {}
 
-    def write(self, extent: int, blocks: Sequence[BlockToWrite]) -> None:
+    def write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> None:
         """See `SpillFile.write`."""
-        self._later(lambda: self._answers.append(self._write(extent, blocks)))
+        self._later(lambda: self._answers.written.append(self._write(job, blocks)))
 
-    def load(self, offset: int, blocks: Sequence[BlockToLoad]) -> None:
+    def load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> None:
         """See `SpillFile.load`."""
-        self._later(lambda: self._answers.append(self._load(offset, blocks)))
+        self._later(lambda: self._answers.loaded.append(self._load(job, blocks)))
 
-    def free(self, places: Iterable[SpilledBlock]) -> None:
+    def free(self, places: Iterable[m.SpilledBlock]) -> None:
         """See `SpillFile.free`."""
         kept = list(places)
         self._later(lambda: [self._stored.pop(place.block) for place in kept])
 
-    def answers(self) -> list[SpillAnswer]:
+    def answers(self) -> SpillAnswers:
         """See `SpillFile.answers`."""
-        ready, self._answers = self._answers, []
+        ready, self._answers = self._answers, SpillAnswers([], [])
         return ready
 
-    def read(self, place: SpilledBlock) -> U8:
+    def read(self, place: m.SpilledBlock) -> U8:
         """See `SpillFile.read`."""
         return np.frombuffer(self._stored[place.block], np.uint8)
 
@@ -68,7 +66,8 @@ class SimSpill:
         self._stopped = True
 
     def _later(self, act: Callable[[], object]) -> None:
-        self._free_at = max(self._free_at, self._world.now) + self._chance.uniform(0.0, SECONDS_MAX)
+        hung = self._hangs and self._world.strikes(HANGS, "spill disk hung")
+        self._free_at = max(self._free_at, self._world.now) + self._chance.uniform(0.0, SECONDS_MAX) + HANG_S * hung
 
         def do() -> None:
             if not self._stopped:
@@ -77,18 +76,18 @@ class SimSpill:
 
         self._world.at(self._free_at, do)
 
-    def _write(self, extent: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
+    def _write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> m.BlocksWritten:
         if self._world.strikes(self._world.rates.spill_full, "spill disk full"):
-            return BlocksWritten(extent, [], "No space left on device")
+            return m.BlocksWritten(job, [], "No space left on device")
         places = []
         for block, offset, nbytes, _ in blocks:
             self._stored[block] = bytes(self._memory[offset : offset + nbytes])
-            places.append(SpilledBlock(block, 0, nbytes, checksum(self._stored[block])))
+            places.append(m.SpilledBlock(block, 0, nbytes, checksum(self._stored[block])))
         self._world.faults["extent spilled"] += 1
-        return BlocksWritten(extent, places, "")
+        return m.BlocksWritten(job, places, "")
 
-    def _load(self, extent_offset: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
-        answer = BlocksLoaded(extent_offset, [], {}, [])
+    def _load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> m.BlocksLoaded:
+        answer = m.BlocksLoaded(job, [], {}, [])
         for place, offset in blocks:
             if self._is_unreadable(place.block):
                 answer.failed[place.block] = "Input/output error"

@@ -16,7 +16,14 @@ import typer
 
 from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
-from transferqueue.cli.options import arena_bytes_option, directory_option, runtime_option, size_in_bytes
+from transferqueue.cli.options import (
+    SpillBytesOption,
+    SpillDirOption,
+    arena_bytes_option,
+    directory_option,
+    runtime_option,
+    size_in_bytes,
+)
 from transferqueue.cli.screens.terminal import say, say_ready
 from transferqueue.observe.machine.runtime import RUNTIME_VARIABLE
 
@@ -117,23 +124,6 @@ SnapshotsOption = Annotated[
     directory_option(
         "--snapshots",
         "Directory under which clients name snapshots. Default: $TRANSFERQUEUE_SNAPSHOTS, else ./snapshots.",
-    ),
-]
-SpillDirOption = Annotated[
-    Path | None,
-    directory_option(
-        "--spill-dir",
-        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come back when they are "
-        "leased or read. Needs --spill-bytes. Nothing in it outlives the server. Default: producers wait for memory.",
-    ),
-]
-SpillBytesOption = Annotated[
-    str | None,
-    typer.Option(
-        "--spill-bytes",
-        metavar="SIZE",
-        show_default=False,
-        help="The most bytes in --spill-dir, such as 200GiB.",
     ),
 ]
 CoordinatorOption = Annotated[

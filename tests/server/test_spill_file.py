@@ -1,0 +1,120 @@
+"""The file of spilled blocks and its thread: what goes in comes out, within its bound, and nothing of it is left."""
+
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from tests.server.spilling import ARENA, SpillBench
+from transferqueue.errors import UsageError
+from transferqueue.limits import KIB, MIB, PAGE_BYTES
+from transferqueue.server.spill.spill_file import SpillFile, mapped
+from transferqueue.wire import messages as m
+
+
+@pytest.fixture
+def bench():
+    bench = SpillBench()
+    yield bench
+    bench.close()
+
+
+class HeardFile(SpillFile):
+    """Remembers that it has stirred."""
+
+    def __init__(self, directory, nbytes, arena):
+        self.heard = threading.Event()
+        super().__init__(directory, nbytes, arena, self.heard.set)
+
+
+@pytest.fixture
+def file(bench, tmp_path):
+    tmp_path.chmod(0o700)
+    file = HeardFile(tmp_path, 16 * MIB, lambda: mapped(bench.arena.path, ARENA))
+    yield file
+    file.stop()
+
+
+def answer_of(file):
+    assert file.heard.wait(20.0)
+    file.heard.clear()
+    answers = file.answers()
+    (answer,) = [*answers.written, *answers.loaded]
+    return answer
+
+
+def test_the_file_has_no_name_and_returns_what_it_was_given(bench, file, tmp_path):
+    bench.arena._map[: 2 * PAGE_BYTES] = bytes(range(256)) * (2 * PAGE_BYTES // 256)
+    file.write(1, [m_block(5, 0, 100), m_block(6, PAGE_BYTES, 0)])
+    written = answer_of(file)
+    assert [place.block for place in written.places] == [5, 6]
+    assert list(tmp_path.iterdir()) == []
+    assert file.read(written.places[0]).tobytes() == bytes(range(100))
+    file.load(8, [m.BlockToLoad(place, 8 * PAGE_BYTES) for place in written.places[:1]])
+    assert answer_of(file) == m.BlocksLoaded(8, [5], {}, [])
+    assert bytes(bench.arena.view(8 * PAGE_BYTES, 100)) == bytes(range(100))
+    changed = written.places[0]._replace(checksum=7)
+    file.load(8, [m.BlockToLoad(changed, 8 * PAGE_BYTES)])
+    assert answer_of(file).damaged == [5]
+    beyond = written.places[0]._replace(offset=64 * MIB)
+    file.load(8, [m.BlockToLoad(beyond, 8 * PAGE_BYTES)])
+    assert "ends at byte" in answer_of(file).failed[5]
+
+
+def test_a_stop_beside_a_thread_that_takes_the_last_job_closes_the_file(file, monkeypatch):
+    jobs = file._jobs
+    late = SimpleNamespace(put=jobs.put, get=jobs.get, get_nowait=jobs.get_nowait, empty=lambda: False)
+    monkeypatch.setattr(file, "_jobs", late)  # `empty` says what was true a moment before
+    file.stop()
+    assert not file._thread.is_alive()
+
+
+def test_a_stop_does_not_wait_for_a_disk_that_never_answers(file, monkeypatch, caplog):
+    monkeypatch.setattr("transferqueue.server.spill.spill_file.STOP_S", 0.01)
+    answers = threading.Event()
+
+    def hang():
+        file.heard.set()
+        answers.wait(20.0)
+
+    file._jobs.put(SimpleNamespace(run=hang))
+    assert file.heard.wait(20.0)
+    file.stop()
+    assert "has not answered for" in caplog.text
+    answers.set()
+    file._thread.join(20.0)
+    assert not file._thread.is_alive()
+
+
+def test_the_bound_is_kept_and_freed_space_is_used_again(bench, file):
+    def write():
+        file.write(1, [m_block(number, 0, ARENA) for number in range(256)])
+        return answer_of(file)
+
+    assert ARENA == 64 * KIB
+    full = write()
+    assert len(full.places) == 256
+    file.write(2, [m_block(999, 0, 1)])
+    assert "--spill-bytes allows" in answer_of(file).error
+    file.free(full.places)
+    assert len(write().places) == 256
+
+
+def test_what_cannot_be_a_spill_directory_is_refused(bench, tmp_path):
+    tmp_path.chmod(0o700)
+
+    def make(directory, nbytes):
+        SpillFile(directory, nbytes, lambda: mapped(bench.arena.path, ARENA), lambda: None)
+
+    with pytest.raises(UsageError, match=r"--spill-bytes 1,048,576 is below"):
+        make(tmp_path, MIB)
+    with pytest.raises(UsageError, match="bytes that are free in"):
+        make(tmp_path, 1 << 60)
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match="spill directory"):
+        make(tmp_path / "file" / "below", 16 * MIB)
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def m_block(number, offset, nbytes):
+    return m.BlockToWrite(number, offset, nbytes, 0)

@@ -1,0 +1,289 @@
+"""The blocks of one arena that may leave memory for a disk: which extents leave, which are on their way, and what comes back.
+
+The rules (docs/decisions/0056, 0059):
+
+1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest blocks leave first, since
+   tasks lease the oldest ones first.
+2. A block stays readable until its bytes are written. If somebody pinned it meanwhile, its extent stays in memory.
+3. The blocks of the load order that is carried out here are spared. They may lie scattered, each in an extent with others that nobody needs now.
+   If the order finds no memory, and nothing else is cold, these extents leave, too, and the blocks come back side by side. At most twice for each
+   order: first where that makes room, then all, which ends fragmentation. Neither if what cannot leave takes too much memory anyway.
+4. A block comes back to the arena that it left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from msgspec.structs import replace
+
+from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, OwnerBytes
+from transferqueue.limits import PAGE_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.schema import align
+from transferqueue.wire.messages import BlockLocation
+
+ON_DISK: Final = -1
+"""The shard that the location of a block names while its bytes are on the disk of the coordinator's own arena."""
+_LOADED_TOGETHER_BYTES: Final = SMALL_EXTENTS_BYTES
+"""Small blocks are loaded into extents of this size, which small puts have, too."""
+NO_BLOCKS: Final[frozenset[int]] = frozenset()
+
+
+def disk_of(shard: int) -> int:
+    """What the location of a block names as its shard while it is on the disk of this arena. `disk_of` of that is the arena."""
+    return ON_DISK - shard
+
+
+@dataclass(slots=True, eq=False)
+class LoadOrder:
+    """What one request waits for. blocks: those that it needs. arenas: those that spill, and that these blocks belong to."""
+
+    blocks: frozenset[int]
+    arenas: frozenset[int]
+    gathered: dict[int, int] = field(default_factory=dict)
+    """By arena: how often extents left for it (rule 3)."""
+    since: float | None = None
+    """Since when it is carried out. The caller sets this time, and the next one."""
+    stuck_since: float | None = None
+    """Since when it finds no memory, and nothing is under way that may give it some."""
+
+
+@dataclass(frozen=True, slots=True)
+class ColdExtent:
+    """An extent to spill, with the locations of its blocks."""
+
+    number: int
+    nbytes: int
+    blocks: list[BlockLocation]
+
+
+class ColdArena:
+    """The blocks of one arena that may be spilled, or are.
+
+    on_disk: the blocks of all arenas that are on a disk. tables: what the blocks of each table count for. room: the most bytes that the blocks of
+    one request may take in memory now. blocks_max: extents of more blocks stay in memory.
+    """
+
+    def __init__(
+        self,
+        shard: int,
+        blocks: BlockRegistry,
+        on_disk: dict[int, CommittedBlock],
+        tables: Callable[[], Iterable[OwnerBytes]],
+        room: Callable[[], int],
+        blocks_max: int,
+    ) -> None:
+        self.shard: Final = shard
+        self.room: Final = room
+        self.blocks_on_disk = self.bytes_on_disk = 0
+        self.is_silent = False
+        """Whether the disk has not answered for long."""
+        self.order: LoadOrder | None = None
+        """The load order that is carried out here."""
+        self._blocks = blocks
+        self._on_disk: Final = on_disk
+        self._tables: Final = tables
+        self._blocks_max: Final = blocks_max
+        self._resident: dict[int, dict[int, CommittedBlock]] = {}
+        """By extent: its blocks that may be spilled."""
+        self._writing: dict[int, list[int]] = {}
+        """By extent: the blocks that are being written."""
+        self._gathered: set[int] = set()
+        """Extents that are being written though the order needs blocks in them."""
+        self._loading: dict[int, dict[int, int]] = {}
+        """By extent: the blocks that are being loaded into it, with their offsets."""
+        self._forgotten: list[int] = []
+
+    # ------------------------------------------------------------ what the registry tells
+
+    def attach(self, blocks: BlockRegistry) -> None:
+        """Follow this registry from now on. None of its blocks is on a disk."""
+        self._blocks = blocks
+        self._resident.clear()
+
+    def committed(self, block: CommittedBlock) -> None:
+        """A block of this arena was committed, or came back."""
+        self._resident.setdefault(block.extent.id, {})[block.at.block] = block
+
+    def forget(self, block: CommittedBlock) -> None:
+        """Nobody needs this block any more, which is in memory."""
+        if block.at.block in (members := self._resident.get(block.extent.id, {})):
+            del members[block.at.block]
+            if not members:
+                del self._resident[block.extent.id]
+
+    def forget_on_disk(self, block: CommittedBlock) -> None:
+        """Nobody needs this block any more, which is on the disk."""
+        self._left_disk(block)
+        self._forgotten.append(block.at.block)
+
+    def take_forgotten(self) -> list[int]:
+        """The blocks on the disk that were forgotten since the last call."""
+        forgotten, self._forgotten = self._forgotten, []
+        return forgotten
+
+    def lose(self) -> None:
+        """The arena and its disk are lost. Close the extents that were loaded into."""
+        for number in list(self._loading):
+            self._blocks.close(number)
+        self._loading.clear()
+
+    # ------------------------------------------------------------ the load order
+
+    def missing(self) -> list[tuple[list[int], int]]:
+        """The blocks of the order that are on the disk, and that nobody loads yet, in groups. Each is to be loaded into one extent of so many
+        bytes; the largest first."""
+        if self.order is None:
+            return []
+        loading = {number for offsets in self._loading.values() for number in offsets}
+        return self._grouped(number for number in self.order.blocks - loading if self.has_on_disk(number))
+
+    def check_fits(self, numbers: Iterable[int]) -> tuple[int, int] | None:
+        """The bytes that these blocks of the arena take side by side, and the room for them, if they do not fit."""
+        nbytes, room = self._pages_of(numbers), self.room()
+        return (nbytes, room) if nbytes > room else None
+
+    def _grouped(self, numbers: Iterable[int]) -> list[tuple[list[int], int]]:
+        """These blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together; the largest first."""
+        groups: list[tuple[list[int], int]] = []
+        group, nbytes = list[int](), 0
+        for number in sorted(numbers):
+            size = self._blocks.blocks[number].at.nbytes
+            if group and nbytes + size > _LOADED_TOGETHER_BYTES:
+                groups.append((group, nbytes))
+                group, nbytes = [], 0
+            group.append(number)
+            nbytes = align(nbytes + max(size, 1))
+        if group:
+            groups.append((group, nbytes))
+        return sorted(groups, key=lambda entry: -entry[1])
+
+    def _pages_of(self, numbers: Iterable[int]) -> int:
+        """The bytes of memory that these blocks take side by side."""
+        return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(numbers))
+
+    def has_on_disk(self, number: int) -> bool:
+        """Whether this block is on the disk."""
+        block = self._on_disk.get(number)
+        return block is not None and block.at.shard == disk_of(self.shard)
+
+    def belongs(self, block: CommittedBlock) -> bool:
+        """Whether the block is in this arena, or on its disk, and may be spilled."""
+        if not block.extents:
+            return block.at.shard == disk_of(self.shard)
+        return block.at.block in self._resident.get(block.extent.id, {})
+
+    # ------------------------------------------------------------ to the disk
+
+    def choose(self, nbytes: int) -> list[ColdExtent]:
+        """Extents of at least `nbytes` together that are to be written now, fewer if no others are cold. Each is being written until
+        `finish_writing`."""
+        chosen: list[ColdExtent] = []
+        for extent in self._cold_extents(self._spared):
+            chosen.append(extent)
+            nbytes -= extent.nbytes
+            if nbytes <= 0:
+                break
+        return self._begin_writing(chosen)
+
+    def choose_scattered(self, used: int) -> list[ColdExtent]:
+        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3). used: bytes of memory that
+        are in use."""
+        order = self.order
+        if order is None or order.gathered.get(self.shard, 0) > 1:
+            return []
+        cold = list(self._cold_extents(NO_BLOCKS))
+        needed = [number for number in order.blocks if self._is_needed_here(number)]
+        if used - sum(extent.nbytes for extent in cold) + self._pages_of(needed) > self.room():
+            return []
+        scattered = [extent for extent in cold if any(at.block in order.blocks for at in extent.blocks)]
+        for stage in range(order.gathered.get(self.shard, 0) + 1, 3):
+            order.gathered[self.shard] = stage
+            chosen = [extent for extent in scattered if stage > 1 or self._is_sparse(extent, order.blocks)]
+            if chosen:
+                self._gathered.update(extent.number for extent in chosen)
+                return self._begin_writing(chosen)
+        return []
+
+    @property
+    def _spared(self) -> frozenset[int]:
+        return self.order.blocks if self.order is not None else NO_BLOCKS
+
+    def _is_needed_here(self, number: int) -> bool:
+        block = self._blocks.blocks.get(number)
+        return block is not None and self.belongs(block)
+
+    def _is_sparse(self, extent: ColdExtent, needed: Collection[int]) -> bool:
+        """Whether the blocks that are needed take less memory without the others of the extent."""
+        return self._pages_of(at.block for at in extent.blocks if at.block in needed) < extent.nbytes
+
+    def _cold_extents(self, spared: frozenset[int]) -> Iterator[ColdExtent]:
+        """The cold extents without a block in `spared`, the latest first."""
+        tables = {id(usage) for usage in self._tables()}
+        for number, members in reversed(self._resident.items()):
+            extent = self._blocks.extents[number]
+            if (
+                not extent.open
+                and len(members) == extent.blocks <= self._blocks_max
+                and number not in self._writing
+                and spared.isdisjoint(members)
+                and not any(block.pins or id(block.usage) not in tables for block in members.values())
+            ):
+                yield ColdExtent(number, extent.nbytes, [block.at for block in members.values()])
+
+    def _begin_writing(self, chosen: list[ColdExtent]) -> list[ColdExtent]:
+        for extent in chosen:
+            self._writing[extent.number] = [at.block for at in extent.blocks]
+        return chosen
+
+    def finish_writing(self, number: int, *, written: bool) -> list[int]:
+        """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now on: none if somebody
+        needs the extent again."""
+        begun = self._writing.pop(number)
+        spared = self._spared if number not in self._gathered else NO_BLOCKS
+        self._gathered.discard(number)
+        members, extent = self._resident.get(number, {}), self._blocks.extents.get(number)
+        if not written or extent is None or len(members) != extent.blocks or not members.keys() <= set(begun):
+            return []
+        if any(block.pins for block in members.values()) or not spared.isdisjoint(members):
+            return []
+        del self._resident[number]
+        for member, block in members.items():
+            self._on_disk[member] = block
+            self.blocks_on_disk += 1
+            self.bytes_on_disk += block.at.nbytes
+            block.at = replace(block.at, shard=disk_of(self.shard), extent=0, offset=0)
+            self._blocks.leave(block)
+        return list(members)
+
+    # ------------------------------------------------------------ back into memory
+
+    def begin_loading(self, offset: int, nbytes: int, numbers: Iterable[int]) -> tuple[int, Mapping[int, int]]:
+        """Load these blocks into an extent of the arena, which the caller has allocated. Returns the number of the extent, and where each block
+        begins. The extent closes by `finish_loading`."""
+        extent = self._blocks.grant(0, self.shard, offset, nbytes)
+        offsets: dict[int, int] = {}
+        for number in numbers:
+            offsets[number] = offset
+            offset = align(offset + self._on_disk[number].at.nbytes)
+        self._loading[extent.id] = offsets
+        return extent.id, offsets
+
+    def finish_loading(self, number: int, loaded: Collection[int]) -> None:
+        """The bytes of these blocks are in the extent of this number. Its other blocks stay on the disk."""
+        for member, at in self._loading.pop(number).items():
+            block = self._on_disk.get(member)
+            if block is None or member not in loaded:
+                continue
+            del self._on_disk[member]
+            self._left_disk(block)
+            block.at = replace(block.at, shard=self.shard, extent=number, offset=at)
+            self._blocks.arrive(block, number)
+            self.committed(block)
+        self._blocks.close(number)
+
+    def _left_disk(self, block: CommittedBlock) -> None:
+        self.blocks_on_disk -= 1
+        self.bytes_on_disk -= block.at.nbytes
