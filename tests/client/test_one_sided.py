@@ -13,21 +13,25 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.carried import CarriedBacking, OverCarrier, ShardEnd
+from tests.client.carried import SESSION, SHARD, CarriedBacking, OverCarrier, ShardEnd
 from tests.client.one_process import AGENTS, LocalAgent
 from tests.scale import only_long
 from transferqueue.client.client import _Carriers
 from transferqueue.client.memory import one_sided, remote
 from transferqueue.client.memory.one_sided import OneSidedMemory, Quarantine, RegisteredPool
+from transferqueue.client.memory.transfers import RequestedRows
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
+from transferqueue.schema import Field
 from transferqueue.server.shards.bulk_endpoint import OneSidedParts
 from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier, rdma_devices
+from transferqueue.wire import messages as m
 
 PLACE = Range(1, 0, 9 * MIB)
 
@@ -76,6 +80,26 @@ def test_what_is_read_one_sided_is_what_was_put(backing: CarriedBacking, agent: 
     reads = agent.reads
     assert is_read(backing)
     assert agent.reads == reads + 2, "a read for each 8 MiB"
+
+
+def test_rows_that_lie_apart_are_staged_and_read_in_few_ranges(backing: CarriedBacking, agent: LocalAgent) -> None:
+    rows = content(PLACE.nbytes)[: 2048 * 4096].reshape(2048, 4096)
+    field = Field("x", "uint8", (4096,))
+    at = m.BlockLocation(1, SHARD, PLACE.extent, PLACE.offset, rows.nbytes, 2048, ["x"], [0])
+    ticket = backing._tickets.block(SESSION, at).ticket
+    block = b.BulkBlock(1, at.extent, at.offset, at.nbytes, at.rows, 0, at.counts, ticket)
+    order = np.random.default_rng(1).permutation(2048).astype(np.int32)
+    wanted = RequestedRows(b.RowSelection(["x"], [["x"]], [block], b"", order.tobytes()), 2048, order)
+    for _ in range(3):
+        before = agent.reads
+        fetched = backing.client._fetch(SHARD, {"x": field}, [wanted], remote.Caller(backing.client._interrupt))
+        assert np.array_equal(fetched.landed[0].memory.reshape(2048, 4096), rows[order])
+        assert agent.reads - before == 8, "one for each MiB"
+    assert backing.shard.answer("sent") == {"stream": 0, "one_sided": 3 * rows.nbytes}
+    assert isinstance(backing.shard, ShardEnd)
+    assert backing.shard.registered is not None
+    assert backing.shard.answer("used")
+    assert backing.shard.registered.staging.taken == 0
 
 
 def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_not_used_before_its_agent_is_gone(

@@ -32,7 +32,7 @@ class RangedFetch(FetchTransfer):
         super().__init__(number, session, shard, fields, parts, reader.memory.buffers)
         self._reader: Final = reader
         self._check: Final = check
-        self._open: deque[memoryview] = deque()
+        self._open: deque[tuple[int, memoryview]] = deque()  # with their addresses
         self._wanted: list[tuple[CopiedRange, memoryview, bytes]] = []
 
     def _request(self) -> b.ReadColumns:
@@ -43,7 +43,7 @@ class RangedFetch(FetchTransfer):
         )
 
     def _owe(self, memory: memoryview) -> None:
-        self._open.append(memory)
+        self._open.append((_address(memory), memory))
 
     def _place(self, frame: b.ReadFrame | b.RangesFrame) -> None:
         """Give each range of a frame its place: the next bytes of the parts that have begun."""
@@ -51,19 +51,20 @@ class RangedFetch(FetchTransfer):
             raise Corruption("a read of ranges was answered with bytes alone")
         self._wanted = []
         for named in frame.ranges:
-            into = self._take(named.nbytes)
+            address, into = self._take(named.nbytes)
             if named.address:
-                self._wanted.append((CopiedRange(_address(into), named.address, named.nbytes), into, named.digest))
+                self._wanted.append((CopiedRange(address, named.address, named.nbytes), into, named.digest))
             else:
                 self._due.append(into)
 
-    def _take(self, nbytes: int) -> memoryview:
-        if not nbytes or not self._open or nbytes > len(self._open[0]):
+    def _take(self, nbytes: int) -> tuple[int, memoryview]:
+        """The next bytes, and where they are."""
+        if not nbytes or not self._open or nbytes > len(self._open[0][1]):
             raise Corruption(f"a range of {nbytes} bytes came that belongs to no part")
-        into = self._open.popleft()
+        address, into = self._open.popleft()
         if nbytes < len(into):
-            self._open.appendleft(into[nbytes:])
-        return into[:nbytes]
+            self._open.appendleft((address + nbytes, into[nbytes:]))
+        return address, into[:nbytes]
 
     def receive(self) -> list[b.Message]:
         """A frame has arrived whole: read its ranges, and compare their checksums."""
@@ -92,7 +93,8 @@ class RangedFetch(FetchTransfer):
 
     def _end(self) -> None:
         if self._open:
-            raise Corruption(f"a read of ranges ended {sum(map(len, self._open))} bytes before its parts did")
+            missing = sum(len(memory) for _, memory in self._open)
+            raise Corruption(f"a read of ranges ended {missing} bytes before its parts did")
         super()._end()
 
 

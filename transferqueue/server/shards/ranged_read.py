@@ -12,7 +12,7 @@ from typing import Final
 from transferqueue.limits import FRAME_BYTES, PAGE_BYTES
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.registered_arena import MetadataVersion, RegionUse, RegisteredArena
-from transferqueue.server.shards.staging import StagedRead
+from transferqueue.server.shards.staging import STAGED_FRAME_BYTES, StagedRead
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
@@ -148,7 +148,7 @@ class _RangesBuilder:
         return (
             not self.left
             or self.named >= b.RANGES_FRAME_BYTES
-            or self._staged_bytes >= FRAME_BYTES
+            or self._staged_bytes >= STAGED_FRAME_BYTES
             or len(self.ranges) >= _RANGES_NAMED_MAX
             or len(self.pieces) == b.PIECES_MAX
         )

@@ -23,19 +23,21 @@ from transferqueue.errors import Unreachable
 from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.transport.bulk.protocol import RANGE_BYTES_MIN
 
 _log: Final = logging.getLogger("transferqueue.server")
 SLOT_BYTES: Final = 2 * FRAME_BYTES
-"""A frame ends once `FRAME_BYTES` of it are staged, and one gather is at most a quarter longer than that."""
+STAGED_FRAME_BYTES: Final = 3 * FRAME_BYTES // 4
+"""A frame ends once so many of its bytes are staged. One gather is at most a quarter longer than `FRAME_BYTES`, so a frame seldom has two slots."""
 SLOTS_MAX: Final = 16
 SLOTS_REGISTERED_TOGETHER: Final = 4
 """Slots of one region: each region is another entry of the metadata, which clients load anew."""
 SLOTS_PER_READ: Final = 6
 """Enough that some are gathered while the client reads one, and that a client which acknowledges every fourth frame still does so."""
 SLOTS_PER_FRAME: Final = 2
-"""A gather that has no room behind the one before gets the next slot."""
+"""A long row that has no room behind what was gathered before gets the next slot."""
 STAGED_BYTES_MIN: Final = 4 * KIB
-"""Less is content, unless it follows staged bytes."""
+"""Less that is gathered is content, unless it follows staged bytes; so is less than `RANGE_BYTES_MIN` that lies in the arena."""
 
 
 class StagingPool:
@@ -102,7 +104,7 @@ class StagedRead:
             last = self._slots[-1][self._used - len(piece) : self._used]
             if _address(last) == _address(piece):
                 return last
-        if not self.is_worth_it or not (follows or len(piece) >= STAGED_BYTES_MIN):
+        if not self.is_worth_it or not (follows or len(piece) >= RANGE_BYTES_MIN):
             return None
         found = self._reserve(len(piece))
         if found is not None:

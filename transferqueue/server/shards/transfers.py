@@ -12,7 +12,7 @@ from transferqueue.errors import Corruption, NotFound, ProtocolError
 from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field, Slice, cut_field, known, layout
 from transferqueue.server.shards.block_checks import BACKLOG_BYTES_MAX, BlockChecks, PartCheck
-from transferqueue.server.shards.frame_digests import FrameDigests
+from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameDigests
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.cut import cut_span
@@ -356,7 +356,7 @@ class _Frame:
 
 def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests) -> bytes:
     """The checksum of these pieces in order: the kept one if they are one stretch of a block that has one."""
-    stretch = _stored(part, pieces)
+    stretch = _stored(part, pieces) if sum(map(len, pieces)) >= DIGESTED_MIN_BYTES else None
     digest = None if stretch is None else digests.of(stretch)
     if digest is None:
         digest = b.digest([piece.data for piece in pieces])
