@@ -14,6 +14,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -150,12 +151,12 @@ def show(results: list[Result]) -> None:
 
 
 def run(names: list[str], levels: list[int], calls: int, rounds: int) -> list[Result]:
-    stores: list[Any] = [{"transferqueue": Ours, "redis": Redis}[name]() for name in names]
-    try:
+    with ExitStack() as stack:
+        stores: list[Any] = []
+        for name in names:
+            stores.append({"transferqueue": Ours, "redis": Redis}[name]())
+            stack.callback(stores[-1].stop)
         return [result for rows in levels for result in measure(stores, rows, calls, rounds)]
-    finally:
-        for store in stores:
-            store.stop()
 
 
 def main() -> None:

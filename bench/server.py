@@ -38,7 +38,7 @@ def arena_bytes(pid: int) -> int:
 
 
 class Server:
-    """Start it, use `address`, `stop` it. tcp: listen at a port of loopback, or of this host, too: `tcp_address`.
+    """Start it, use `address`, `stop` it; it ends with this process, too. tcp: listen at a port of loopback, or of this host, too: `tcp_address`.
 
     durability: its level. before: what its command is put after, such as what has it run on another host. words: more of it.
     """
@@ -58,7 +58,8 @@ class Server:
         if durability != "memory":
             wanted += ["--durability", durability, "--state", f"{self.folder}/state"]
         self.process = subprocess.Popen(
-            [*before, sys.executable, "-m", "transferqueue.server", *wanted, *words],
+            [*before, sys.executable, "-m", "transferqueue.cli", "serve", "--lifeline", *wanted, *words],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
