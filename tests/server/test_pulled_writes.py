@@ -21,6 +21,7 @@ from transferqueue.server.shards import client_memory
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.client_memory import BUFFERS_MAX, QUARANTINED_MAX, QUARANTINED_OF_ONE, ClientMemory
 from transferqueue.storage.memory.arena import Arena
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 
 TOTAL = 20 * MIB
@@ -617,7 +618,7 @@ def test_what_a_late_read_may_write_is_not_freed_when_the_shard_closes(
         bench.memory._free.append(bench.memory._fresh())
         free, late = bench.memory._free[:], [pull.buffer for pull in bench.memory._under_way]
         assert (len(free), len(late)) == (1, 2)
-        addresses = {client_memory._address(buffer) for buffer in late}
+        addresses = {memory_address(buffer) for buffer in late}
         buffers = [weakref.ref(buffer) for buffer in (*free, *late)]
         del free, late
         bench.exchange.stop()

@@ -122,6 +122,25 @@ def test_slots_return_however_a_read_ends(bench: Named, end: str) -> None:
     assert pool(bench).taken == 0
 
 
+def test_a_client_that_asks_again_and_again_and_takes_nothing_keeps_no_slot_for_ever(bench: Named) -> None:
+    at = scattered(bench)
+    bench.say(bench.read_ranges(at, ORDER))
+    bench.exchange.advance()
+    for bench.now in (10.0, 20.0, BULK_STALL_S - 1):
+        bench.exchange.now = bench.now
+        bench.say(b.FlowAck(1, 1))
+        bench.exchange.tick(bench.now)
+        bench.exchange.advance()
+    assert bench.exchange.next_deadline() == 10.0 + BULK_STALL_S, "one was taken then"
+    bench.exchange.tick(10.0 + BULK_STALL_S - 1)
+    assert pool(bench).taken > 0
+    bench.heard()
+    bench.exchange.tick(10.0 + BULK_STALL_S)
+    with pytest.raises(BY_NAME["Disconnected"], match="none of its frames was taken"):
+        raise refused(bench)
+    assert (pool(bench).taken, len(bench.exchange)) == (0, 0)
+
+
 def test_a_read_that_finds_no_free_slot_gets_content(bench: Named, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "SLOTS_MAX", 4)
     at, bench.made = scattered(bench), b""

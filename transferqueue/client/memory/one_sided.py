@@ -28,6 +28,7 @@ from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unr
 from transferqueue.limits import RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent
 from transferqueue.transport.bulk.protocol import RangesFrame
 
@@ -66,7 +67,7 @@ class RegisteredPool(BufferPool):
         with suppress(IndexError):
             while True:  # other threads take from it too
                 dropped = self._dropped.popleft()
-                self._agent.deregister(self._registrations.pop(_address(dropped)))
+                self._agent.deregister(self._registrations.pop(memory_address(dropped)))
                 with self._guard:
                     self._given_up += 1
                 del dropped  # not earlier: its address would be free for others
@@ -75,7 +76,7 @@ class RegisteredPool(BufferPool):
     def _fresh(self, nbytes: int, *, pooled: bool) -> U8:
         raw = np.empty(nbytes, np.uint8)
         if pooled:
-            self._registrations[_address(raw)] = self._agent.register(_address(raw), nbytes)
+            self._registrations[memory_address(raw)] = self._agent.register(memory_address(raw), nbytes)
             with self._guard:
                 self._registered += 1
         return raw
@@ -273,7 +274,3 @@ class ShardReader:
             pending.abandon()
             self._forget()
             raise
-
-
-def _address(memory: U8) -> int:
-    return int(memory.__array_interface__["data"][0])

@@ -24,6 +24,7 @@ from transferqueue.client.memory.transfers import WritingTransfer
 from transferqueue.errors import Impossible, TransferQueueError, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 
@@ -119,7 +120,7 @@ class PulledStore(WritingTransfer):
 
 
 def _frames(head: b.WriteRanges, data: memoryview) -> Iterator[b.Message]:
-    address = int(np.frombuffer(data, np.uint8).__array_interface__["data"][0])
+    address = memory_address(np.frombuffer(data, np.uint8))
     for number, start in enumerate(range(0, len(data), b.RANGES_FRAME_BYTES)):
         ranges = [
             b.ByteRange(address + at, len(piece), b.digest((piece,)))

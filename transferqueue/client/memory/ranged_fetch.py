@@ -12,6 +12,7 @@ from transferqueue.client.memory.one_sided import ShardReader
 from transferqueue.client.memory.transfers import FetchTransfer, RequestedRows
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.one_sided import CopiedRange
 
@@ -43,7 +44,7 @@ class RangedFetch(FetchTransfer):
         )
 
     def _owe(self, memory: memoryview) -> None:
-        self._open.append((_address(memory), memory))
+        self._open.append((memory_address(np.frombuffer(memory, np.uint8)), memory))
 
     def _place(self, frame: b.ReadFrame | b.RangesFrame) -> None:
         """Give each range of a frame its place: the next bytes of the parts that have begun."""
@@ -96,7 +97,3 @@ class RangedFetch(FetchTransfer):
             missing = sum(len(memory) for _, memory in self._open)
             raise Corruption(f"a read of ranges ended {missing} bytes before its parts did")
         super()._end()
-
-
-def _address(memory: memoryview) -> int:
-    return int(np.frombuffer(memory, np.uint8).__array_interface__["data"][0])

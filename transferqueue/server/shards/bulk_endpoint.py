@@ -40,7 +40,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, FAREWELL_S, KIB, MIB
+from transferqueue.limits import BULK_TRANSFERS_MAX, FAREWELL_S, KIB, MIB
 from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.frame_digests import FrameDigests
@@ -177,6 +177,8 @@ class ShardTransfers:
         message = read.frame()
         if message is None:
             return
+        if read.window.sent == read.window.taken + 1:
+            read.taken_at = self.now
         self.sent_bytes["stream"] += sum(map(len, message[1]))
         self.sent_bytes["one_sided"] += read.named_bytes
         self.outbox.append((peer, message))
@@ -236,8 +238,8 @@ class ShardTransfers:
     def tick(self, now: float) -> None:
         """End transfers that have stalled, and those whose session ended."""
         for peer, transfer in list(self._transfers.items()):
-            if now - transfer.heard_at >= BULK_STALL_S:
-                self._refuse(peer, transfer.number, Disconnected(f"nothing was heard of it for {BULK_STALL_S:g} s"))
+            if now >= transfer.deadline:
+                self._refuse(peer, transfer.number, Disconnected(transfer.overdue))
         if self._tickets.revoked != self._checked_at:
             self._checked_at = self._tickets.revoked
             for known in self._sums:
@@ -248,7 +250,7 @@ class ShardTransfers:
 
     def next_deadline(self) -> float | None:
         """When to call `tick` next; None: nothing is due."""
-        return min((transfer.heard_at + BULK_STALL_S for transfer in self._transfers.values()), default=None)
+        return min((transfer.deadline for transfer in self._transfers.values()), default=None)
 
     def heard(self, peer: bytes) -> None:
         """Bytes of `peer` have moved, so its transfer has not stalled."""
@@ -367,6 +369,8 @@ class ShardTransfers:
         if isinstance(transfer, ExtentTransfer):
             self.outbox.append((peer, b.message(transfer.progress())))
             return
+        if frames > transfer.window.taken:
+            transfer.taken_at = self.now
         transfer.took(frames)
         if transfer.done:
             self._end(peer)

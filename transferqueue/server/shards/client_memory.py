@@ -27,6 +27,7 @@ from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import BULK_CONNECTIONS_MAX, KIB, MIB
 from transferqueue.server.shards.registered_arena import MetadataVersion
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, PendingRead, keep_for_good
 
@@ -168,7 +169,7 @@ class ClientMemory:
             return None
         self.forgotten(write)
         try:
-            pending = self._agent.read(agent, list(_copied(ranges, _address(buffer))))
+            pending = self._agent.read(agent, list(_copied(ranges, memory_address(buffer))))
         except Unreachable:
             self._free.append(buffer)
             self._stale.add(agent)
@@ -227,7 +228,7 @@ class ClientMemory:
             self._forget(session)
         for buffer in self._free:
             with suppress(Unreachable):
-                self._agent.deregister(self._registrations.pop(_address(buffer)))
+                self._agent.deregister(self._registrations.pop(memory_address(buffer)))
         self._free = []
         if late := [*self._under_way, *self._limbo, *self._lost]:
             keep_for_good(self._agent, late)
@@ -285,7 +286,7 @@ class ClientMemory:
 
     def _fresh(self) -> U8:
         buffer = np.empty(PULL_BYTES, np.uint8)
-        self._registrations[_address(buffer)] = self._agent.register(_address(buffer), PULL_BYTES)
+        self._registrations[memory_address(buffer)] = self._agent.register(memory_address(buffer), PULL_BYTES)
         return buffer
 
 
@@ -300,7 +301,3 @@ def _copied(ranges: Sequence[b.ByteRange], into: int) -> list[CopiedRange]:
             copied.append(CopiedRange(into, each.address, each.nbytes))
         into += each.nbytes
     return copied
-
-
-def _address(memory: U8) -> int:
-    return int(memory.__array_interface__["data"][0])

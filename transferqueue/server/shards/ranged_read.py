@@ -6,10 +6,11 @@ Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a che
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Final
 
-from transferqueue.limits import FRAME_BYTES, PAGE_BYTES
+from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, PAGE_BYTES
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.registered_arena import MetadataVersion, RegionUse, RegisteredArena
 from transferqueue.server.shards.staging import STAGED_FRAME_BYTES, StagedRead
@@ -26,6 +27,7 @@ from transferqueue.server.shards.transfers import (
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 
 _RANGES_NAMED_MAX: Final = b.RANGES_MAX - FRAME_BYTES // PAGE_BYTES
@@ -59,6 +61,14 @@ class RangedRead(ReadTransfer):
         """The regions may be given up, and the slots used again."""
         self._registered.end(self._use)
         self._staged.end()
+
+    @property
+    def deadline(self) -> float:
+        """A client that asks again and again, and takes nothing, keeps no slot for ever: it gives a read up after less time itself."""
+        late = self.taken_at + BULK_STALL_S if self.window.sent > self.window.taken else math.inf
+        return min(super().deadline, late)
+
+    overdue = f"nothing was heard of it, or none of its frames was taken, for {BULK_STALL_S:g} s"
 
     @property
     def ready(self) -> bool:
@@ -111,7 +121,7 @@ class _StagedRun:
 
     @property
     def end(self) -> int:
-        return _address(self.memory[-1]) + len(self.memory[-1])
+        return memory_address(self.memory[-1]) + len(self.memory[-1])
 
 
 class _RangesBuilder:
@@ -172,7 +182,7 @@ class _RangesBuilder:
     def _name(self, part: ReadPart, piece: U8) -> bool:
         """Name where this piece lies. False if that is not in the arena."""
         at = 0
-        for start, nbytes in self._registered.ranges(_address(piece), len(piece), self._use):
+        for start, nbytes in self._registered.ranges(memory_address(piece), len(piece), self._use):
             digest = known_digest(part, [piece[at : at + nbytes]], self._digests)
             self.ranges.append(b.ByteRange(start, nbytes, digest))
             at += nbytes
@@ -181,21 +191,17 @@ class _RangesBuilder:
 
     def _name_staged(self, part: ReadPart, memory: U8, run: _StagedRun | None) -> None:
         """Name staged bytes. run: of those that they may follow."""
-        if run is not None and run.end == _address(memory):
+        if run is not None and run.end == memory_address(memory):
             run.memory.append(memory)
         else:
             self._runs.append(_StagedRun(part, len(self.ranges), [memory]))
-            self.ranges.append(b.ByteRange(_address(memory), 0))
+            self.ranges.append(b.ByteRange(memory_address(memory), 0))
         self._staged_bytes += len(memory)
 
     def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
         for run in self._runs:
             digest = b.digest([memory.data for memory in run.memory])
-            self.ranges[run.place] = b.ByteRange(_address(run.memory[0]), sum(map(len, run.memory)), digest)
+            self.ranges[run.place] = b.ByteRange(memory_address(run.memory[0]), sum(map(len, run.memory)), digest)
         self._staged.end_frame()
         pieces = [piece.data for piece in self.pieces]
         return FrameContent(self.begun, pieces, last, b.digest(pieces), tuple(self.ranges))
-
-
-def _address(memory: U8) -> int:
-    return int(memory.__array_interface__["data"][0])

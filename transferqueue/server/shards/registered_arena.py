@@ -24,6 +24,7 @@ from transferqueue.limits import ARENA_STEP_BYTES
 from transferqueue.server.shards.staging import StagingPool
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import ArenaBacking
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk.one_sided import MemoryAgent
 from transferqueue.transport.bulk.protocol import METADATA_BYTES_MAX
 
@@ -63,7 +64,7 @@ class RegisteredArena:
     def __init__(self, backing: ArenaBacking, agent: MemoryAgent) -> None:
         self.agent: Final = agent
         self._arena: Final = backing.arena
-        self._base = int(backing.memory.__array_interface__["data"][0])
+        self._base = memory_address(backing.memory)
         self._regions: list[_Region] = []  # ascending, apart
         self._generation = self._registered = 0
         self._metadata: tuple[MetadataVersion, bytes] | None = None
@@ -136,7 +137,7 @@ class RegisteredArena:
 
     def _register_beside(self, memory: U8) -> None:
         with self._arena.guard:
-            self._beside.append(self.agent.register(int(memory.__array_interface__["data"][0]), len(memory)))
+            self._beside.append(self.agent.register(memory_address(memory), len(memory)))
             self._registered += 1
 
     def _at(self, start: int) -> _Region | None:

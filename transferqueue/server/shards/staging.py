@@ -23,6 +23,7 @@ from transferqueue.errors import Unreachable
 from transferqueue.limits import FRAME_BYTES, KIB
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk.protocol import RANGE_BYTES_MIN
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -102,7 +103,7 @@ class StagedRead:
         """Where this piece is staged; None: nowhere. Copies it unless it was gathered there. follows: staged bytes stand right before it."""
         if self._slots and len(piece) <= self._used:
             last = self._slots[-1][self._used - len(piece) : self._used]
-            if _address(last) == _address(piece):
+            if memory_address(last) == memory_address(piece):
                 return last
         if not self.is_worth_it or not (follows or len(piece) >= RANGE_BYTES_MIN):
             return None
@@ -143,7 +144,3 @@ class StagedRead:
     def _give_back(self, slots: list[U8]) -> None:
         while slots:
             self._pool.give_back(slots.pop())
-
-
-def _address(memory: U8) -> int:
-    return int(memory.__array_interface__["data"][0])

@@ -9,7 +9,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 
 from transferqueue.errors import Corruption, NotFound, ProtocolError
-from transferqueue.limits import FIELDS_MAX, FRAME_BYTES, PARTS_MAX
+from transferqueue.limits import BULK_STALL_S, FIELDS_MAX, FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import Field, Slice, cut_field, known, layout
 from transferqueue.server.shards.block_checks import BACKLOG_BYTES_MAX, BlockChecks, PartCheck
 from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameDigests
@@ -21,6 +21,7 @@ from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing, Range
 from transferqueue.storage.memory.checksum import UNCHECKED
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire.messages import BlockLocation
 
@@ -60,6 +61,14 @@ class ShardTransfer:
         """Whether the transfer has any tickets. A read of no block has none."""
         return bool(self._extents)
 
+    @property
+    def deadline(self) -> float:
+        """When the transfer ends if nothing moves."""
+        return self.heard_at + BULK_STALL_S
+
+    overdue: str = f"nothing was heard of it for {BULK_STALL_S:g} s"
+    """Why it ended then."""
+
     def end(self) -> None:
         """The transfer is over, however it ended. Called once."""
 
@@ -92,6 +101,8 @@ class ReadTransfer(ShardTransfer):
         self._next: FrameContent | None = None
         self._checks = deque[PartCheck]()
         self._ended = False
+        self.taken_at = now
+        """When the receiver last took a frame, or had taken all before the last one."""
         self.prepare()
 
     def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
@@ -370,7 +381,7 @@ def _stored(part: ReadPart | None, pieces: list[U8]) -> Range | None:
     if part is None or part.stored is None or len(pieces) != 1:
         return None
     (address, block), (piece,) = part.stored, pieces
-    ahead = int(piece.__array_interface__["data"][0]) - address
+    ahead = memory_address(piece) - address
     inside = 0 <= ahead <= block.nbytes - len(piece)
     return Range(block.extent, block.offset + ahead, len(piece)) if inside else None
 

@@ -18,7 +18,7 @@ from transferqueue.errors import BatchEnded, Corruption
 from transferqueue.limits import ALIGNMENT, ROWS_PER_REQUEST_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.storage.elements.dtypes import I32, I64, U8
-from transferqueue.storage.memory.private_pages import array_at
+from transferqueue.storage.memory.private_pages import array_at, memory_address
 
 VECTORISED_BLOCKS: Final = 4
 """With more blocks than this, the layouts of all blocks are computed at once."""
@@ -77,10 +77,10 @@ class MappedBlocks:
     def __init__(self, shapes: Sequence[BlockLayout], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
         self.shapes, self.fields = shapes, fields
         self.memory = memory
-        self._addresses = list(map(_address, memory))
+        self._addresses = list(map(memory_address, memory))
         if any(address % ALIGNMENT for address in self._addresses):
             self.memory = [_aligned(block) for block in memory]
-            self._addresses = list(map(_address, self.memory))
+            self._addresses = list(map(memory_address, self.memory))
         self._sizes = list(map(len, self.memory))
         self.ended = ""
         self.columns: WeakSet[Releasable] = WeakSet()
@@ -261,19 +261,15 @@ def _nowhere(blocks: int) -> ColumnOffsets:
     return ColumnOffsets._make(np.full(blocks, -1, np.int64) for _ in ColumnOffsets._fields)
 
 
-def _address(memory: U8) -> int:
-    return int(memory.__array_interface__["data"][0])
-
-
 def _aligned(memory: U8) -> U8:
     """The block on a 64-byte boundary. A block of an arena is aligned already; another is copied if it is not."""
-    return memory if _address(memory) % ALIGNMENT == 0 else aligned_copy(memory)
+    return memory if memory_address(memory) % ALIGNMENT == 0 else aligned_copy(memory)
 
 
 def aligned_copy(memory: U8) -> U8:
     """A copy of a block, on a 64-byte boundary."""
     copy = np.empty(len(memory) + ALIGNMENT, np.uint8)
-    start = -_address(copy) % ALIGNMENT
+    start = -memory_address(copy) % ALIGNMENT
     copy[start : start + len(memory)] = memory
     return copy[start : start + len(memory)]
 

@@ -164,6 +164,11 @@ def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = Non
     return np.asarray(exporter)
 
 
+def memory_address(memory: np.ndarray[Any, Any]) -> int:
+    """Where the memory of an array begins."""
+    return int(memory.__array_interface__["data"][0])
+
+
 def end_of_views(memory: np.ndarray[Any, Any]) -> Callable[[], object] | None:
     """What `array_at` was told to call when the last view of this memory is collected; None for other memory."""
     base: Any = memory
