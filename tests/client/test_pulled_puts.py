@@ -222,6 +222,32 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
     monkeypatch.undo()
 
 
+@pytest.mark.parametrize("part", ["tick", "pull"])
+def test_a_defect_in_a_turn_of_the_shard_ends_no_service(
+    backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
+) -> None:
+    """Such as an error of the carrier that nobody foresaw. The thread went on before only where a transfer had failed."""
+    put(backing)
+    shard, failed = backing.shard, threading.Event()
+    assert isinstance(shard, ShardEnd)
+    monkeypatch.setattr("transferqueue.server.shards.bulk_endpoint.DEFECT_PAUSE_S", 0.01)
+    exchange = shard.endpoint._exchange
+    works = getattr(exchange, part)
+
+    def fail(*arguments: Any) -> None:
+        if not failed.is_set():
+            failed.set()
+            raise RuntimeError("NIXL_ERR_UNKNOWN")
+        works(*arguments)
+
+    monkeypatch.setattr(exchange, part, fail)
+    shard.endpoint._wakeup.set()
+    assert failed.wait(20)
+    put(backing)
+    assert received(backing) == (0, 2 * PLACE.nbytes)
+    assert "NIXL_ERR_UNKNOWN" in caplog.text
+
+
 def test_a_shard_whose_thread_stands_still_is_left_as_it_is(
     backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

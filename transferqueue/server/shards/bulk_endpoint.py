@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import logging
 import math
+import select
 import threading
 import time
 from collections import deque
@@ -40,7 +41,7 @@ from transferqueue.errors import (
     Unreachable,
     UsageError,
 )
-from transferqueue.limits import BULK_TRANSFERS_MAX, FAREWELL_S, KIB, MIB
+from transferqueue.limits import BULK_TRANSFERS_MAX, DEFECT_PAUSE_S, FAREWELL_S, KIB, MIB
 from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.server.shards.frame_digests import FrameDigests
@@ -478,8 +479,21 @@ class BulkEndpoint:
         return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
 
     def _turn(self, now: float) -> None:
+        """One turn. If a part of it fails, which nobody foresaw, the others go on, and the next turn comes after a pause."""
         self._exchange.now = now
-        self._exchange.tick(now)
+        is_whole = True
+        for part in (self._exchange.tick, self._serve_readers, self._receive, self._advance):
+            try:
+                part(now)
+            except Exception:  # noqa: BLE001  (logged with its cause)
+                _log.exception("a turn of the bulk endpoint failed (%s); it goes on", part.__name__.strip("_"))
+                is_whole = False
+        if not is_whole:
+            waiting = select.poll()
+            waiting.register(self._wakeup, select.POLLIN)
+            waiting.poll(math.ceil(DEFECT_PAUSE_S * 1000))
+
+    def _serve_readers(self, now: float) -> None:
         if self._registered is not None and self._exchange.one_sided:
             try:
                 self._registered.agent.progress()
@@ -487,10 +501,14 @@ class BulkEndpoint:
                 if not self._stands_still:
                     _log.warning("one-sided reads stand still: %s", error)
                 self._stands_still = True
+
+    def _receive(self, now: float) -> None:
         self._port.tick(self._exchange, now)
         for peer in self._port.arrivals(self._exchange, now):
             self._exchange.receive(peer)
             self._send()
+
+    def _advance(self, now: float) -> None:
         self._exchange.pull()
         self._exchange.advance(self._port.clogged)
         self._send()
