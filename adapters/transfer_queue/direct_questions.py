@@ -8,7 +8,8 @@ same node only. Both ends check that the other one runs as the same user. Rules:
 2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another node, another user,
    too many connections, an argument that is no plain value) leaves the question to Ray, which gives the same answer.
 3. An exception stays in the server, and so does metadata that is too large for a frame or no plain value: the client fetches it by its
-   number over Ray. So callers see what they always saw, and no sample is lost that the question counted as consumed.
+   number over Ray, before it asks anything else on that connection. So callers see what they always saw, and no sample is lost that the question
+   counted as consumed.
 4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is gone: to ask again
    could take samples twice.
 5. A forked process uses none of its parent's connections: two processes would get each other's answers.
@@ -41,8 +42,6 @@ CONNECTIONS_MAX: Final = 256
 """Threads of clients that ask at one time. Others ask over Ray."""
 RAISED_MAX: Final = 1024
 """Exceptions that wait to be fetched."""
-LARGE_MAX: Final = 8
-"""Metadata that waits to be fetched."""
 GREETING_S: Final = 5.0
 ANSWER_S: Final = 600.0
 """A question waits a minute for its samples, and one about millions of them is at work for minutes. A controller that is gone ends the
@@ -169,7 +168,8 @@ class QuestionServer:
         self.name = f"transferqueue-{os.getpid()}-{secrets.token_hex(16)}"
         self._answer = answer
         self._raised: OrderedDict[int, BaseException] = OrderedDict()
-        self._large: OrderedDict[int, Any] = OrderedDict()
+        self._large: dict[int, Any] = {}
+        """Metadata that waits to be fetched: at most one for each connection, which asks no more before that."""
         self._numbers = itertools.count(1)
         self._guard = threading.Lock()
         self._connected: set[socket.socket] = set()
@@ -216,38 +216,47 @@ class QuestionServer:
         threading.Thread(target=self._serve, args=(connected,), name="transfer_queue question", daemon=True).start()
 
     def _serve(self, connected: socket.socket) -> None:
+        large = 0
         try:
             with connected:
                 connected.sendall(_HELLO)
                 while True:
-                    _send(connected, self._answered(_receive(connected)))
+                    question = _receive(connected)
+                    self._large.pop(large, None)
+                    frame, large = self._answered(question)
+                    _send(connected, frame)
         except OSError:
             pass  # the client is gone
         finally:
+            self._large.pop(large, None)
             self._connected.discard(connected)
 
-    def _answered(self, question: bytes) -> bytes:
+    def _answered(self, question: bytes) -> tuple[bytes, int]:
+        """The frame of the answer, and the number under which metadata is kept instead of one; 0: none is."""
         try:
             name, arguments = _decode_question(question)
             if name not in NAMES:
                 raise ValueError(f"question {name!r} is unknown; there are {', '.join(sorted(NAMES))}")
             meta = self._answer(name, *arguments)
         except Exception as error:  # noqa: BLE001  (kept for the client, which fetches and raises it)
-            return _encode([self._keep(self._raised, error.with_traceback(None), RAISED_MAX), None])
+            return _encode([self._keep(error.with_traceback(None)), None]), 0
         try:
             frame = _encode([0, encode_meta(meta)])
         except _NOT_PLAIN:
             frame = b""
         if 0 < len(frame) <= MESSAGE_BYTES_MAX:
-            return frame
-        return _encode([self._keep(self._large, meta, LARGE_MAX), None])
-
-    def _keep(self, among: OrderedDict[int, Any], value: Any, most: int) -> int:
+            return frame, 0
         number = next(self._numbers)
         with self._guard:
-            among[number] = value
-            while len(among) > most:
-                among.popitem(last=False)
+            self._large[number] = meta
+        return _encode([number, None]), number
+
+    def _keep(self, error: BaseException) -> int:
+        number = next(self._numbers)
+        with self._guard:
+            self._raised[number] = error
+            while len(self._raised) > RAISED_MAX:
+                self._raised.popitem(last=False)
         return number
 
 
@@ -291,8 +300,10 @@ class DirectQuestions:
             raise Disconnected(
                 f"the connection to the controller ended during {name}: {error}; samples may count as consumed, ask again for others"
             ) from error
-        self._idle.append(connected)
-        return self._over_ray("kept", number) if number else decode_meta(plain)
+        try:
+            return self._over_ray("kept", number) if number else decode_meta(plain)
+        finally:
+            self._idle.append(connected)  # not before what is kept for it was fetched
 
     def _taken(self) -> socket.socket:
         """A connection that nobody uses: an earlier one that still stands, or a new one."""

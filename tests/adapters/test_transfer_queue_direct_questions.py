@@ -130,6 +130,33 @@ def test_an_answer_that_no_frame_carries_is_not_lost(
     server.close()
 
 
+def test_many_answers_that_no_frame_carries_wait_until_they_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has counted its samples as consumed. What a client that is gone has not fetched is given up."""
+    monkeypatch.setattr(direct_questions, "MESSAGE_BYTES_MAX", 40)
+    answers = iter(range(1000))
+    server = QuestionServer(lambda name: BatchMeta([next(answers)], ["p"], META.field_schema))
+    at_once = threading.Barrier(24)
+
+    def fetch(name: str, number: int) -> Any:
+        at_once.wait(20)
+        return server.kept(number)
+
+    client = DirectQuestions(server.name, fetch)
+    with ThreadPoolExecutor(24) as pool:
+        asked = [pool.submit(client.ask, "describe") for _ in range(24)]
+        assert sorted(each.result(20).global_indexes[0] for each in asked) == list(range(24))
+    connected = client._taken()
+    direct_questions._send(connected, msgspec.msgpack.encode(["describe", []]))
+    direct_questions._receive(connected)
+    assert len(server._large) == 1
+    connected.close()
+    client.close()
+    while server._connected:
+        pass
+    assert not server._large
+    server.close()
+
+
 def test_a_forked_process_leaves_the_connections_of_its_parent_alone() -> None:
     server = QuestionServer(lambda name: META)
     client = DirectQuestions(server.name, Actor(server).ask)
