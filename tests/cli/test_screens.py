@@ -13,7 +13,7 @@ from transferqueue.cli.screens.stall import stall_lines
 from transferqueue.cli.screens.top import top_lines
 from transferqueue.limits import Limits
 from transferqueue.observe.answers.row import RowEvent, RowField, RowLife, RowTask
-from transferqueue.observe.answers.stats import ChannelStats, ShardStats, Stats, Waiting
+from transferqueue.observe.answers.stats import ChannelStats, ShardStats, SpillStats, Stats, Waiting
 from transferqueue.observe.answers.tables import policy_text, table_terms
 from transferqueue.observe.diagnosis import Diagnosis, Finding
 from transferqueue.observe.frame import frame
@@ -243,6 +243,30 @@ def test_a_finding_is_followed_by_its_remedy() -> None:
 def test_stalled_tables_are_named() -> None:
     assert DIAGNOSIS.stalled == ["rollouts"]
     assert plain(stall_lines(DIAGNOSIS, 80)).endswith("Stalled: rollouts.")
+
+
+def spill(**known):
+    zero = dict.fromkeys(("blocks", "spilled_blocks", "loaded_blocks", "lost_blocks", "loaded_bytes"), 0)
+    return SpillStats(
+        **{**zero, "bytes_max": 64 << 30, "bytes": 0, "spilled_bytes": 0, "load_waits_s": 0.0, "paused": "", **known}
+    )
+
+
+def test_disks_have_a_line_each_the_paused_and_the_fullest_first_and_the_others_one():
+    shards = [
+        ShardStats(
+            shard=n, label="", capacity_bytes=1 << 30, used_bytes=0, backed_bytes=0, drains=False,
+            spill=spill(bytes=n << 30, spilled_bytes=n << 31, paused="No space left on device" if n == 2 else ""),
+        )
+        for n in range(1, 7)
+    ]  # fmt: skip
+    shown = top_lines(frame(ADDRESS, None, stats(server=server(shards=shards, spill=spill(bytes=10 << 30)))), 120)
+    lines = [line.plain for line in shown if line.plain.startswith("spill")]
+    assert [line.partition(" on disk")[2].partition(" ·")[0] for line in lines[:4]] == [
+        " of shard 2", "", " of shard 6", " of shard 5",
+    ]  # fmt: skip
+    assert lines[0].endswith("· 4 GiB went there, 0 B came back · paused: No space left on device")
+    assert lines[4:] == ["spill  8 GiB on 3 other disks"]
 
 
 def test_further_shards_are_one_line_that_says_who_leaves():

@@ -9,7 +9,7 @@ from tests.server.nodes import lease
 from tests.server.spilling import ARENA, ShardSpillBench, SpillBench
 from transferqueue.errors import Impossible
 from transferqueue.ledger.effects import MustWait
-from transferqueue.ledger.rows.cold_arena import ON_DISK
+from transferqueue.ledger.rows.cold_arena import ON_DISK, ColdArena
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.limits import LOAD_STUCK_S, LOAD_TRIES, PAGE_BYTES, SPILL_PAUSE_S
 from transferqueue.schema import Field
@@ -268,6 +268,46 @@ def test_a_snapshot_reads_what_is_on_disk_while_it_comes_back(bench):
     bench.pass_time(0.0)
     bench.settle()
     assert not bench.space.files
+
+
+def test_a_turn_looks_at_no_block_that_did_not_change(bench, monkeypatch):
+    """However many are pinned while somebody waits for memory."""
+    for number in range(12):
+        bench.put(number)
+    held = bench.lease(12)
+    call = bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))
+    bench.settle()
+    assert bench.producer.take(call) is None
+    looked = []
+    look = ColdArena._if_cold
+    monkeypatch.setattr(ColdArena, "_if_cold", lambda *args: looked.append(args[1]) or look(*args))
+    for _ in range(10):
+        bench.worker.ask(m.Observe("tables"))
+    assert not looked
+    blocks = [at.block for part in held.content.parts for at in part.blocks][:4]
+    bench.worker.post(m.Unpin(np.array(blocks, "<i8").tobytes(), np.ones(4, "<i8").tobytes()))
+    bench.settle()
+    assert isinstance(bench.producer.take(call), m.Granted)
+    assert 1 <= len(looked) <= 4
+
+
+def test_a_load_wakes_those_who_wait_for_it_and_nobody_else(bench, monkeypatch):
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    readers = [bench.client() for _ in range(5)]
+    tried = []
+    apply = bench.coordinator.ledger.apply
+    monkeypatch.setattr(
+        bench.coordinator.ledger, "apply", lambda request, **call: tried.append(request) or apply(request, **call)
+    )
+    calls = [
+        reader.post(m.ReadRequest("t", np.array([20 + 2 * at, 21 + 2 * at], "<i8").tobytes()))
+        for at, reader in enumerate(readers)
+    ]
+    bench.settle()
+    assert all(isinstance(reader.take(call), m.ReadRows) for reader, call in zip(readers, calls, strict=True))
+    assert len(tried) == 2 * len(readers)
 
 
 def test_small_blocks_count_as_they_are_loaded_side_by_side():

@@ -299,6 +299,25 @@ def test_a_disk_that_hangs_holds_up_only_what_lies_on_it(two):
     assert isinstance(both.take(first), m.ReadRows), "the disk answers again"
 
 
+def test_a_line_that_is_full_for_one_disk_is_not_for_another(two, monkeypatch):
+    monkeypatch.setattr("transferqueue.ledger.rows.cold_blocks.LOAD_ORDERS_MAX", 3)
+    first, second = two.on_disk(1), two.on_disk(2)
+    for row in first[:3]:
+        two.read([row], two.client())
+    refused = two.client()
+    answer = refused.take(two.read(first[3:4], refused))
+    assert (answer.error, "on the disk of shard 1" in answer.text) == ("Full", True)
+    other = two.client()
+    call = two.read(second[:2], other)
+    two.settle(2)
+    assert isinstance(other.take(call), m.ReadRows)
+    two.settle()
+    again = two.client()
+    call = two.read(first[3:4], again)
+    two.settle()
+    assert isinstance(again.take(call), m.ReadRows)
+
+
 def test_one_shard_dies_and_the_requests_of_the_other_go_on(two):
     other = two.client()
     first = two.read([*two.on_disk(1)[:5], *two.on_disk(2)[:5]])

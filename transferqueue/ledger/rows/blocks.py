@@ -134,6 +134,9 @@ class Spill(Protocol):
     def forget(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more."""
 
+    def may_be_cold(self, extent: ExtentState) -> None:
+        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+
     def lose(self, shard: int) -> list[int]:
         """A shard is lost, and its disk with it. Returns the blocks that were there."""
 
@@ -201,6 +204,8 @@ class BlockRegistry:
         extent.spans.clear()
         if self.missing.orders:
             self._end_order(extent)
+        if self.cold is not None:
+            self.cold.may_be_cold(extent)
         self._free_if_unused(extent)
 
     def _free_if_unused(self, extent: ExtentState) -> None:
@@ -528,6 +533,8 @@ class BlockRegistry:
         block = self.blocks[number]
         block.pins -= count
         self._forget_if_unused(block)
+        if self.cold is not None and not block.pins and block.extents:
+            self.cold.may_be_cold(block.extent)
 
 
 CONTENT_BYTES: Final = 16

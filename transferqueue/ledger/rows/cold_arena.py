@@ -9,12 +9,15 @@ The rules (docs/decisions/0056, 0059):
    If the order finds no memory, and nothing else is cold, these extents leave, too, and the blocks come back side by side. At most twice for each
    order: first where that makes room, then all, which ends fragmentation. Neither if what cannot leave takes too much memory anyway.
 4. A block comes back to the arena that it left.
+5. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it is not cold then, it is listed
+   again by what makes it cold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 from typing import Final
 
 from msgspec.structs import replace
@@ -38,8 +41,10 @@ def disk_of(shard: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class LoadOrder:
-    """What one request waits for. blocks: those that it needs. arenas: those that spill, and that these blocks belong to."""
+    """What one request waits for. number: of the order; a later one has a higher one. blocks: those that it needs. arenas: those that spill, and that
+    these blocks belong to."""
 
+    number: int
     blocks: frozenset[int]
     arenas: frozenset[int]
     gathered: dict[int, int] = field(default_factory=dict)
@@ -63,7 +68,7 @@ class ColdArena:
     """The blocks of one arena that may be spilled, or are.
 
     on_disk: the blocks of all arenas that are on a disk. tables: what the blocks of each table count for. room: the most bytes that the blocks of
-    one request may take in memory now. blocks_max: extents of more blocks stay in memory.
+    one request may take in memory now. blocks_max: extents of more blocks stay in memory. departed: called when blocks have left the disk.
     """
 
     def __init__(
@@ -74,6 +79,7 @@ class ColdArena:
         tables: Callable[[], Iterable[OwnerBytes]],
         room: Callable[[], int],
         blocks_max: int,
+        departed: Callable[[], object],
     ) -> None:
         self.shard: Final = shard
         self.room: Final = room
@@ -81,15 +87,29 @@ class ColdArena:
         self.is_silent = False
         """Whether the disk has not answered for long."""
         self.order: LoadOrder | None = None
-        """The load order that is carried out here."""
+        """The load order that is carried out here. `carry_out` changes it."""
+        self.orders = 0
+        """How many load orders have blocks here."""
         self._blocks = blocks
         self._on_disk: Final = on_disk
         self._tables: Final = tables
         self._blocks_max: Final = blocks_max
+        self._departed: Final = departed
         self._resident: dict[int, dict[int, CommittedBlock]] = {}
         """By extent: its blocks that may be spilled."""
         self._writing: dict[int, list[int]] = {}
         """By extent: the blocks that are being written."""
+        self._listed: list[int] = []
+        """Numbers of extents, as a heap of their negatives, that may be cold."""
+        self._is_listed: set[int] = set()
+        self._spared: set[int] = set()
+        """Cold extents that are not listed, because the order needs blocks in them."""
+        self._events = 0
+        """How often an extent was listed."""
+        self._scattered_tried = (0, 0)
+        """The events, and the bytes in use, at the latest look at scattered extents."""
+        self._missing: list[tuple[list[int], int]] | None = None
+        """What `missing` returns; None: it is to be found out."""
         self._gathered: set[int] = set()
         """Extents that are being written though the order needs blocks in them."""
         self._loading: dict[int, dict[int, int]] = {}
@@ -102,10 +122,14 @@ class ColdArena:
         """Follow this registry from now on. None of its blocks is on a disk."""
         self._blocks = blocks
         self._resident.clear()
+        self._listed.clear()
+        self._is_listed.clear()
+        self._spared.clear()
 
     def committed(self, block: CommittedBlock) -> None:
         """A block of this arena was committed, or came back."""
         self._resident.setdefault(block.extent.id, {})[block.at.block] = block
+        self.may_be_cold(block.extent.id)
 
     def forget(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more, which is in memory."""
@@ -113,9 +137,18 @@ class ColdArena:
             del members[block.at.block]
             if not members:
                 del self._resident[block.extent.id]
+            self.may_be_cold(block.extent.id)
+
+    def may_be_cold(self, extent: int) -> None:
+        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+        if extent in self._resident and extent not in self._is_listed:
+            self._is_listed.add(extent)
+            heappush(self._listed, -extent)
+            self._events += 1
 
     def forget_on_disk(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more, which is on the disk."""
+        self._missing = None
         self._left_disk(block)
         self._forgotten.append(block.at.block)
 
@@ -132,13 +165,20 @@ class ColdArena:
 
     # ------------------------------------------------------------ the load order
 
+    def carry_out(self, order: LoadOrder | None) -> None:
+        """Carry out this order from now on; None: none."""
+        self.order, self._missing = order, None
+        spared, self._spared = self._spared, set()
+        for extent in sorted(spared):
+            self.may_be_cold(extent)
+
     def missing(self) -> list[tuple[list[int], int]]:
         """The blocks of the order that are on the disk, and that nobody loads yet, in groups. Each is to be loaded into one extent of so many
         bytes; the largest first."""
-        if self.order is None:
-            return []
-        loading = {number for offsets in self._loading.values() for number in offsets}
-        return self._grouped(number for number in self.order.blocks - loading if self.has_on_disk(number))
+        if self._missing is None:
+            loading = {number for offsets in self._loading.values() for number in offsets}
+            self._missing = self._grouped(number for number in self._needed - loading if self.has_on_disk(number))
+        return self._missing
 
     def check_fits(self, numbers: Iterable[int]) -> tuple[int, int] | None:
         """The bytes that these blocks of the arena take side by side, and the room for them, if they do not fit."""
@@ -180,25 +220,36 @@ class ColdArena:
     def choose(self, nbytes: int) -> list[ColdExtent]:
         """Extents of at least `nbytes` together that are to be written now, fewer if no others are cold. Each is being written until
         `finish_writing`."""
+        tables, spared = {id(usage) for usage in self._tables()}, self._needed
         chosen: list[ColdExtent] = []
-        for extent in self._cold_extents(self._spared):
+        while self._listed and nbytes > 0:
+            number = -heappop(self._listed)
+            self._is_listed.discard(number)
+            if (extent := self._if_cold(number, tables)) is None:
+                continue
+            if not spared.isdisjoint(self._resident[number]):
+                self._spared.add(number)
+                continue
             chosen.append(extent)
             nbytes -= extent.nbytes
-            if nbytes <= 0:
-                break
         return self._begin_writing(chosen)
 
     def choose_scattered(self, used: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3). used: bytes of memory that
-        are in use."""
-        order = self.order
-        if order is None or order.gathered.get(self.shard, 0) > 1:
+        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3). Nothing else is cold. used:
+        bytes of memory that are in use."""
+        order, now = self.order, (self._events, used)
+        if order is None or order.gathered.get(self.shard, 0) > 1 or now == self._scattered_tried:
             return []
-        cold = list(self._cold_extents(NO_BLOCKS))
-        needed = [number for number in order.blocks if self._is_needed_here(number)]
-        if used - sum(extent.nbytes for extent in cold) + self._pages_of(needed) > self.room():
+        self._scattered_tried = now
+        tables = {id(usage) for usage in self._tables()}
+        needed = [
+            block for number in order.blocks if (block := self._blocks.blocks.get(number)) and self.belongs(block)
+        ]
+        numbers = dict.fromkeys(block.extent.id for block in needed if block.extents)
+        scattered = [extent for number in numbers if (extent := self._if_cold(number, tables)) is not None]
+        pages = self._pages_of(block.at.block for block in needed)
+        if used - sum(extent.nbytes for extent in scattered) + pages > self.room():
             return []
-        scattered = [extent for extent in cold if any(at.block in order.blocks for at in extent.blocks)]
         for stage in range(order.gathered.get(self.shard, 0) + 1, 3):
             order.gathered[self.shard] = stage
             chosen = [extent for extent in scattered if stage > 1 or self._is_sparse(extent, order.blocks)]
@@ -208,30 +259,26 @@ class ColdArena:
         return []
 
     @property
-    def _spared(self) -> frozenset[int]:
+    def _needed(self) -> frozenset[int]:
         return self.order.blocks if self.order is not None else NO_BLOCKS
-
-    def _is_needed_here(self, number: int) -> bool:
-        block = self._blocks.blocks.get(number)
-        return block is not None and self.belongs(block)
 
     def _is_sparse(self, extent: ColdExtent, needed: Collection[int]) -> bool:
         """Whether the blocks that are needed take less memory without the others of the extent."""
         return self._pages_of(at.block for at in extent.blocks if at.block in needed) < extent.nbytes
 
-    def _cold_extents(self, spared: frozenset[int]) -> Iterator[ColdExtent]:
-        """The cold extents without a block in `spared`, the latest first."""
-        tables = {id(usage) for usage in self._tables()}
-        for number, members in reversed(self._resident.items()):
-            extent = self._blocks.extents[number]
-            if (
-                not extent.open
-                and len(members) == extent.blocks <= self._blocks_max
-                and number not in self._writing
-                and spared.isdisjoint(members)
-                and not any(block.pins or id(block.usage) not in tables for block in members.values())
-            ):
-                yield ColdExtent(number, extent.nbytes, [block.at for block in members.values()])
+    def _if_cold(self, number: int, tables: Collection[int]) -> ColdExtent | None:
+        """This extent, if it is cold and nobody writes it to the disk. tables: of which tables blocks may leave."""
+        members, extent = self._resident.get(number), self._blocks.extents.get(number)
+        if (
+            members is None
+            or extent is None
+            or extent.open
+            or number in self._writing
+            or not len(members) == extent.blocks <= self._blocks_max
+            or any(block.pins or id(block.usage) not in tables for block in members.values())
+        ):
+            return None
+        return ColdExtent(number, extent.nbytes, [block.at for block in members.values()])
 
     def _begin_writing(self, chosen: list[ColdExtent]) -> list[ColdExtent]:
         for extent in chosen:
@@ -242,14 +289,21 @@ class ColdArena:
         """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now on: none if somebody
         needs the extent again."""
         begun = self._writing.pop(number)
-        spared = self._spared if number not in self._gathered else NO_BLOCKS
+        spared = self._needed if number not in self._gathered else NO_BLOCKS
         self._gathered.discard(number)
         members, extent = self._resident.get(number, {}), self._blocks.extents.get(number)
-        if not written or extent is None or len(members) != extent.blocks or not members.keys() <= set(begun):
-            return []
-        if any(block.pins for block in members.values()) or not spared.isdisjoint(members):
+        if (
+            not written
+            or extent is None
+            or len(members) != extent.blocks
+            or not members.keys() <= set(begun)
+            or any(block.pins for block in members.values())
+            or not spared.isdisjoint(members)
+        ):
+            self.may_be_cold(number)
             return []
         del self._resident[number]
+        self._missing = None
         for member, block in members.items():
             self._on_disk[member] = block
             self.blocks_on_disk += 1
@@ -269,10 +323,12 @@ class ColdArena:
             offsets[number] = offset
             offset = align(offset + self._on_disk[number].at.nbytes)
         self._loading[extent.id] = offsets
+        self._missing = None
         return extent.id, offsets
 
     def finish_loading(self, number: int, loaded: Collection[int]) -> None:
         """The bytes of these blocks are in the extent of this number. Its other blocks stay on the disk."""
+        self._missing = None
         for member, at in self._loading.pop(number).items():
             block = self._on_disk.get(member)
             if block is None or member not in loaded:
@@ -283,6 +339,7 @@ class ColdArena:
             self._blocks.arrive(block, number)
             self.committed(block)
         self._blocks.close(number)
+        self._departed()
 
     def _left_disk(self, block: CommittedBlock) -> None:
         self.blocks_on_disk -= 1

@@ -22,13 +22,10 @@ from typing import Final
 
 from transferqueue.errors import Full, Impossible
 from transferqueue.ledger.effects import MustWait, WakeKey
-from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, OwnerBytes
+from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_arena import ColdArena, LoadOrder, disk_of
 from transferqueue.ledger.rows.missing_copies import OWN_SHARD
 from transferqueue.limits import COUNT_MAX, LOAD_ORDERS_MAX
-
-LOADED: Final[WakeKey] = ("loaded",)
-"""What a request waits for whose blocks are on a disk."""
 
 
 class ColdBlocks:
@@ -40,9 +37,14 @@ class ColdBlocks:
         """By shard."""
         self.orders: dict[frozenset[int], LoadOrder] = {}
         """The load orders that have not ended, by the blocks that they need."""
+        self._last_order = 0
+        self._may_end = False
+        """Whether a block has left a disk, or another order is carried out, since `end_orders` looked."""
         self.stirred: set[int] = set()
         """Arenas in which something is to be done since: a block was forgotten, or a load order began. The caller empties it."""
         self._tables: Final = tables
+        self._carried_out: dict[int, LoadOrder] = {}
+        """By arena: the order that it carries out."""
         self.attach(blocks)
 
     def attach(self, blocks: BlockRegistry) -> None:
@@ -56,11 +58,16 @@ class ColdBlocks:
 
     def add_arena(self, shard: int, room: Callable[[], int], blocks_max: int = COUNT_MAX) -> ColdArena:
         """From now on blocks of this shard may leave for its disk. room, blocks_max: see `ColdArena`."""
-        arena = self.arenas[shard] = ColdArena(shard, self._blocks, self.on_disk, self._tables, room, blocks_max)
+        arena = self.arenas[shard] = ColdArena(
+            shard, self._blocks, self.on_disk, self._tables, room, blocks_max, self._departed
+        )
         for block in self._blocks.blocks.values():
             if block.extents and block.extent.shard == shard:
                 self.committed(block)
         return arena
+
+    def _departed(self) -> None:
+        self._may_end = True
 
     # ------------------------------------------------------------ what the registry tells
 
@@ -75,23 +82,27 @@ class ColdBlocks:
             if (arena := self.arenas.get(block.extent.shard)) is not None:
                 arena.forget(block)
         elif self.on_disk.pop(block.at.block, None) is not None:
+            self._may_end = True
             shard = disk_of(block.at.shard)
             if (arena := self.arenas.get(shard)) is not None:
                 arena.forget_on_disk(block)
                 self.stirred.add(shard)
 
+    def may_be_cold(self, extent: ExtentState) -> None:
+        """Nobody reads a block of this extent any more, or nobody writes into it any more."""
+        if (arena := self.arenas.get(extent.shard)) is not None:
+            arena.may_be_cold(extent.id)
+
     def lose(self, shard: int) -> list[int]:
-        """A shard is lost, and its disk with it. Returns the blocks there; the caller must retire them."""
+        """A shard is lost, and its disk with it. Returns the blocks there; the caller must retire them. Requests that need blocks there are due."""
         arena = self.arenas.pop(shard, None)
         if arena is None:
             return []
         arena.lose()
+        self._carried_out.pop(shard, None)
         self.stirred.discard(shard)
-        for order in list(self.orders.values()):
-            order.arenas -= {shard}
-            if not order.arenas:
-                self.give_up(order)
-        self._place_orders(self.arenas)  # of which a lost block kept some waiting
+        for order in [order for order in self.orders.values() if shard in order.arenas]:
+            self.give_up(order)
         disk = disk_of(shard)
         return [number for number, block in self.on_disk.items() if block.at.shard == disk]
 
@@ -105,18 +116,25 @@ class ColdBlocks:
         if self.on_disk.keys().isdisjoint(numbers):
             return None
         needed = frozenset(numbers)
-        if needed not in self.orders:
-            arenas = self._arenas_of(needed)
-            for arena, members in arenas.items():
-                if (lacking := arena.check_fits(members)) is not None:
-                    raise _never_fits(arena.shard, *lacking)
-            if len(self.orders) >= LOAD_ORDERS_MAX:
+        if (order := self.orders.get(needed)) is None:
+            order = self._begin(needed)
+        return MustWait((_loaded(order),))
+
+    def _begin(self, needed: frozenset[int]) -> LoadOrder:
+        arenas = self._arenas_of(needed)
+        for arena, members in arenas.items():
+            if (lacking := arena.check_fits(members)) is not None:
+                raise _never_fits(arena.shard, *lacking)
+            if arena.orders >= LOAD_ORDERS_MAX:
                 raise Full(
-                    f"{LOAD_ORDERS_MAX} requests wait for blocks on the disk already, which is the most; ask again"
+                    f"{LOAD_ORDERS_MAX} requests wait for blocks on the disk of shard {arena.shard} already, which is the most; ask again"
                 )
-            order = self.orders[needed] = LoadOrder(needed, frozenset(arena.shard for arena in arenas))
-            self._place({arena.shard: arena for arena in arenas if arena.order is None}, order)
-        return MustWait((LOADED,))
+        self._last_order += 1
+        order = self.orders[needed] = LoadOrder(self._last_order, needed, frozenset(arena.shard for arena in arenas))
+        for arena in arenas:
+            arena.orders += 1
+        self._place({arena.shard: arena for arena in arenas if arena.order is None}, order)
+        return order
 
     def _arenas_of(self, numbers: Iterable[int]) -> dict[ColdArena, list[int]]:
         """The arenas that spill of these blocks, each with its blocks."""
@@ -135,8 +153,9 @@ class ColdBlocks:
             if not free:
                 break
             self._place(free, order)
-        for arena in free.values():
-            arena.order = None
+        for shard, arena in free.items():
+            arena.carry_out(None)
+            self._carried_out.pop(shard, None)
 
     def _place(self, free: dict[int, ColdArena], order: LoadOrder) -> None:
         """Have those of the free arenas that have blocks of the order carry it out."""
@@ -145,7 +164,9 @@ class ColdBlocks:
         for shard in order.arenas & free.keys():
             arena = free.pop(shard)
             if arena.order is not order:
-                arena.order = order
+                arena.carry_out(order)
+                self._carried_out[shard] = order
+                self._may_end = True
                 self.stirred.add(shard)
 
     def _awaits_silent_disk(self, order: LoadOrder) -> bool:
@@ -162,13 +183,14 @@ class ColdBlocks:
 
     def carried_out(self) -> list[LoadOrder]:
         """The orders that some arena carries out, each once."""
-        if not self.orders:
-            return []
-        return list(dict.fromkeys(arena.order for arena in self.arenas.values() if arena.order is not None))
+        return list(dict.fromkeys(self._carried_out.values()))
 
     def end_orders(self) -> list[LoadOrder]:
         """End the orders that are carried out and of which nothing is on a disk any more. Returns these: then requests are due that wait for
         blocks."""
+        if not self._may_end:
+            return []
+        self._may_end = False
         ended = [order for order in self.carried_out() if self.on_disk.keys().isdisjoint(order.blocks)]
         for order in ended:
             self.give_up(order)
@@ -177,8 +199,15 @@ class ColdBlocks:
     def give_up(self, order: LoadOrder) -> None:
         """End an order. A request that still waits for its blocks makes another one, behind all others."""
         del self.orders[order.blocks]
+        for shard in order.arenas & self.arenas.keys():
+            self.arenas[shard].orders -= 1
         self._place_orders(order.arenas)
-        self._blocks.wake(LOADED)
+        self._blocks.wake(_loaded(order))
+
+
+def _loaded(order: LoadOrder) -> WakeKey:
+    """What a request waits for that made the order."""
+    return ("loaded", str(order.number))
 
 
 def _never_fits(shard: int, nbytes: int, room: int) -> Impossible:

@@ -41,8 +41,6 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
-_TURNS_SKIPPED: Final = 64
-"""Where nothing was cold and nobody waits, so many turns pass before the next look."""
 
 
 class SpillCounters:
@@ -94,8 +92,6 @@ class Spiller:
         self._wanted = 0
         """Bytes that somebody waits for; 0: nobody."""
         self._paused_until = 0.0
-        self._fruitless = 0
-        """For how many turns not to look again for cold blocks that nobody waits for."""
         self._held = False
         self._freed_while_held: list[m.SpilledBlock] = []
 
@@ -198,16 +194,11 @@ class Spiller:
         nbytes = max(self._wanted, used - int(SPILL_TO * self._memory.grantable) if self.is_above else 0)
         nbytes = max(self.load_wants, min(nbytes, self._room_on_disk(nbytes)))
         if not nbytes:
-            self._fruitless = 0
-            return
-        if not (self._wanted or self.load_wants) and self._fruitless:
-            self._fruitless -= 1
             return
         chosen = self.cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self.load_wants)))
         if not chosen and self.load_wants:
             chosen = self.cold.choose_scattered(used)
         self._wanted = 0 if chosen else self._wanted
-        self._fruitless = 0 if chosen else _TURNS_SKIPPED
         if self.paused and not chosen:
             self._paused_until = now + SPILL_PAUSE_S
         for extent in chosen:
