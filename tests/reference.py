@@ -21,6 +21,7 @@ DOCUMENTED = (
     "adapters.scoring",
     "adapters.snapshots",
     "adapters.stages",
+    "adapters.tensor_parallel",
     "adapters.trainers",
     "adapters.vllm",
     "adapters.weights",

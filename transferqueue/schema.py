@@ -216,7 +216,9 @@ class Slice:
     def __init__(self, first: Range | Share | None = None, *inner: Range | Share | None) -> None:
         self.first = first if isinstance(first, Share) else _range(0, first)
         ranges = [_inner_part(axis, each) for axis, each in enumerate(inner, start=1)]
-        self.inner = ranges if any(each is not None for each in ranges) else None
+        while ranges and ranges[-1] is None:
+            ranges.pop()
+        self.inner = ranges or None
 
     @property
     def whole(self) -> bool:

@@ -3,6 +3,8 @@
 Each worker of the engine opens its own session with the queue and reads a version from shared memory; only the version number
 travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload, since some devices re-pack
 linear weights, which may then not be written in place.
+
+A worker of several (tensor or pipeline parallel) pulls what its layers take of each tensor, from the second version on (`adapters.tensor_parallel.PartsLoader`).
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 import transferqueue as tq
+from transferqueue.adapters.tensor_parallel import PartsLoader
 
 
 @dataclass
@@ -48,12 +51,15 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         super().__init__(*arguments)
         self._queue: tq.Queue | None = None
         self._channel: tq.WeightChannel | None = None
+        self._parts: PartsLoader | None = None
 
     def init_transfer_engine(self, init_info: ChannelAt) -> None:
         """Connect; a further call connects to another queue."""
         self.shutdown()
         self._queue = tq.connect(init_info.address, label="vllm weights")
         self._channel = self._queue.weights(init_info.channel)
+        if self.parallel_config.world_size > 1:
+            self._parts = PartsLoader(self._channel)
 
     def start_weight_update(self) -> None:
         """Start a reload."""
@@ -66,9 +72,12 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: VersionOf) -> None:
-        """Load each tensor from shared memory into the model."""
+        """Load each tensor, or this worker's part of it, from the channel into the model."""
         if self._channel is None:
             raise RuntimeError("weights arrived before init_weight_transfer_engine named their channel")
+        if self._parts is not None:
+            self._parts.load(self.model.load_weights, version=update_info.version, timeout_s=update_info.timeout_s)
+            return
         with self._channel.pull(version=update_info.version, timeout_s=update_info.timeout_s) as weights:
             self.model.load_weights(weights.items())  # one tensor at a time is put together of its slices
 
@@ -85,4 +94,4 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         """Close the session."""
         if self._queue is not None:
             self._queue.close()
-            self._queue = self._channel = None
+            self._queue = self._channel = self._parts = None

@@ -6,16 +6,20 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+import transferqueue as tq
 from tests.engines.conform import against, conform
-from tests.engines.tiny import TinySubject, save
+from tests.engines.tiny import TinySubject, model, save
 
 pytest.importorskip("vllm", reason="make test-engines installs it")
 os.environ |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "TORCHDYNAMO_DISABLE": "1", "OMP_NUM_THREADS": "1"}
 
-from transferqueue.adapters.protocols import Generator
+from transferqueue.adapters.protocols import Generator, Prompt, Sampling
 from transferqueue.adapters.vllm.engine import VllmGenerator
+from transferqueue.adapters.weights import ChannelWeights, ModuleWeights
 from transferqueue.testing.conformance.generators import GENERATOR_CHECKS, GeneratorSubject
 
 
@@ -48,6 +52,37 @@ def subject(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subject]:
         warnings.simplefilter("ignore", ResourceWarning)
         del found.engine
         gc.collect()
+
+
+@pytest.mark.slow
+def test_two_workers_load_their_parts_of_version_after_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their first version is whole, the others are in parts: with each they draw as the model does."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    with tq.connect() as queue:
+        engine = VllmGenerator(
+            str(save(tmp_path)),
+            dtype="float32",
+            enforce_eager=True,
+            max_model_len=256,
+            kv_cache_memory_bytes=64 << 20,
+            tensor_parallel_size=2,
+            distributed_executor_backend="mp",
+        )
+        try:
+            channel, prompt = queue.weights("policy"), Prompt(ids=np.arange(5, 12, dtype=np.int32))
+            for version, which in enumerate((1, 0, 1)):
+                channel.publish(version, dict(ModuleWeights(model(which))))
+                with channel.pull(version=version) as weights:
+                    engine.update_weights(ChannelWeights(queue.address, weights), version)
+                (drawn,) = engine.generate([prompt], Sampling(tokens_max=12, seed=version))
+                ids = torch.from_numpy(np.concatenate([prompt.ids, drawn.ids]).astype(np.int64))
+                with torch.no_grad():
+                    logits = model(which)(ids[None]).logits[0, len(prompt.ids) - 1 : -1]
+                expected = torch.log_softmax(logits, -1).gather(1, ids[len(prompt.ids) :, None])[:, 0]
+                assert torch.allclose(expected, torch.from_numpy(drawn.logprobs), atol=1e-4)
+                assert drawn.spans == ((version, 12),)
+        finally:
+            engine.close()
 
 
 @pytest.mark.slow

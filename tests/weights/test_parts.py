@@ -131,6 +131,9 @@ def test_each_rank_has_its_part_of_each_tensor(queue: tq.Queue, channel: str) ->
                 name: value.shape for name, value in wanted.items()
             }
             assert found.keys() == wanted.keys()
+            assert {name: field.shape for name, field in weights.published().items()} == {
+                name: value.shape for name, value in MODEL.items()
+            }
             assert all(np.array_equal(found[name], wanted[name]) for name in wanted)
             with pytest.raises(tq.UsageError, match="was pulled in part"):
                 queue.weights("elsewhere").mirror(weights)
@@ -191,6 +194,7 @@ def test_the_same_part_is_shared_with_weights_before_and_another_is_not(queue: t
             assert other.changed() == {"columns", "rows", "experts"}, "the bias is whole in both"
             assert np.array_equal(other.numpy()["columns"], expected(2)["columns"])
         with channel.pull(since=before) as whole:
+            assert whole.published() == whole.fields()
             assert all(np.array_equal(whole.numpy()[name], MODEL[name]) for name in ("columns", "experts", "bias"))
 
 

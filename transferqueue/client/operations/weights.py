@@ -6,7 +6,7 @@ reads bytes only to compare checksums; tensors that the caller has already are n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Self, TypeVar
@@ -73,13 +73,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         tensors: dict[str, SharedTensor],
         changed: frozenset[str],
         slices: Iterable[m.TensorSlice] = (),
-        *,
-        is_part: bool = False,
+        published: Sequence[Field] | None = None,
     ) -> None:
         self._channel, self._version = channel, version
         self._tensors, self._changed = tensors, changed
+        self._published = (None if published is None else list(published)), list(slices)
         self._slices = {one.field: one for one in slices if one.field in tensors}
-        self._is_part = is_part
         self._places = self._fields_by_tensor()
         self._released = False
 
@@ -111,6 +110,19 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def fields(self, adapter: str | None = None) -> dict[str, Field]:
         """Dtype and shape of each tensor of the base (or of an adapter), as it is in this mapping; reads no bytes."""
         return self._of_each(adapter, self._field)
+
+    def published(self) -> dict[str, Field]:
+        """Dtype and shape of each tensor of the base as it was published, also of those that were not pulled; reads no bytes."""
+        fields, slices = self._published
+        if fields is None:
+            return self.fields()
+        rows = {one.field: (one.tensor, (one.rows,)) for one in slices}
+        found: dict[str, Field] = {}
+        for field in fields:
+            name, first = rows.get(field.name, (field.name, field.shape[:1]))
+            if name.startswith(publish.BASE):
+                found[name[len(publish.BASE) :]] = Field(name, field.dtype, (*first, *field.shape[1:]))
+        return found
 
     def torch(self, adapter: str | None = None, *, device: Any = None) -> dict[str, torch.Tensor]:
         """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied.
@@ -190,7 +202,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def _copies(self) -> list[publish.ReusedTensor]:
         """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were pulled."""
-        if self._is_part:
+        if self._published[0] is not None:
             raise UsageError(
                 f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to mirror it'
             )
@@ -308,6 +320,7 @@ def _pull(
         return None if part is None or (since is not None and since._has(field, block, part)) else part
 
     reply = yield from await_version(client, request, deadline, arrived, needed)
+    published = None if wanted.everything else reply.fields
     reply, parts = _restricted(client, reply, wanted, request.channel)
     fields, _ = by_field(reply)
     tensors = _shared(reply, fields, parts, since)
@@ -326,7 +339,7 @@ def _pull(
     tensors |= early | fetched
     ordered = {field.name: tensors[field.name] for field in reply.fields}
     changed = frozenset(early | fetched)
-    return Weights(request.channel, reply.version, ordered, changed, reply.slices, is_part=not wanted.everything)
+    return Weights(request.channel, reply.version, ordered, changed, reply.slices, published)
 
 
 def _restricted(
