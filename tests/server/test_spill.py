@@ -6,12 +6,14 @@ import numpy as np
 import pytest
 
 from tests.server.nodes import lease
-from tests.server.spilling import ARENA, ShardSpillBench, SpillBench
+from tests.server.spilling import ARENA, BODY, ShardSpillBench, SpillBench
 from transferqueue.errors import Impossible
 from transferqueue.ledger.effects import MustWait
+from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK, ColdArena
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.limits import LOAD_STUCK_S, LOAD_TRIES, PAGE_BYTES, SPILL_PAUSE_S
+from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
@@ -236,6 +238,59 @@ def test_ranks_of_a_shared_batch_get_their_shares(bench):
         bench.settle()
         seen += bench.bytes_of(bench.worker.take(call))
     assert sorted(seen) == list(range(8, 16))
+
+
+def test_a_rank_that_waits_for_its_blocks_longer_than_a_lease_lasts_keeps_its_share(bench):
+    for number in range(40):
+        bench.put(number)
+    bench.finish(bench.lease(8))
+    other = bench.client()
+    first = bench.worker.post(lease(8, 20.0, world=2, rank=0, lease_s=2.0))
+    bench.settle()
+    held = bench.worker.take(first)
+    seen = bench.bytes_of(held)
+    second = other.post(lease(8, 20.0, world=2, rank=1, lease_s=2.0))
+    assert bench.jobs
+    for _ in range(4):
+        bench.pass_time(1.0)
+        bench.worker.ask(m.Renew("t", held.lease, held.token))
+    bench.settle()
+    assert sorted(seen + bench.bytes_of(other.take(second))) == list(range(8, 16))
+
+
+def test_the_share_of_a_rank_that_died_while_it_waited_becomes_ready_again(bench):
+    for number in range(40):
+        bench.put(number)
+    bench.finish(bench.lease(8))
+    other = bench.client()
+    first = bench.worker.post(lease(8, 20.0, world=2, rank=0, lease_s=2.0))
+    bench.settle()
+    seen = bench.bytes_of(bench.worker.take(first))
+    other.post(lease(8, 20.0, world=2, rank=1, lease_s=2.0))
+    other.ask(m.Goodbye())
+    bench.pass_time(2.5)
+    bench.settle()
+    bench.pass_time(2.5)
+    assert bench.bytes_of(bench.lease(8)) == list(range(8, 16)), f"{seen} were not acked either"
+
+
+def test_a_restore_finds_what_is_under_way(bench):
+    """The tables ended while their blocks were being written and loaded; a snapshot of none is restored meanwhile."""
+    for number in range(40):
+        bench.put(number)
+    bench.finish(bench.lease(8))
+    bench.worker.post(lease(4, 20.0))
+    bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))
+    assert bench.jobs
+    bench.producer.ask(m.DropTable("t"))
+    bench.coordinator.ledger.restore_snapshot(LedgerSnapshot(), bench.now)
+    bench.settle()
+    bench.producer.create_table(fields=[BODY], tasks=[Task("train", needs=["body"])])
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    assert bench.stats()["blocks"] >= 40 - 14
+    assert bench.coordinator.counters.internal_errors == 0
 
 
 def test_versions_of_weights_stay_in_memory(bench):

@@ -29,6 +29,7 @@ from transferqueue.ledger.reports.answers import explained, observed
 from transferqueue.ledger.reports.events import listed_events
 from transferqueue.ledger.requests import weight_channels
 from transferqueue.ledger.requests.ack import expire_lease
+from transferqueue.ledger.requests.lease import is_loading
 from transferqueue.ledger.requests.pending_versions import PendingVersion
 from transferqueue.ledger.rows.blocks import ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
@@ -208,6 +209,9 @@ class Ledger:
                 self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
     def _expire(self, lease: LeaseState) -> None:
+        if is_loading(self.state.tables[lease.table], lease):
+            self.state.core.deadlines.add(lease, self.state.now + lease.length_s)
+            return
         why = f"it expired after {lease.length_s:g} s without renewal" if lease.holders else "nobody claimed the share"
         expire_lease(self.state.tables[lease.table], lease, why, self.state.now)
 

@@ -9,7 +9,7 @@ import numpy as np
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, UsageError, listing
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
-from transferqueue.ledger.requests.reply_rows import await_bytes, complete_fields, describe_rows
+from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_ids, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
@@ -276,6 +276,14 @@ def _claim_share(
     reply = _join_share(table, lease, request, session, now)
     shared.claim(number, request.rank, request.replica)
     return reply
+
+
+def is_loading(table: TableState, lease: LeaseState) -> bool:
+    """Whether the lease is a share that nobody has claimed because its blocks are on their way from a disk."""
+    if table.core.blocks.cold is None or lease.share is None or lease.holders:
+        return False
+    at = table.rows.pages.index(lease.rows[lease.held])
+    return are_awaited(table, at, table.tasks[lease.task].task.needs)
 
 
 def _make_shares(

@@ -47,11 +47,20 @@ def describe_rows(table: TableState, rows: IntArray, at: Index, names: Sequence[
 def await_bytes(table: TableState, at: Index, names: Sequence[str]) -> MustWait | None:
     """What a request must wait for that is to describe these rows: bytes of theirs are on a disk. None: they are all in memory."""
     cold = table.core.blocks.cold
-    if cold is None or not cold.on_disk:
-        return None
+    return None if cold is None or not cold.on_disk else cold.want(_blocks_of(table, at, names))
+
+
+def are_awaited(table: TableState, at: Index, names: Sequence[str]) -> bool:
+    """Whether bytes of these rows are on a disk, and a request waits for them."""
+    cold = table.core.blocks.cold
+    return cold is not None and bool(cold.on_disk) and cold.is_wanted(_blocks_of(table, at, names))
+
+
+def _blocks_of(table: TableState, at: Index, names: Sequence[str]) -> set[int]:
+    """The blocks that a description of these rows names."""
     _, placed, _ = table.rows.reply_fields(names)
     blocks = {number for places in table.parts.locate(placed, at) for number in np.unique(places.blocks).tolist()}
-    return cold.want(blocks - {0})
+    return blocks - {0}
 
 
 def complete_fields(table: TableState, at: Index, fields: Sequence[str]) -> list[str]:

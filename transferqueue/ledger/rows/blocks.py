@@ -143,6 +143,9 @@ class Spill(Protocol):
     def want(self, numbers: Collection[int]) -> MustWait | None:
         """What a request must wait for that is to name these blocks."""
 
+    def is_wanted(self, numbers: Collection[int]) -> bool:
+        """Whether a request waits for one of these blocks, which is on a disk."""
+
 
 class BlockRegistry:
     """All extents, blocks and pins. cold: None: no block is ever spilled."""

@@ -120,6 +120,11 @@ class ColdBlocks:
             order = self._begin(needed)
         return MustWait((_loaded(order),))
 
+    def is_wanted(self, numbers: Collection[int]) -> bool:
+        """Whether a request waits for one of these blocks, which is on a disk."""
+        lacking = self.on_disk.keys() & numbers
+        return bool(lacking) and any(not order.blocks.isdisjoint(lacking) for order in self.orders.values())
+
     def _begin(self, needed: frozenset[int]) -> LoadOrder:
         arenas = self._arenas_of(needed)
         for arena, members in arenas.items():

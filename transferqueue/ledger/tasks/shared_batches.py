@@ -5,7 +5,8 @@ share is a lease, and no other session gets its rows. Invariants:
 
 - All ranks ask for the same amount in the same terms. A request with other terms is refused.
 - Each (rank, replica) claims each batch at most once, in order.
-- A share that no rank claims within its lease time becomes ready again. If a claimed share ends by expiry or death,
+- A share that no rank claims within its lease time becomes ready again, unless its rank waits for blocks that are on a disk: then it has that time
+  again. If a claimed share ends by expiry or death,
   that step of the job has failed, so the unclaimed shares of the batch become ready again too. Ranks that had not
   claimed it go on with the next batch.
 """
