@@ -87,8 +87,9 @@ class Partition:
     def end(self) -> None:
         """It is cleared. Questions that are under way find no samples any more. Called under the guard."""
         self.is_over = True
-        for ready in self._ready.values():
-            ready.end()
+        with contextlib.ExitStack() as ending:  # each, though another one may fail to tell the server
+            for ready in self._ready.values():
+                ending.callback(ready.end)
 
     def ready(self, fields: Iterable[str]) -> ReadySamples:
         """Return the ready samples of a set of fields, as far as they are known. `NotFound` if the partition was cleared."""

@@ -464,6 +464,30 @@ def test_a_reader_that_waits_for_samples_of_a_cleared_partition_takes_none_of_th
     assert client.get_meta(["y"], 5, "p", task_name="other").global_indexes == [0, 1, 2, 3, 4]
 
 
+def test_a_partition_that_is_cleared_while_the_server_does_not_answer_is_over(
+    server: service.DropInServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(client, "x", "y", rows=3)
+    for fields in (["x"], ["y"]):
+        assert len(client.get_meta(fields, 3, "p", task_name=f"of {fields}")) == 3
+    partition = server.controller._partitions["p"]
+
+    def fail(_: Any) -> None:
+        raise Unreachable("the server did not answer")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(ReadySamples, "settle", fail)
+        with pytest.raises(Unreachable):
+            client.clear_partition("p")
+    for fields in (["x"], ["y"]):
+        ready = partition.ready(fields)
+        with pytest.raises(NotFound, match="was cleared"):
+            ready.wait(ready.changes, 5.0)
+    client.clear_partition("p")
+    put(client, "x", rows=2)
+    assert client.get_meta(["x"], 2, "p", task_name="t").global_indexes == [0, 1]
+
+
 def test_samples_are_not_lost_where_the_question_about_their_fields_fails(
     server: service.DropInServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

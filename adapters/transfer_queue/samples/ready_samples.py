@@ -159,8 +159,8 @@ class ReadySamples:
 
     def end(self) -> None:
         """The partition was cleared: lease nothing more. Called under the guard."""
-        self.settle()
         self._is_over = True
+        self.settle()
 
     def _check_life(self) -> None:
         if self._is_over:
