@@ -20,6 +20,7 @@ from transferqueue.adapters.transfer_queue import controller
 from transferqueue.adapters.transfer_queue import deployment as service
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+from transferqueue.adapters.transfer_queue.samples import ready_samples
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AHEAD, ReadySamples
 from transferqueue.errors import Disconnected, NotFound, SchemaError, Unreachable, UsageError
 
@@ -507,3 +508,19 @@ def test_samples_are_not_lost_where_the_question_about_their_fields_fails(
         server.controller.clear_samples(made, "p")  # nobody has it leased
         later = put(writer, "x", rows=1).global_indexes
         assert writer.get_meta(["x"], 1, "p", task_name="t").global_indexes == later
+
+
+def test_samples_outlive_the_leases_by_which_they_are_known(
+    server: service.DropInServer, client: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Leases were held for half an hour, and five that ended so dropped their samples: those of a partition that lived for hours."""
+    monkeypatch.setattr(ready_samples, "HELD_S", 0.05)
+    made = put(client, "x").global_indexes
+    times_ready = server.controller._times_ready
+    assert times_ready is not None
+    for turn in range(7):
+        assert client.get_meta(["x"], 2, "p", task_name=f"task {turn}").global_indexes == made
+        before = times_ready("p.p", "ready.0")
+        while times_ready("p.p", "ready.0") == before:  # until the lease has ended
+            assert client.check_production_status(["x"], "p")
+    assert client.get_production_status(["x"], "p")[0].tolist() == made

@@ -20,12 +20,17 @@ import numpy as np
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.samples.index_set import Indexes, IndexSet, WaitingSamples
 from transferqueue.errors import ColumnFreed, DeadlineExceeded, LeaseExpired, NotFound, TransferQueueError
+from transferqueue.limits import SECONDS_MAX
 
 AT_ONCE: Final = 1 << 16
 """Most samples that one lease takes."""
 AHEAD: Final = 512
 """Samples that a lease takes at least, where the server is asked only when samples became ready: the next questions find them known."""
 _LEASES_MAX: Final = 16
+_LEASE_S: Final = 60.0
+HELD_S: Final = SECONDS_MAX
+"""How long leases are kept while this process lives. One that ends earlier costs a lease more, and no sample: however often leases of a sample fail,
+it is not dropped."""
 _HEARING_S: Final = 0.05
 """How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not waited for."""
 
@@ -64,7 +69,16 @@ class ReadySamples:
         """Leases of samples that were added: acked several at once, which is one request less for most calls."""
         self._gone = IndexSet()
         """Samples that were discarded while a lease is on its way, which may have them nevertheless."""
-        table.add_task(tq.Task(name, needs=self._fields, selector=tq.PutOrder()))
+        table.add_task(
+            tq.Task(
+                name,
+                needs=self._fields,
+                selector=tq.PutOrder(),
+                lease_s=min(_LEASE_S, HELD_S),
+                time_limit_s=HELD_S,
+                attempts_max=0,
+            )
+        )
 
     @property
     def is_collecting(self) -> bool:
