@@ -1,5 +1,6 @@
 """The file of spilled blocks and its thread: what goes in comes out, within its bound, and nothing of it is left."""
 
+import os
 import threading
 from types import SimpleNamespace
 
@@ -98,6 +99,30 @@ def test_the_bound_is_kept_and_freed_space_is_used_again(bench, file):
     assert "--spill-bytes allows" in answer_of(file).error
     file.free(full.places)
     assert len(write().places) == 256
+
+
+def test_freed_space_returns_to_the_disk_in_long_pieces_when_there_is_nothing_else_to_do(bench, file, monkeypatch):
+    returned, all_returned = [], threading.Event()
+
+    def punch(offset, nbytes, punch=file._space.punch):
+        punch(offset, nbytes)
+        returned.append((offset, nbytes))
+        if sum(size for _, size in returned) == 100 * ARENA:
+            all_returned.set()
+
+    monkeypatch.setattr(file._space, "punch", punch)
+    file.write(1, [m_block(number, 0, ARENA) for number in range(101)])
+    places = answer_of(file).places
+    taken = os.fstat(file._fd).st_blocks
+    file.free(places[1:])
+    file.load(2, [m.BlockToLoad(places[0], 0)])
+    assert answer_of(file).loaded == [0]
+    assert not returned, "a load waited for the file system"
+    assert all_returned.wait(20.0)
+    assert returned == [(ARENA, 100 * ARENA)]
+    assert os.fstat(file._fd).st_blocks < taken
+    file.load(3, [m.BlockToLoad(places[0], 0)])
+    assert answer_of(file).loaded == [0]
 
 
 def test_what_cannot_be_a_spill_directory_is_refused(bench, tmp_path):

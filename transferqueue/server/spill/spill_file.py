@@ -3,8 +3,8 @@
 The rules:
 
 1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and at most as large as the operator allows.
-2. Space is reserved before it is written: a full disk is an error of that write. The space of a block returns to the disk when the block is
-   freed.
+2. Space is reserved before it is written: a full disk is an error of that write. The space of blocks that were freed is used again. It returns
+   to the disk when the thread has had nothing to do for `RETURN_AFTER_S`, in long pieces: a file system takes a millisecond for each.
 3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose, which nobody else writes
    meanwhile. It answers each job once, in order.
 4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has that.
@@ -26,8 +26,7 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from transferqueue.errors import OutOfMemory, ProtocolError, UsageError
-from transferqueue.limits import PAGE_BYTES, SPILL_BYTES_MIN
-from transferqueue.schema import align
+from transferqueue.limits import KIB, MIB, SPILL_BYTES_MIN
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
@@ -38,6 +37,11 @@ from transferqueue.wire import messages as m
 _log: Final = logging.getLogger("transferqueue.server")
 _CAUSE_CHARS: Final = 200
 """Of the text of an error in an answer."""
+RETURN_AFTER_S: Final = 1.0
+RETURN_BYTES: Final = 64 * MIB
+"""Of freed space that returns to the disk at a time: a few milliseconds, which a job may have to wait."""
+RETURN_BYTES_MIN: Final = 256 * KIB
+"""Shorter free pieces stay with the file until their neighbours are freed, too."""
 STOP_S: Final = 10.0
 """How long a stop waits for the job that runs."""
 
@@ -192,12 +196,32 @@ class SpillFile:
     # ------------------------------------------------------------ the thread's side
 
     def _work(self) -> None:
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             try:
                 job.run()
             except Exception as error:  # noqa: BLE001  (logged with its cause, and answered)
                 _log.exception("a job of the thread of spilled blocks failed")
                 job.failed(f"defect of the server: {error!r}"[:_CAUSE_CHARS])
+
+    def _next_job(self) -> _Job | None:
+        """The next job. While there is none, freed space returns to the disk."""
+        wait_s = RETURN_AFTER_S
+        while self._allocator.largest_warm[1] >= RETURN_BYTES_MIN:
+            try:
+                return self._jobs.get(timeout=wait_s)
+            except queue.Empty:
+                self._return_space()
+                wait_s = 0.0
+        return self._jobs.get()
+
+    def _return_space(self) -> None:
+        offset, nbytes = self._allocator.largest_warm
+        piece = min(nbytes, RETURN_BYTES)
+        self._allocator.chill(offset, piece)
+        try:
+            self._space.punch(offset, piece)
+        except OSError as error:
+            _log.warning("the disk of %s took %d bytes not back: %s", self._directory, piece, error)
 
     def _answer(self, answers: queue.SimpleQueue[_Answer], answer: _Answer) -> None:
         answers.put(answer)
@@ -227,7 +251,6 @@ class SpillFile:
             _write(self._fd, content, offset)
         except BaseException:
             self._allocator.free(offset, nbytes)
-            self._space.punch(offset, align(nbytes, PAGE_BYTES))
             raise
         return m.SpilledBlock(block.block, offset, block.nbytes, known)
 
@@ -254,9 +277,7 @@ class SpillFile:
 
     def _free(self, places: Iterable[m.SpilledBlock]) -> None:
         for place in places:
-            nbytes = max(place.nbytes, 1)
-            self._space.punch(place.offset, align(nbytes, PAGE_BYTES))
-            self._allocator.free(place.offset, nbytes)
+            self._allocator.free(place.offset, max(place.nbytes, 1))
 
     def _bytes(self, offset: int, nbytes: int) -> U8:
         if self._arena is None:

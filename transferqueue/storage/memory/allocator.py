@@ -176,6 +176,14 @@ class Allocator:
         self._clock += 1
         self._warm.add(offset, size, self._clock)
 
+    @property
+    def largest_warm(self) -> tuple[int, int]:
+        """The longest warm free range ``(offset, nbytes)``; of 0 bytes if there is none."""
+        if not self._warm.order:
+            return 0, 0
+        size, _, start = self._warm.order[-1]
+        return start, size
+
     def coldest(self) -> Iterator[tuple[int, int]]:
         """The warm free ranges ``(offset, nbytes)``, the longest unused first. `chill` may be called between two of them."""
         for _, start in sorted((stamp, start) for start, stamp in self._warm.stamps.items()):
