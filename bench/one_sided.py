@@ -8,6 +8,7 @@ process and a server of its own, since UCX reads its transports once; in it, tur
 - `raw/stream`: one process sends the bytes of a workload over TCP, another receives them into a buffer that it reuses. `raw/copy`: numpy copies them.
 - `stream/get`, `nixl/get`: `table.read` until every column is checked and lies in its array, by a client that maps nothing. `put`: the same put, by
   the same two clients.
+- `get_server`, `get_client`: processor time that a get takes of the server's process and of this one, which says most on a machine that others use.
 - `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs. `one_sided`: the share of the bytes that was read one-sided; `pulled`: the
   share of those that were put that the shard read out of the client's memory.
 
@@ -25,8 +26,10 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import ExitStack
+import time
+from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -71,7 +74,10 @@ def measured(carrier: str, workload: Workload, turns: int) -> list[Result]:
                 put_s, rows = seconds(lambda table=table: table.put(**prepared))  # type: ignore[misc]
                 order = np.random.default_rng(turn).permutation(len(rows))[: workload.pick] if workload.pick else None
                 wanted = rows if order is None else rows[order]
+                server_s, client_s = _processor_s(server.pid), time.process_time()
                 get_s, found = seconds(lambda table=table, wanted=wanted: _read(table, workload, wanted))  # type: ignore[misc]
+                times.setdefault(f"{way} get_server", []).append(_processor_s(server.pid) - server_s)
+                times.setdefault(f"{way} get_client", []).append(time.process_time() - client_s)
                 _compare(expected, found, order)
                 found.release()
                 table.drop(rows, "read")
@@ -89,6 +95,15 @@ def _table(opened: ExitStack, server: Server, way: str, workload: Workload) -> t
     queue = opened.enter_context(tq.connect(server.tcp_address, data="remote"))
     name = f"by_{way.replace(':', '_')}"
     return queue, queue.create_table(name, tasks=[tq.Task("train", needs=workload.names)])
+
+
+def _processor_s(pid: int) -> float:
+    """Seconds that the threads of a process ran so far."""
+    ran = 0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(OSError):  # it has just ended
+            ran += int((task / "schedstat").read_text().split()[0])
+    return ran / 1e9
 
 
 def _one_sided(queue: tq.Queue) -> dict[str, int]:
@@ -128,10 +143,10 @@ def _results(
     results = [Result(SCENARIO, f"{beside} raw", name, "stream", "s", times["raw"], size)]
     results.append(Result(SCENARIO, f"{beside} raw", name, "copy", "s", times["copy"], size))
     for way, contender in (("stream", f"{beside} stream"), (carrier, f"{beside} nixl")):
-        for metric in ("get", "put"):
+        for metric in ("get", "put", "get_server", "get_client"):
             taken = times[f"{way} {metric}"]
             results.append(Result(SCENARIO, contender, name, metric, "s", taken, size, checked=True))
-            if metric == "get" or not WORKLOADS.get(name, LONG).pick:
+            if metric == "get" or (metric == "put" and not WORKLOADS.get(name, LONG).pick):
                 ratios = [raw / ours for raw, ours in zip(times["raw"], taken, strict=True)]
                 results.append(
                     Result(SCENARIO, contender, name, f"{metric}_of_stream", "ratio", ratios, size, checked=True)

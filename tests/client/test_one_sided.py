@@ -94,7 +94,7 @@ def test_rows_that_lie_apart_are_staged_and_read_in_few_ranges(backing: CarriedB
         before = agent.reads
         fetched = backing.client._fetch(SHARD, {"x": field}, [wanted], remote.Caller(backing.client._interrupt))
         assert np.array_equal(fetched.landed[0].memory.reshape(2048, 4096), rows[order])
-        assert agent.reads - before == 8, "one for each MiB"
+        assert agent.reads - before == 4, "one for each 2 MiB"
     assert backing.shard.answer("sent") == {"stream": 0, "one_sided": 3 * rows.nbytes}
     assert isinstance(backing.shard, ShardEnd)
     assert backing.shard.registered is not None

@@ -35,7 +35,7 @@ def scattered(bench: Named) -> m.BlockLocation:
     return bench.put(
         x=long,
         y=[row[: len(row) // 2] for row in long],
-        z=np.random.default_rng(4).integers(0, 255, (ROWS, 2 * KIB), np.uint8),
+        z=np.random.default_rng(4).integers(0, 255, (ROWS, 10 * KIB), np.uint8),
         w=[str(at) for at in range(ROWS)],
     )
 

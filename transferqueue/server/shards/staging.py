@@ -27,10 +27,10 @@ from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk.protocol import RANGE_BYTES_MIN
 
 _log: Final = logging.getLogger("transferqueue.server")
-SLOT_BYTES: Final = 2 * FRAME_BYTES
-STAGED_FRAME_BYTES: Final = 3 * FRAME_BYTES // 4
+SLOT_BYTES: Final = 3 * FRAME_BYTES
+STAGED_FRAME_BYTES: Final = 7 * FRAME_BYTES // 4
 """A frame ends once so many of its bytes are staged. One gather is at most a quarter longer than `FRAME_BYTES`, so a frame seldom has two slots."""
-SLOTS_MAX: Final = 16
+SLOTS_MAX: Final = 12
 SLOTS_REGISTERED_TOGETHER: Final = 4
 """Slots of one region: each region is another entry of the metadata, which clients load anew."""
 SLOTS_PER_READ: Final = 6
