@@ -17,6 +17,7 @@ import transferqueue as tq
 from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
+from transferqueue.transport.control.unix_socket import HEARD_AFTER
 from transferqueue.wire import messages as m
 
 CALLS = 200
@@ -69,6 +70,17 @@ def test_large_calls_wait_for_no_heartbeat(queue: tq.Queue) -> None:
     for _ in range(12):
         table.put(x=values)
     assert time.monotonic() - began < 2 * HEARTBEAT_S
+
+
+def test_a_pipeline_hears_answers_that_came_while_it_sent(queue: tq.Queue) -> None:
+    """A channel reads after so many frames that it sent: nothing says then that something has come."""
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+    began = time.monotonic()
+    for _ in range(8):
+        with table.pipeline() as pipeline:
+            for _ in range(HEARD_AFTER - 1):
+                pipeline.put(x=[1])
+    assert time.monotonic() - began < HEARTBEAT_S
 
 
 def test_pins_of_small_rows_travel_with_calls(queue: tq.Queue) -> None:

@@ -260,7 +260,7 @@ def test_nothing_is_left_behind(address: str | None, name: str, tmp_path: Path) 
     threads, files = set(threading.enumerate()), _descriptors()
     use()
     gc.collect()
-    assert set(threading.enumerate()) == threads
+    assert set(threading.enumerate()) <= threads  # one of an earlier test may have ended meanwhile
     assert {path for path in _descriptors() - files if "socket" not in path and "anon_inode" not in path} == set()
     assert len(_descriptors()) <= len(files)
     assert "transferqueue-arena" not in Path("/proc/self/maps").read_text() or address is not None

@@ -68,7 +68,7 @@ def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release
         pass  # the calls keep it: the I/O thread, which is woken, sends it again
     finally:
         if role.driver is pending:
-            if role.suspect:
+            if role.suspect or role.drivable.peek() is not None:  # a channel reads now and then when it sends
                 io.wakeup.set()
             role.driver_thread, role.driver = 0, None
         release()
