@@ -1,9 +1,11 @@
 """Parking against a reference of plain lists, and each rule of its law by name."""
 
+import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from transferqueue.policies import TagIs
+from tests.server.nodes import Bench
+from transferqueue.policies import TagIs, Task
 from transferqueue.server.sessions.waiting import WaitQueue, lane_of
 from transferqueue.wire import messages as m
 
@@ -263,3 +265,18 @@ class ParkingMachine(RuleBasedStateMachine):
 
 
 TestParking = ParkingMachine.TestCase
+
+
+@pytest.mark.timeout(10)
+def test_a_due_request_that_ended_does_not_keep_the_server_busy():
+    """Its session ended before it was tried again, and nobody else waits."""
+    bench = Bench()
+    client = bench.client()
+    client.post(m.CreateTable(name="t", fields=[], tasks=[Task("train", needs=["x"])]))
+    client.post(m.LeaseRequest("t", "train", rows=1, wait_s=9.0))
+    waiting = bench.coordinator.waiting
+    waiting._make_due(next(iter(waiting.requests)))
+    bench.coordinator.peer_lost(client.peer, bench.now)
+    other = bench.client()
+    assert other.take(other.post(m.ListTables())).names == ["t"]
+    bench.close()

@@ -659,7 +659,8 @@ class Coordinator:
                         self._end(session, now, reason)
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    if not self.spillers.go_on(now) and not self.waiting.may_have_due:  # a shard may have got commands
+                    due = self.waiting.requests and self.waiting.may_have_due  # a shard may have got commands
+                    if not self.spillers.go_on(now) and not due:
                         return
                     continue
                 most -= self._try_again(waiting, now)
