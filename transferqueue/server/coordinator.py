@@ -659,8 +659,8 @@ class Coordinator:
                         self._end(session, now, reason)
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    due = self.waiting.requests and self.waiting.may_have_due  # a shard may have got commands
-                    if not self.spillers.go_on(now) and not due:
+                    may_go_on = self.spillers.go_on(now)  # it may give shards commands, for which their requests wait
+                    if not may_go_on and not (self.waiting.requests and self.waiting.may_have_due):
                         return
                     continue
                 most -= self._try_again(waiting, now)
