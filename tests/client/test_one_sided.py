@@ -6,8 +6,10 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from importlib import invalidate_caches
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -30,7 +32,7 @@ from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier, rdma_devices
+from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier, load_nixl, rdma_devices
 from transferqueue.wire import messages as m
 
 PLACE = Range(1, 0, 9 * MIB)
@@ -259,14 +261,54 @@ def test_the_next_session_of_a_process_knows_what_earlier_ones_lost(monkeypatch:
     assert sessions[1].agent is agents[1]
 
 
-def test_a_package_that_cannot_be_loaded_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "nixl").mkdir()
-    (tmp_path / "nixl" / "__init__.py").touch()
-    (tmp_path / "nixl" / "_api.py").write_text("raise ImportError('libucp.so.0: cannot open shared object file')")
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str], None]]:
+    """Installs packages with a module `_api`, which stand for NIXL's. What was loaded of them is forgotten."""
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("UCX_TLS", "tcp")
-    monkeypatch.setenv("NIXL_LOG_LEVEL", "ERROR")
-    monkeypatch.setenv("UCX_LOG_LEVEL", "error")
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    for variable, value in (("UCX_TLS", "tcp"), ("NIXL_LOG_LEVEL", "ERROR"), ("UCX_LOG_LEVEL", "error")):
+        monkeypatch.setenv(variable, value)
+
+    def install(name: str, api: str) -> None:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").touch()
+        (tmp_path / name / "_api.py").write_text(api)
+        invalidate_caches()
+
+    yield install
+    for module in [*sys.modules]:
+        if module.partition(".")[0] in ("nixl", "nixl_cu12", "nixl_cu13"):
+            del sys.modules[module]
+
+
+def test_the_only_build_is_loaded_without_looking_for_the_right_one(installed: Callable[[str, str], None]) -> None:
+    """`nixl` imports torch to find out which build fits, where torch is there without CUDA."""
+    installed("nixl", "raise ImportError('nixl was asked')")
+    installed("nixl_cu12", "loaded = 'nixl_cu12'")
+    assert load_nixl().loaded == "nixl_cu12"
+    installed("nixl_cu13", "loaded = 'nixl_cu13'")
+    with pytest.raises(ImportError, match="nixl was asked"):
+        load_nixl()
+
+
+def test_nixl_is_asked_where_that_costs_nothing_or_the_build_fails(
+    installed: Callable[[str, str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed("nixl", "loaded = 'nixl'")
+    installed("nixl_cu13", "raise AttributeError('of another numpy')")
+    assert load_nixl().loaded == "nixl", "the build fails"
+    installed("nixl_cu12", "loaded = 'nixl_cu12'")
+    sys.modules["nixl_cu13"] = ModuleType("nixl_cu13")  # of no file, and so not installed
+    assert load_nixl().loaded == "nixl", "it was loaded"
+    del sys.modules["nixl"], sys.modules["nixl._api"]
+    with monkeypatch.context() as process:
+        process.setitem(sys.modules, "torch", ModuleType("torch"))
+        assert load_nixl().loaded == "nixl", "torch was loaded"
+    del sys.modules["nixl"], sys.modules["nixl._api"]
+    assert load_nixl().loaded == "nixl_cu12"
+
+
+def test_a_package_that_cannot_be_loaded_is_named(installed: Callable[[str, str], None]) -> None:
+    installed("nixl", "raise ImportError('libucp.so.0: cannot open shared object file')")
     with pytest.raises(UsageError, match=r"nixl:cma.*cannot be loaded.*libucp.so.0"):
         NixlAgent(Carrier.NIXL_CMA)
-    monkeypatch.delitem(sys.modules, "nixl")

@@ -28,7 +28,7 @@ from transferqueue.limits import MIB
 from transferqueue.storage.memory.backing import Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
 from transferqueue.testing.conformance.report import Verdict, judge
-from transferqueue.transport.bulk.one_sided import Carrier, CopiedRange, MemoryAgent, NixlAgent, PendingRead
+from transferqueue.transport.bulk.one_sided import Carrier, CopiedRange, MemoryAgent, NixlAgent, PendingRead, load_nixl
 
 CARRIER: Final = Carrier.chosen()
 
@@ -80,6 +80,24 @@ def sent(queue: tq.Queue) -> dict[str, int]:
 def received(queue: tq.Queue) -> dict[str, int]:
     found: dict[str, int] = queue.stats()["server"]["bulk_received_bytes"]
     return found
+
+
+def agents() -> None:
+    """An agent costs a process no torch, though `nixl` looks for CUDA there; which is loaded afterwards as if nothing had been."""
+    assert not {"torch", "nixl"} & {*sys.modules}
+    with tempfile.TemporaryDirectory() as directory:
+        package = Path(directory) / "torch"
+        package.mkdir()
+        (package / "__init__.py").write_text("from torch.version import cuda")
+        (package / "version.py").write_text("cuda = None")
+        sys.path.insert(0, directory)
+        assert NixlAgent(CARRIER).close()
+        assert "torch" not in sys.modules
+        import nixl
+        import torch
+
+        assert torch.__file__ == str(package / "__init__.py")
+        assert nixl._api is load_nixl(), "one build in a process, whoever loads it"
 
 
 def columns() -> None:
@@ -605,6 +623,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
     check.__name__: check
     for check in (
         kit,
+        agents,
         columns,
         threads,
         putting_threads,

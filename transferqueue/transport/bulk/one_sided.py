@@ -26,10 +26,12 @@ import ctypes
 import enum
 import os
 import secrets
+import sys
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final, NamedTuple, Protocol
@@ -42,6 +44,7 @@ BYTES_VARIABLE: Final = "TRANSFERQUEUE_BYTES"
 DEVICES: Final = Path("/sys/class/infiniband")
 """Where the kernel lists RDMA devices, RoCE included."""
 INSTALL: Final = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+_BUILDS: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _DONE: Final = "DONE"
 _PENDING: Final = "PROC"
 
@@ -295,6 +298,24 @@ def _failed(error: Exception) -> Unreachable:
     return Unreachable(f"a read of a shard's memory failed: {type(error).__name__}: {error}")
 
 
+def load_nixl() -> Any:
+    """The classes of NIXL. `nixl` has several builds, and looks for the CUDA of torch to choose one. Where torch has none it imports it: seconds and 200 MB, in
+    each process with an agent. So where one build is installed, that one is loaded. `nixl` chooses among several, if that one fails, and where torch
+    or `nixl` are loaded already."""
+    builds = [name for name in _BUILDS if _is_installed(name)]
+    if len(builds) == 1 and not {"torch", "nixl"} & sys.modules.keys():
+        with suppress(Exception):
+            return import_module(f"{builds[0]}._api")
+    return import_module("nixl._api")
+
+
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ValueError:  # a module that says nothing of where it came from
+        return False
+
+
 def _nixl(carrier: Carrier) -> Any:
     """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
     os.environ.setdefault("UCX_TLS", _TRANSPORTS[carrier])
@@ -302,7 +323,7 @@ def _nixl(carrier: Carrier) -> Any:
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
-        import nixl._api as api
+        api = load_nixl()
     except (ImportError, OSError) as error:
         raise UsageError(
             f"bytes={str(carrier)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
