@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.ledger.driver import Driver, World, i64
 from tests.scale import only_long
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, RowsChanged, UsageError
 from transferqueue.ledger import Ledger, MustWait
+from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Manual, Task
@@ -543,10 +545,15 @@ class Course:
         self.places: dict[tuple[int, int], list[int]] = {}
         """Extent and offset of each block with images -> the content of each of its rows."""
         self.leases: list[Any] = []
+        self.shared: list[tuple[Any, list[int]]] = []
+        """Leases of two replicas, of which one acked with these images."""
+        self.outranked = 0
         self.referred = self.refused = 0
 
     def pick(self) -> list[int]:
-        return sorted(self.draw.sample(sorted(self.number), min(len(self.number), self.draw.randint(1, 3))))
+        awaited = sorted({row for lease, _ in self.shared for row in lease.rows if row in self.number})
+        rows = awaited if awaited and self.draw.random() < 0.5 else sorted(self.number)
+        return sorted(self.draw.sample(rows, min(len(rows), self.draw.randint(1, 3))))
 
     def images(self, rows: int) -> tuple[list[m.WrittenBlock], list[int]]:
         """The blocks of a commit that gives these rows images: referred to, interned, of several values, alone, or beside another column."""
@@ -644,13 +651,42 @@ class Course:
         else:
             self.number |= zip(rows, done[1], strict=True)
 
+    def share(self) -> None:
+        """One of two replicas acks with images, for rows that lose what they had."""
+        try:
+            lease, _ = [self.client.lease("x", 3, at_least=1, replica=number, replicas=2) for number in range(2)]
+        except DeadlineExceeded:
+            return
+        self.client.unpin(lease.blocks(), [2] * len(lease.blocks()))
+        self.client.free(lease.rows, ["image"], again=True)
+        self.number |= dict.fromkeys(lease.rows, 0)
+        done = self.commit(len(lease.rows), lambda columns: self.client.ack(lease, columns=columns))
+        if done is None:
+            self.client.release(lease)
+        else:
+            self.shared.append((lease, done[1]))
+
+    def end_shared(self) -> None:
+        """The other replica acks: the rows that are still there have these images, whatever they were given meanwhile."""
+        if not self.shared:
+            return
+        lease, numbers = self.shared.pop(self.draw.randrange(len(self.shared)))
+        if (
+            held := self.world.ledger.state.core.leases.by_id.get(lease.lease)
+        ) is None:  # its results were lost, or all of its rows
+            return
+        given = {row: number for row, number, has in zip(lease.rows, numbers, held.held.tolist(), strict=True) if has}
+        self.outranked += any(self.number[row] for row in given)
+        self.client.ack(lease)
+        self.number |= given
+
     def free(self) -> None:
         rows = self.pick()
         self.client.apply(m.FreeColumns("t", i64(rows), ["image"], again=True))
         self.number |= dict.fromkeys(rows, 0)
 
     def delete(self) -> None:
-        leased = {row for lease in self.leases for row in lease.rows}
+        leased = {row for lease in [*self.leases, *(lease for lease, _ in self.shared)] for row in lease.rows}
         if rows := [row for row in self.pick() if row not in leased]:
             self.client.delete(rows)
             for row in rows:
@@ -677,7 +713,7 @@ class Course:
 
     def die(self) -> None:
         self.client.close()
-        self.client, self.leases = self.world.client("another"), []
+        self.client, self.leases, self.shared = self.world.client("another"), [], []
 
     def restart(self) -> None:
         self.world.ledger = Ledger.from_image(self.world.ledger.image())
@@ -685,7 +721,7 @@ class Course:
     def run(self, steps: int) -> None:
         weighted = [self.put] * 4 + [self.put_without] * 2 + [self.update] * 8 + [self.lease] * 3
         weighted += [lambda: self.end(self.client.ack), lambda: self.end(self.client.release)] * 2
-        weighted += [self.free, self.delete, self.restart]
+        weighted += [self.free, self.delete, self.restart] + [self.share] * 4 + [self.end_shared] * 2
         for _ in range(steps):
             rare = self.draw.random()
             step = self.lose if rare < 0.02 else self.die if rare < 0.04 else self.draw.choice(weighted)
@@ -708,6 +744,9 @@ class Course:
         for part in table.parts._by_fields.values():
             for number in part.block.a[table.rows.pages.index(table.rows.pages.resident_rows())].tolist():
                 entries[number] = entries.get(number, 0) + bool(number)
+        for lease in self.world.ledger.state.core.leases.by_id.values():
+            for number, count in unused(copy(lease.staged)) if lease.staged else ():
+                entries[number] = entries.get(number, 0) + count
         assert {number: block.refs for number, block in blocks.items() if block.refs} == {
             number: count for number, count in entries.items() if number
         }
@@ -721,3 +760,4 @@ def test_rows_read_what_they_were_given_last(seed: int) -> None:
     course.run(400)
     assert course.referred > 20
     assert course.refused
+    assert course.outranked

@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from tests.ledger.driver import Driver, World
+from tests.ledger.driver import Driver, World, i64
 from tests.scale import examples
-from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
+from transferqueue.errors import AlreadyExists, DeadlineExceeded, EndOfTable, Impossible, LeaseExpired, UsageError
 from transferqueue.ledger import MustWait
 from transferqueue.ledger.tasks.shared_batches import shares
-from transferqueue.limits import Limits
+from transferqueue.limits import PARTS_MAX, Limits
 from transferqueue.policies import Complete, DropStale, HoldClock, Pacing, Selector, Task, TokenBalanced
 from transferqueue.wire import codec
+from transferqueue.wire import messages as m
 
 weights = st.lists(st.integers(0, 60), min_size=1, max_size=60)
 
@@ -276,6 +277,82 @@ def test_columns_come_from_the_first_replica_that_has_them() -> None:
     clients[0].ack(found)
     clients[0].unpin(found.blocks())
     assert not place.taken
+
+
+@pytest.mark.parametrize("freed", [False, True])
+@pytest.mark.parametrize("sets", [0, PARTS_MAX - 3])
+@pytest.mark.parametrize("second_has_results", [False, True])
+def test_the_last_ack_outranks_what_the_rows_got_since_the_first(
+    freed: bool, sets: int, second_has_results: bool
+) -> None:
+    """Blocks are numbered when they are committed, and results that wait for the last ack are older than an update of meanwhile. sets: of fields
+    that were written together before: beyond `PARTS_MAX`, what makes way lies field by field.
+    """
+    place, clients = ranks(2)
+    one, other = clients
+    one.add_task(Task("never", ["late"]))  # so that the rows live on
+    names = [f"f{number}" for number in range(24)]
+    for row, pair in enumerate(list(itertools.combinations(names, 2))[:sets]):
+        one.put(1, list(pair))
+        one.delete([row])
+    one.put(3, ["in"])
+    first, second = replica(clients, 0, 3), replica(clients, 1, 3)
+    for client in clients:
+        client.unpin(first.blocks())
+    results = one.columns(3, ["a", "n"])
+    one.ack(first, columns=results)
+    one.drop(first.rows[2:])
+    rows = first.rows[:2]
+    newer = one.columns(2, ["a", "b", "c"])
+    one.apply(m.Update("t", i64(rows), newer, overwrite=True))
+    one.update(rows[:1], ["c"], overwrite=True)
+    if freed:
+        one.free(rows, ["a", "c"])
+    other.ack(second, columns=other.columns(3, ["a", "n"]) if second_has_results else None)
+    for fields, extent in ((["a"], results.blocks[0].extent), (["b"], newer.blocks[0].extent)):
+        (part,) = one.read(rows, fields=fields).parts
+        assert [(at.extent, part.fields) for at in part.blocks] == [(extent, fields)]
+        one.unpin([at.block for at in part.blocks])
+    assert place.audit()["balanced"]
+    one.update(rows, ["b", "c"], overwrite=True)
+    one.update(rows, ["a", "n"], overwrite=True)
+    assert {results.blocks[0].extent, newer.blocks[0].extent} <= set(place.freed)
+    one.delete(rows)
+    assert not place.taken
+
+
+def test_a_key_that_waits_for_the_last_ack_is_looked_at_again() -> None:
+    place, clients = ranks(2)
+    one, other = clients
+    one.add_task(Task("never", ["late"]))
+    one.put(2, ["in"])
+    first, second = replica(clients, 0, 2), replica(clients, 1, 2)
+    one.ack(first, columns=one.columns(2, keys=["p", "q"]))
+    one.put(1, ["in"], keys=["p"])
+    for ack in (lambda: other.ack(second), lambda: other.ack_leases([second])):
+        with pytest.raises(AlreadyExists, match="key 'p' of table \"t\" names row 2"):
+            ack()
+        assert place.stats()["tasks"]["x"]["leased"] == 2
+    one.drop([0])  # the row that would get it
+    other.ack(second)
+    assert place.table().rows.row_of_key == {"p": 2, "q": 1}
+    one.delete([1, 2])
+
+
+def test_two_leases_that_end_together_give_a_key_to_one_row() -> None:
+    place, clients = ranks(2)
+    one, other = clients
+    one.put(2, ["in"])
+    leases = []
+    for _ in range(2):
+        first, second = replica(clients, 0, 1), replica(clients, 1, 1)
+        one.ack(first, columns=one.columns(1, keys=["p"]))
+        leases.append(second)
+    with pytest.raises(AlreadyExists, match="results give key 'p' to rows 0 and 1; a key names one row: ack"):
+        other.ack_leases(leases)
+    other.ack(leases[0], drop="double")
+    other.ack(leases[1])
+    assert not place.table().rows.row_of_key  # the rows ended
 
 
 @pytest.mark.parametrize("how", ["release", "expire", "die"])

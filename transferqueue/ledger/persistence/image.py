@@ -36,7 +36,7 @@ from transferqueue.ledger.requests.weight_channels import (
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
-from transferqueue.ledger.rows.commit import CommitShapes, StagedCommit
+from transferqueue.ledger.rows.commit import CommitShapes, MemberRows, StagedCommit
 from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
@@ -60,7 +60,7 @@ from transferqueue.wire import messages
 _WHOLE: Final = (
     LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
     FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
-    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, CheckedFacts,
+    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 
 _OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"})}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
 
-from transferqueue.errors import LeaseExpired, UsageError, listing
+from transferqueue.errors import AlreadyExists, LeaseExpired, UsageError, listing
 from transferqueue.ledger.requests.put import check_reason, rows_changed
 from transferqueue.ledger.requests.registry import in_table
 from transferqueue.ledger.rows.arrays import NO_ROWS, IntArray, agreed, decode_ids, decode_rows, numbered
@@ -97,8 +98,9 @@ def _check_results(
         return None
     if request.drop:
         raise UsageError(f"an ack that drops its rows ({request.drop!r}) carries no columns; nobody would read them")
-    held = lease.rows[named[lease.held[named]]]
-    check_unset(table.rows, staged, held, table.rows.pages.index(held))
+    if lease.staged is None:  # else these are not used: the rows get those that came first, whatever they have
+        held = lease.rows[named[lease.held[named]]]
+        check_unset(table.rows, staged, held, table.rows.pages.index(held))
     return staged
 
 
@@ -191,10 +193,11 @@ def _ack_replica(
     replica = _replica(lease, session)
     if request.rows is not None and decode_rows(request.rows).size != int(lease.open.sum()):
         raise UsageError(f"lease {lease.id} is shared by {lease.replicas} replicas, who ack all of its rows together")
-    if len(lease.acked) + 1 == lease.replicas and not (lease.dropped_as or request.drop):
+    if _is_last_ack(lease) and not request.drop:
         results = lease.staged or staged
         names = () if results is None else results.names
         check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
+        _check_staged_keys(table, [lease])
     lease.acked[replica] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:
@@ -223,15 +226,37 @@ def _stage_results(table: TableState, lease: LeaseState, request: Ack, staged: S
     return staged
 
 
+def _staged_rows(lease: LeaseState) -> tuple[IntArray, IntArray]:
+    """The rows that get the staged results, and which of the results they get."""
+    order = lease.staged_order if lease.staged_order is not None else np.arange(lease.rows.size)
+    chosen = np.flatnonzero(lease.held[order])
+    return lease.rows[order[chosen]], chosen
+
+
+def _check_staged_keys(table: TableState, leases: Sequence[LeaseState]) -> None:
+    """Raise if a key among the staged results of these leases, which end, names another row meanwhile."""
+    row_of_key: dict[str, int] = {}
+    for lease in leases:
+        if lease.staged is None or lease.staged.facts.keys is None:
+            continue
+        rows, chosen = _staged_rows(lease)
+        keys = [lease.staged.facts.keys[position] for position in chosen.tolist()]
+        table.rows.check_keys(keys, rows)
+        for key, row in zip(keys, rows.tolist(), strict=True):
+            if key and row_of_key.setdefault(key, row) != row:
+                raise AlreadyExists(
+                    f"results give key {key!r} to rows {row_of_key[key]} and {row}; a key names one row: ack their leases one by one"
+                )
+
+
 def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack, session: int, now: float) -> IntArray:
     task, held = table.tasks[lease.task], lease.rows[lease.held]
     if lease.staged is not None and not lease.dropped_as:
-        order = lease.staged_order if lease.staged_order is not None else np.arange(lease.rows.size)
-        chosen = np.flatnonzero(lease.held[order])
-        rows = lease.rows[order[chosen]]
+        rows, chosen = _staged_rows(lease)
+        at = table.rows.pages.index(rows)
+        _outrank(table, lease.staged, at)
         _commit(table, lease.staged, rows, chosen, now)
-        # The rows may have been updated since the first replica's ack was checked.
-        retire(table, table.parts.prune(table.rows.pages.index(rows), lease.staged.names))
+        retire(table, table.parts.prune(at, lease.staged.names))
         lease.staged = None
     drop_staged(table, lease)
     lease.held[:] = lease.open[:] = False
@@ -239,6 +264,17 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
     _finish_acked(table, task, held, final, session, now)
     end_lease(table, lease, "it was acked by all replicas", by_holder=True)
     return held
+
+
+def _outrank(table: TableState, staged: StagedCommit, at: IntArray) -> None:
+    """Have nothing that the rows got since the results were staged outrank them: the last ack gives the rows their values, whatever they had."""
+    if not staged.blocks:
+        return
+    into = [part for parts in staged.parts for part in parts]
+    added, ended = table.parts.make_way(at, staged.names, into, min(staged.blocks))
+    for number, count in added:
+        table.core.blocks.refer([number], count)
+    retire(table, ended)
 
 
 # ---------------------------------------------------------------- several leases
@@ -251,6 +287,7 @@ def ack_leases(table: TableState, request: AckLeases, session: int, now: float) 
     task = table.tasks[leases[0].task]
     for lease in leases:
         _check_ack_of_lease(table, task, lease, session)
+    _check_staged_keys(table, [lease for lease in leases if _is_last_ack(lease)])
     held = sum(lease.left for lease in leases)
     acked = [_ack_lease(table, task, lease, request.step, session, now) for lease in leases]
     apply_stale_policy(table, np.concatenate(acked), now)
@@ -283,13 +320,16 @@ def _held_leases(table: TableState, request: AckLeases, session: int) -> list[Le
 
 def _check_ack_of_lease(table: TableState, task: TaskState, lease: LeaseState, session: int) -> None:
     """Raise unless an ack without results may end the rows that the lease holds."""
-    last = lease.replicas == 1
-    if not last:
+    if lease.replicas > 1:
         _replica(lease, session)
-        last = len(lease.acked) + 1 == lease.replicas and not lease.dropped_as
-    if last and task.required_results:
+    if task.required_results and _is_last_ack(lease):
         names = () if lease.staged is None else lease.staged.names
         check_required_results(table, task, names, lease.rows[lease.held])
+
+
+def _is_last_ack(lease: LeaseState) -> bool:
+    """Whether the next ack ends the rows as done."""
+    return len(lease.acked) + 1 == lease.replicas and not lease.dropped_as
 
 
 def _ack_lease(table: TableState, task: TaskState, lease: LeaseState, step: int, session: int, now: float) -> IntArray:

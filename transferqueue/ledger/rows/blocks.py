@@ -451,10 +451,10 @@ class BlockRegistry:
         written[number] = (start, end) if before is None else (min(before[0], start), max(before[1], end))
         return extent
 
-    def refer(self, numbers: Iterable[int]) -> None:
-        """Add one reference to each of these live blocks."""
+    def refer(self, numbers: Iterable[int], times: int = 1) -> None:
+        """Add so many references to each of these live blocks."""
         for number in numbers:
-            self.blocks[number].refs += 1
+            self.blocks[number].refs += times
 
     def retire(self, number: int, refs: int) -> None:
         """Remove `refs` references to a block."""

@@ -4,7 +4,7 @@ Fields that were written together lie in one block, so they have the same place.
 together is a *column group* (`parts` in names): a block number and a slot for each row (block 0: none). Block numbers
 ascend. So the current place of a field is the entry with the highest block number among the parts that contain the
 field. An entry replaces the one before it in its part, also one of a higher number, if it refers to an older block of the same content
-(`newest_beside`).
+(`newest_beside`). Results that waited for the last ack of replicas lie in an older block too: what rows got meanwhile makes way (`make_way`).
 
 An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
 (block, rows), for `BlockRegistry.retire`.
@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, are_equal, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, are_equal, tally
 from transferqueue.ledger.rows.pages import StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.limits import PAGE_ROWS, PARTS_MAX
@@ -125,6 +125,30 @@ class ColumnGroups:
                 retired += self._take_out(part, part.block.a[at[unread]])
                 part.block.a[at[unread]] = 0
         return retired
+
+    def make_way(
+        self, at: IntArray, fields: Sequence[str], into: Iterable[ColumnGroup], than: int
+    ) -> tuple[Retired, Retired]:
+        """Remove `fields` of these rows from blocks above `than`, so that they are read in older ones that are about to be written, to `into`. What
+        lies beside them there, and is read, gets entries of its own. Returns references to add, and those that end after that.
+        """
+        added, retired, replaced = Retired(), Retired(), {id(part) for part in into}
+        for part in [part for name in fields for part in self._of_field.get(name, ()) if id(part) not in replaced]:
+            newer = at[part.block.a[at] > than] if part.entries else NO_ROWS
+            if not newer.size:
+                continue
+            staying = [name for name in part.fields if name not in fields]
+            for beside in self.parts_of(staying) if staying else ():
+                rows = newer[beside.block.a[newer] < part.block.a[newer]]
+                if rows.size:
+                    added += tally(part.block.a[rows])
+                    retired += self._take_out(beside, beside.block.a[rows])
+                    beside.block.a[rows], beside.slot.a[rows] = part.block.a[rows], part.slot.a[rows]
+                    beside.entries += rows.size
+            retired += self._take_out(part, part.block.a[newer])
+            part.block.a[newer] = 0
+            retired += self.prune(newer, staying)
+        return added, retired
 
     def _read(self, part: ColumnGroup, at: IntArray) -> BoolArray:
         """Which rows read a field of `part` there: the field is set, and `part` is the newest that has it."""
