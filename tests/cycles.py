@@ -14,6 +14,7 @@ OF_A_SERVER = ("transferqueue.ledger.", "transferqueue.server.")
 def none_of_a_server() -> Iterator[None]:
     """What the server's code leaves unreachable within the block is freed by reference counts alone; else AssertionError with its classes."""
     gc.collect()
+    gc.collect()  # what generators of earlier tests, which ended in the middle of a `try`, revived once as they were collected
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:

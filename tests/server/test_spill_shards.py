@@ -32,7 +32,11 @@ def audit(bench):
 
 
 def kill(bench, shard):
-    bench.coordinator.process_exited(shard.client.session, bench.now)
+    end(bench, shard.client)
+
+
+def end(bench, client):
+    bench.coordinator.process_exited(client.session, bench.now)
     bench.deliver()
 
 
@@ -327,3 +331,48 @@ def test_one_shard_dies_and_the_requests_of_the_other_go_on(two):
     assert two.worker.take(first).error == "NotFound"
     assert isinstance(other.take(second), m.ReadRows)
     assert two.coordinator.counters.internal_errors == 0
+
+
+def test_a_shard_dies_that_several_requests_need_together_with_another(two):
+    """The first of them is ended while the second still names the shard that is gone."""
+    clients = [two.client() for _ in range(3)]
+    both = [*two.on_disk(1)[:3], *two.on_disk(2)[:3]]
+    calls = [two.read([*both, two.on_disk(2)[4 + at]], client) for at, client in enumerate(clients)]
+    other = two.client()
+    last = two.read(two.on_disk(2)[5:9], other)
+    kill(two, two.shards.pop(1))
+    two.settle()
+    assert [client.take(call).error for client, call in zip(clients, calls, strict=True)] == ["NotFound"] * 3
+    assert isinstance(other.take(last), m.ReadRows)
+    assert audit(two)["dropped"] == {"lost": 30}
+    assert two.coordinator.counters.internal_errors == 0
+
+
+# ---------------------------------------------------------------- requests that end
+
+
+def loaded(two, shard):
+    return two.coordinator.spillers.get(shard).plain()["loaded_blocks"]
+
+
+def test_nothing_is_loaded_for_a_request_that_ended_while_others_were_before_it(two):
+    first, gone, last = two.client(), two.client(), two.client()
+    rows = two.on_disk(1)
+    calls = [two.read(rows[:3], first), two.read(rows[3:9], gone), two.read(rows[9:11], last)]
+    end(two, gone)
+    two.settle()
+    assert isinstance(first.take(calls[0]), m.ReadRows)
+    assert isinstance(last.take(calls[2]), m.ReadRows)
+    assert loaded(two, 1) == 5
+
+
+def test_a_request_that_ends_while_its_blocks_are_loaded_holds_up_nobody(two):
+    """Its turn ends with it: what the disk of one shard has not loaded yet is not waited for in the other."""
+    gone, other = two.client(), two.client()
+    two.read([*two.on_disk(1)[:3], *two.on_disk(2)[:3]], gone)
+    call = two.read(two.on_disk(2)[3:16], other)
+    two.settle(2)
+    assert other.take(call) is None, "the blocks of the first request are spared"
+    end(two, gone)
+    two.settle(2)
+    assert isinstance(other.take(call), m.ReadRows)

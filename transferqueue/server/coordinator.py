@@ -488,9 +488,11 @@ class Coordinator:
         ending, pidfd = how or reason or CUT, session.process.pidfd
         life_event("session_ended", session=number, label=session.label, why=ending)
         self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))
-        for waiting in self.waiting.remove_session(number):
-            if reason:
-                self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
+        removed = self.waiting.remove_session(number)
+        for waiting in removed if reason else ():
+            self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
+        if removed and self.spillers.is_any:
+            self._guard("end of loads", partial(self._abandon, removed, now))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
         if (jobs := self.operations.snapshots) is not None:
@@ -503,6 +505,11 @@ class Coordinator:
             self._guard("loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
+
+    def _abandon(self, removed: list[WaitingRequest], now: float) -> None:
+        """Nothing is brought back from a disk any more for these requests, whose session has ended."""
+        keys = {key for waiting in removed for key in waiting.keys}
+        self.spillers.abandon({key for key in keys if not self.waiting.is_waited_for(key)}, now)
 
     # ------------------------------------------------------------ defects
 

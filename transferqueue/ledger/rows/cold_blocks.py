@@ -9,7 +9,8 @@ The rules (docs/decisions/0056, 0059; what one arena does: `cold_arena`):
 4. A load order names all blocks that its request needs. All orders wait in one line. An arena carries out the first one that has blocks there. The
    blocks of that one are not spilled. So those of an order are all in memory when it ends; then its request is tried again, before anything else is
    spilled, and pins them. Since the line is one, no two orders wait for each other. An order that finds no memory goes to the end of the line,
-   so that no request keeps others from their blocks.
+   so that no request keeps others from their blocks. One that only requests of ended
+   sessions wait for ends with them. One whose request was not to wait so long is carried out, for the next such request.
 5. An order that lacks blocks of an arena whose disk is silent is not carried out anywhere until that disk answers.
 6. A request whose blocks could never be in memory together is refused.
 7. A block that nobody needs any more is forgotten, and its bytes on the disk with it. Those of a lost shard are lost.
@@ -101,8 +102,7 @@ class ColdBlocks:
         arena.lose()
         self._carried_out.pop(shard, None)
         self.stirred.discard(shard)
-        for order in [order for order in self.orders.values() if shard in order.arenas]:
-            self.give_up(order)
+        self.give_up([order for order in self.orders.values() if shard in order.arenas])
         disk = disk_of(shard)
         return [number for number, block in self.on_disk.items() if block.at.shard == disk]
 
@@ -197,17 +197,27 @@ class ColdBlocks:
             return []
         self._may_end = False
         ended = [order for order in self.carried_out() if self.on_disk.keys().isdisjoint(order.blocks)]
-        for order in ended:
-            self.give_up(order)
+        self.give_up(ended)
         return ended
 
-    def give_up(self, order: LoadOrder) -> None:
-        """End an order. A request that still waits for its blocks makes another one, behind all others."""
-        del self.orders[order.blocks]
-        for shard in order.arenas & self.arenas.keys():
-            self.arenas[shard].orders -= 1
-        self._place_orders(order.arenas)
-        self._blocks.wake(_loaded(order))
+    def abandon(self, keys: Collection[WakeKey]) -> list[LoadOrder]:
+        """End the orders with these keys: the sessions of all requests that wait on them have ended. Returns these."""
+        abandoned = [order for order in self.orders.values() if _loaded(order) in keys]
+        self.give_up(abandoned)
+        return abandoned
+
+    def give_up(self, orders: Collection[LoadOrder]) -> None:
+        """End these orders, all before others take their turns. A request that still waits for the blocks of one makes another one, behind all
+        others."""
+        arenas: dict[int, None] = {}
+        for order in orders:
+            del self.orders[order.blocks]
+            for shard in order.arenas & self.arenas.keys():
+                self.arenas[shard].orders -= 1
+            arenas |= dict.fromkeys(order.arenas)
+        self._place_orders(arenas)
+        for order in orders:
+            self._blocks.wake(_loaded(order))
 
 
 def _loaded(order: LoadOrder) -> WakeKey:

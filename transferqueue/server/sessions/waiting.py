@@ -167,7 +167,7 @@ class WaitQueue:
             heapq.heapify(self._deadlines)
 
     def remove_session(self, session: int) -> list[WaitingRequest]:
-        """Remove all requests of a session, and return them."""
+        """Remove all requests of a session, and return them, each with the keys that it waited on."""
         removed = list(self._by_session.get(session, {}).values())
         for waiting in removed:
             self.remove(waiting)
@@ -192,7 +192,6 @@ class WaitQueue:
     def _leave_keys(self, waiting: WaitingRequest) -> None:
         for key in waiting.keys:
             _discard(self._by_key, key, waiting.order)
-        waiting.keys = ()
 
     def _leave_lane(self, waiting: WaitingRequest) -> None:
         if waiting.lane is None:

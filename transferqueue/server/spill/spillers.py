@@ -4,7 +4,8 @@ The rules (docs/decisions/0056, 0059; what one arena does: `spiller`):
 
 1. Whoever finds no memory has cold blocks written in every arena that could give it some.
 2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory in an arena for `LOAD_STUCK_S`, while nothing is being
-   written or loaded there, ends. Its request goes to the end of the line if it still waits.
+   written or loaded there, ends. Its request goes to the end of the line. One ends
+   with the session whose request made it, if no request of others waits for it.
 3. A turn looks only at arenas where something is to be done or under way. So it costs nothing while none is, however many spill.
 """
 
@@ -13,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any, Final
 
+from transferqueue.ledger.effects import WakeKey
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.cold_arena import LoadOrder
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
@@ -126,6 +128,12 @@ class Spillers:
         self._active.difference_update([number for number in self._active if not self._spillers[number].go_on(now)])
         return self._give_up_stuck_orders(cold, now)
 
+    def abandon(self, keys: Collection[WakeKey], now: float) -> None:
+        """The session has ended whose requests waited on these keys, and no other waits on them."""
+        if self._cold is not None:
+            for order in self._cold.abandon(keys):
+                self._order_ended(order, now)
+
     def next_deadline(self) -> float | None:
         """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
         if not self._active:
@@ -154,8 +162,9 @@ class Spillers:
                 order.stuck_since = now
             elif now >= order.stuck_since + LOAD_STUCK_S:
                 stuck.append(order)
+        if stuck:
+            cold.give_up(stuck)
         for order in stuck:
-            cold.give_up(order)
             self._order_ended(order, now)
         return bool(stuck)
 
