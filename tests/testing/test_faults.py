@@ -2,8 +2,8 @@
 
 import pytest
 
-from transferqueue.testing.faults import FAULTS, planted
-from transferqueue.testing.simulator import simulate
+from transferqueue.testing.faults import FAULTS, KIND_OF, planted
+from transferqueue.testing.simulator import bounds, simulate
 
 SEEDS = 60
 
@@ -18,6 +18,7 @@ def test_each_fault_replaces_an_attribute_that_exists():
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_a_planted_fault_is_caught(fault):
+def test_a_planted_fault_is_caught(fault, monkeypatch):
+    monkeypatch.setattr(bounds, "EVENT_S", 0.3)
     with planted(fault):
-        assert any(simulate(seed).broken for seed in range(SEEDS))
+        assert any(simulate(seed, KIND_OF.get(fault, "mixed")).broken for seed in range(SEEDS))

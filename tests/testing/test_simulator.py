@@ -1,5 +1,6 @@
 """The simulator over the production state machines: no promise broken, and the same course for the same seed."""
 
+import itertools
 from collections import Counter
 
 import pytest
@@ -9,9 +10,8 @@ from tests.scale import sizes
 from tests.testing import courses
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulate import sweep
-from transferqueue.testing.simulator import replay_command, simulate
-from transferqueue.testing.simulator.run import SimRun
-from transferqueue.testing.simulator.spilling import FEWER_FAULTS
+from transferqueue.testing.simulator import bounds, replay_command, simulate
+from transferqueue.testing.simulator.run import KINDS, SimRun
 
 
 def test_a_seed_is_replayed_exactly():
@@ -50,7 +50,7 @@ def test_seeds_take_the_courses_that_were_recorded(seeds: int):
 def test_no_promise_is_broken_where_blocks_go_to_a_disk(seeds: int):
     spilled = 0
     for seed in range(seeds):
-        run = SimRun(seed, spills=True)
+        run = SimRun(seed, KINDS["disk"])
         run.whole()
         spilled += run.world.faults["extent spilled"]
     assert spilled
@@ -62,7 +62,7 @@ def test_no_promise_is_broken_where_shards_have_disks(seeds: int):
     """Slow ones, that are full, unreadable or hung at times; shards die, and their blocks there are lost."""
     faults: Counter[str] = Counter()
     for seed in range(seeds):
-        run = SimRun(seed, FEWER_FAULTS, spills=True, sharded=True)
+        run = SimRun(seed, KINDS["shards"])
         run.whole()
         faults += run.world.faults
     assert faults["extent spilled"] > 10 * seeds
@@ -77,10 +77,37 @@ def test_no_promise_is_broken_where_rows_share_values(seeds: int):
     request waits for it and for others that are on the disk."""
     referred = 0
     for seed in (*range(seeds), 299):
-        run = SimRun(seed, interns=True, spills=bool(seed % 2))
+        run = SimRun(seed, KINDS["interned-disk" if seed % 2 else "interned"])
         run.whole()
         referred += run.world.faults["value referred to"]
     assert referred > 5 * seeds
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(3, 300))
+@pytest.mark.parametrize("kind", ["crowded-mixed", "crowded-disk", "crowded-shards", "crowded-interned-disk"])
+def test_no_promise_is_broken_where_sessions_end_while_their_calls_are_due(kind: str, seeds: int):
+    """Killed, by Goodbye, with their connections, with their keys, and as they do not read; all at once in some turns."""
+    broken = [
+        (result.broken, replay_command(result.seed, kind))
+        for seed in range(seeds)
+        if (result := simulate(seed, kind)).broken
+    ]
+    assert not broken
+
+
+@pytest.mark.parametrize(
+    ("act", "shown"), [("spins", "did not end within"), ("stands", "something is due again and again")]
+)
+def test_what_does_not_end_fails_its_seed(act: str, shown: str, monkeypatch: pytest.MonkeyPatch):
+    """An event that does not end, and a server that is due again as soon as it has done what was due."""
+    monkeypatch.setattr(bounds, "EVENT_S", 0.05)
+    monkeypatch.setattr(bounds, "EVENTS_MAX", 1000)
+    if act == "spins":
+        monkeypatch.setattr(Coordinator, "process_exited", lambda *_: [None for _ in itertools.count()])
+    else:
+        monkeypatch.setattr(Coordinator, "next_deadline", lambda _: 0.0)
+    assert shown in simulate(1).broken
 
 
 @pytest.mark.slow

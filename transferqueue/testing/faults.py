@@ -5,6 +5,7 @@ Each entry of `FAULTS` replaces one attribute for as long as `planted` lasts; pr
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Final
@@ -16,6 +17,7 @@ from transferqueue.client.session.calls import PendingCalls
 from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
 from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
@@ -155,6 +157,30 @@ def _freed_uncovered(was: Any) -> Any:
     return acked
 
 
+def _always_some(was: Any) -> Any:
+    class Requests(OrderedDict[int, Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    def begin(self: Any) -> None:
+        was(self)
+        self.requests = Requests()
+
+    return begin
+
+
+def _one_by_one(was: Any) -> Any:
+    def give_up(self: Any, orders: Any) -> None:
+        for order in orders:
+            was(self, [order])
+
+    return give_up
+
+
+def _if_any(was: Any) -> Any:
+    return lambda self: was(self) if len(self.requests) else None
+
+
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((ack, "return_rows", _consumed),),
     "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
@@ -191,7 +217,18 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),
     "a lost copy is not made again": ((BlockRegistry, "_await_copies", _nothing),),
     "a copy counts before it is written": ((BlockRegistry, "order_copies", _counted_at_once),),
+    "a turn goes on for a due request that has ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
+    "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),
+    "the orders of a lost shard end one by one": ((ColdBlocks, "give_up", _one_by_one),),
 }  # fmt: skip
+
+
+KIND_OF: Final = {
+    "a turn goes on for a due request that has ended": "crowded-mixed",
+    "a turn ends though a request is due": "crowded-shards",
+    "the orders of a lost shard end one by one": "crowded-shards",
+}
+"""The kind of the worlds in which a bug shows, if that is not the usual one."""
 
 
 @contextmanager

@@ -16,17 +16,18 @@ import msgspec
 
 from transferqueue.errors import InternalError
 from transferqueue.testing.simulator import Result, replay_command, simulate
+from transferqueue.testing.simulator.run import KINDS
 
 
-def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Result]]:
-    """Run `seeds` seeds from `first` in `jobs` processes: faults by kind, and the results that broke a promise.
+def sweep(first: int, seeds: int, jobs: int = 2, kind: str = "mixed") -> tuple[Counter[str], list[Result]]:
+    """Run `seeds` seeds from `first` of this kind of world in `jobs` processes: faults by name, and the results that broke a promise.
 
     Each process takes every `jobs`-th seed and writes one line of JSON for each result.
     """
     faults: Counter[str] = Counter()
     broken = []
     with ExitStack() as running:
-        processes = [running.enter_context(_process(first + at, seeds - at, jobs)) for at in range(jobs)]
+        processes = [running.enter_context(_process(first + at, seeds - at, jobs, kind)) for at in range(jobs)]
         for process, results in processes:
             if process.wait() != 0:
                 raise InternalError(f"a process of the simulator ended with {process.returncode}")
@@ -40,9 +41,9 @@ def sweep(first: int, seeds: int, jobs: int = 2) -> tuple[Counter[str], list[Res
 
 
 @contextmanager
-def _process(first: int, seeds: int, jobs: int) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
+def _process(first: int, seeds: int, jobs: int, kind: str) -> Iterator[tuple[subprocess.Popen[bytes], IO[bytes]]]:
     """Start a process that writes its results to a file. It would block on a full pipe, which is read only later."""
-    command = [sys.executable, "-m", "transferqueue.testing.simulate", "--every", str(jobs)]
+    command = [sys.executable, "-m", "transferqueue.testing.simulate", "--every", str(jobs), "--kind", kind]
     command += ["--first", str(first), "--seeds", str(seeds)]
     with TemporaryFile() as results, subprocess.Popen(command, stdout=results) as process:
         try:
@@ -51,10 +52,10 @@ def _process(first: int, seeds: int, jobs: int) -> Iterator[tuple[subprocess.Pop
             process.kill()
 
 
-def _each(first: int, seeds: int, every: int) -> int:
+def _each(first: int, seeds: int, every: int, kind: str) -> int:
     """The work of a process of `sweep`."""
     for seed in range(first, first + seeds, every):
-        sys.stdout.write(msgspec.json.encode(simulate(seed)).decode() + "\n")
+        sys.stdout.write(msgspec.json.encode(simulate(seed, kind)).decode() + "\n")
         sys.stdout.flush()
     return 0
 
@@ -65,23 +66,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, default=2000, help="how many")
     parser.add_argument("--first", type=int, default=0, help="the first of them")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
+    parser.add_argument(
+        "--kind", choices=[*KINDS], default="mixed", help="what all worlds have (default: what each seed says)"
+    )
     parser.add_argument("--every", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--seed", type=int, help="run this one again, and nothing else")
     chosen = parser.parse_args(arguments)
     logging.getLogger("transferqueue").setLevel(logging.CRITICAL if chosen.seed is None else logging.ERROR)
     if chosen.every:
-        return _each(chosen.first, chosen.seeds, chosen.every)
+        return _each(chosen.first, chosen.seeds, chosen.every, chosen.kind)
     if chosen.seed is not None:
-        result = simulate(chosen.seed)
+        result = simulate(chosen.seed, chosen.kind)
         faults, broken, seeds = result.faults, [result] if result.broken else [], 1
     else:
-        faults, broken = sweep(chosen.first, chosen.seeds, chosen.jobs)
+        faults, broken = sweep(chosen.first, chosen.seeds, chosen.jobs, chosen.kind)
         seeds = chosen.seeds
     out = sys.stdout.write
     for kind, count in sorted(faults.items()):
         out(f"{count:9,} {kind}\n")
     for run in broken:
-        out(f"seed {run.seed}: {run.broken}\n  {replay_command(run.seed)}\n")
+        out(f"seed {run.seed}: {run.broken}\n  {replay_command(run.seed, chosen.kind)}\n")
     out(f"{seeds:,} seeds, {faults.total():,} faults, {len(broken)} promises broken\n")
     return 1 if broken else 0
 

@@ -13,18 +13,21 @@ from typing import Final
 from transferqueue.errors import JournalFailed, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
-from transferqueue.limits import SIZE_BYTES_MAX
+from transferqueue.limits import SIZE_BYTES_MAX, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.resume import resume_sessions
+from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.sessions.liveness import ProcessHandle
+from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.testing.simulator.spill import SimSpill
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
+from transferqueue.wire.roles import Role
 
 TICKET_KEY: Final = bytes(32)
 """Not random, so that a seed takes the same course each time."""
@@ -148,6 +151,20 @@ class SimEvidence(ProcessHandle):
         self.forget_process()
 
 
+class SimAuthorizer(Authorizer):
+    """Each process has a key of its own, and may do everything until that is withdrawn."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.withdrawn: Final[set[int]] = set()
+        """Numbers of processes."""
+
+    def role(self, peer: Peer) -> Role | None:
+        """See `Authorizer`."""
+        number = int(peer.partition(b".")[0]) if isinstance(peer, bytes) and peer else -1
+        return None if number in self.withdrawn else "admin"
+
+
 class SimDurability:
     """Durability of the simulated server; see `server.durable.Durability` and `server.resuming.Past`."""
 
@@ -174,6 +191,14 @@ def own_extents(ledger: Ledger) -> list[ExtentState]:
     return ledger.extents_of(SHARD)
 
 
+def _check_idle(node: Coordinator) -> None:
+    """A turn of the server has ended: it left nothing to do, which would wait for whatever happens next."""
+    if node.waiting.requests and node.waiting.next_due() is not None:
+        raise PromiseBroken("a turn ended, and a request that waits is due; it would be tried with the next event")
+    if effects := node.ledger.take_effects():
+        raise PromiseBroken(f"a turn ended, and its effects were not applied: {effects}")
+
+
 class SimServer:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
     blocks go to a disk; only at that level."""
@@ -189,12 +214,15 @@ class SimServer:
         self.on_down: Callable[[], None] = lambda: None
         self.on_up: Callable[[], None] = lambda: None
         self.checked: Callable[[Coordinator], None] = lambda _: None
+        self.unread: Final[set[bytes]] = set()
+        """Peers that do not read their answers. The server notices when it sends the next one."""
         self._world: Final = world
         self._lives: Final = lives
         self._durable: Final = durable
         self._spills: Final = spills
         self._behind = 0.0
         self._watched: dict[int, int] = {}
+        self._authorizer: Final = SimAuthorizer()
         self._tick_at = -1.0
 
     # ------------------------------------------------------------ life and death
@@ -213,8 +241,10 @@ class SimServer:
                 self._place(),
                 watcher=self,
                 open_process=self._open_process,
+                authorizer=self._authorizer,
                 tickets=TicketIssuer(TICKET_KEY),
             )
+            self.node.waiters_at_once = WAITERS_AT_ONCE
             if self._spills:
                 self._spill(self.node)
         if self.node is not None:
@@ -244,6 +274,7 @@ class SimServer:
             self._place(),
             watcher=self,
             open_process=self._open_process,
+            authorizer=self._authorizer,
             durability=kept,
             tickets=TicketIssuer(TICKET_KEY),
         )
@@ -294,6 +325,15 @@ class SimServer:
             lambda node: node.process_exited(self._watched[number], self._clock()) if number in self._watched else None
         )
 
+    def connection_lost(self, peer: bytes) -> None:
+        """A client closed its connection without Goodbye."""
+        self._guarded(lambda node: node.peer_lost(peer, self._clock()))
+
+    def withdraw_keys(self, numbers: Iterable[int]) -> None:
+        """The keys of these processes are withdrawn."""
+        self._authorizer.withdrawn.update(numbers)
+        self._guarded(lambda node: node.keys_changed(self._clock()))
+
     # ------------------------------------------------------------ the loop
 
     def receive(self, peer: bytes, frame: bytes) -> None:
@@ -316,18 +356,23 @@ class SimServer:
             self.kill()
             return
         if self.node is node:
+            _check_idle(node)
             self.checked(node)
             self._sleep(node)
 
     def _send(self, node: Coordinator) -> None:
-        while node.outbox:
+        while node.outbox or node.unfinished:
             node.commit()
             answers, node.outbox = node.outbox, []
             for peer, frame in answers:
                 if self._world.strikes(self._world.rates.killed_at_send, "server crashed between answers"):
                     raise Crashed
-                if isinstance(peer, bytes) and peer:
+                if peer in self.unread:
+                    node.peer_lost(peer, self._clock())
+                elif isinstance(peer, bytes) and peer:
                     self.deliver(peer, frame)
+            if node.unfinished:
+                node.go_on(self._clock())
         if self._world.strikes(self._world.rates.checkpoint, "checkpoint"):
             ledger = node.ledger
             if isinstance(ledger, RecordedLedger):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
@@ -14,8 +15,10 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
+from transferqueue.testing.simulator.bounds import bounded
 from transferqueue.testing.simulator.columns import ColumnEndsJob
 from transferqueue.testing.simulator.copied import ReplicatedShardsJob
+from transferqueue.testing.simulator.crowd import CrowdJob
 from transferqueue.testing.simulator.interned import INTERNED_PAGES, InternedJob
 from transferqueue.testing.simulator.job import SimJob
 from transferqueue.testing.simulator.kept import ManualRetentionJob
@@ -23,7 +26,7 @@ from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, ow
 from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
-from transferqueue.testing.simulator.spilling import SpillingShardsJob
+from transferqueue.testing.simulator.spilling import FEWER_FAULTS, SpillingShardsJob
 from transferqueue.testing.simulator.stepped import CheckpointJob
 from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
@@ -37,8 +40,32 @@ SHARDED: Final = 0.12
 
 OWN_PAGES: Final = 1
 """Of the server's own arena where rows are to lie in remote shards."""
+CROWDED: Final = {"t": "score", "interned": "learn", "copied": "use"}
+"""Tables that a `CrowdJob` may lease rows of, each with the task."""
 COLUMNS_EVERY: Final = 5
 """One of so many seeds without a weight channel has a `ColumnEndsJob`. Chosen by the seed alone, so other seeds run as before."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorldKind:
+    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too."""
+
+    rates: Rates | None = None
+    spills: bool = False
+    interns: bool = False
+    sharded: bool = False
+    crowded: bool = False
+
+
+_KINDS: Final = {
+    "mixed": WorldKind(),
+    "disk": WorldKind(spills=True),
+    "shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True),
+    "interned": WorldKind(interns=True),
+    "interned-disk": WorldKind(interns=True, spills=True),
+}
+KINDS: Final = _KINDS | {f"crowded-{name}": replace(kind, crowded=True) for name, kind in _KINDS.items()}
+"""The kinds of worlds by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,14 +78,14 @@ class Result:
     rows: int
 
 
-def replay_command(seed: int) -> str:
-    """The command that repeats a seed."""
-    return f"python -m transferqueue.testing.simulate --seed {seed}"
+def replay_command(seed: int, kind: str = "mixed") -> str:
+    """The command that repeats a seed of this kind of world."""
+    return f"python -m transferqueue.testing.simulate --seed {seed}" + f" --kind {kind}" * (kind != "mixed")
 
 
-def simulate(seed: int, rates: Rates | None = None) -> Result:
-    """Run one seed. A function of `seed` and `rates` alone; takes about 0.1 s."""
-    run = SimRun(seed, rates)
+def simulate(seed: int, kind: str = "mixed") -> Result:
+    """Run one seed. A function of `seed` and `kind` (of `KINDS`) alone; takes about 0.1 s."""
+    run = SimRun(seed, KINDS[kind])
     broken = ""
     try:
         run.whole()
@@ -80,46 +107,43 @@ def rows_ahead_max(table: TableState) -> float:
 
 
 class SimRun:
-    """The deployment of one seed: the server, the clients, and their jobs. spills: the server has a disk for cold blocks, whatever the seed
-    says, and keeps nothing through a crash. interns: it has an `InternedJob` beside `Rollouts`,
-    sharded: rows lie in remote shards, both whatever the seed says."""
+    """The deployment of one seed: the server, the clients, and their jobs.
 
-    def __init__(
-        self,
-        seed: int,
-        rates: Rates | None = None,
-        *,
-        spills: bool = False,
-        interns: bool = False,
-        sharded: bool = False,
-    ) -> None:
-        self.seed, self.world = seed, World(seed, rates)
+    A kind may say what the seed decides otherwise. spills: the server has a disk for cold blocks, and keeps nothing through a crash. interns: it has
+    an `InternedJob` beside `Rollouts`. sharded: rows lie in remote shards.
+    """
+
+    def __init__(self, seed: int, kind: WorldKind = KINDS["mixed"]) -> None:
+        self.seed, self.kind, self.world = seed, kind, World(seed, kind.rates)
         chance = self.world.random
         self.durable = chance.random() < 0.85
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
-        pages += INTERNED_PAGES * (interns and not spills)
-        pages = OWN_PAGES if sharded else pages
-        self.spills = spills or (not self.durable and seed % 2 == 1)
-        self.durable = self.durable and not spills
-        self.interns, self.sharded = interns, sharded
-        own_spills = self.spills and not sharded
+        pages += INTERNED_PAGES * (kind.interns and not kind.spills)
+        pages = OWN_PAGES if kind.sharded else pages
+        self.spills = kind.spills or (not self.durable and seed % 2 == 1)
+        self.durable = self.durable and not kind.spills
+        own_spills = self.spills and not kind.sharded
         self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=own_spills)
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._server_ended, self._reconnect
         self.numbers = self.rows_put = 0
+        self._events_until: Callable[[float], None]
         self._make_jobs()
 
     def _make_jobs(self) -> None:
         """Choose the jobs of the deployment and make their workers: `Rollouts` and one other job, or remote shards alone."""
         chance = self.world.random
-        if self.interns:
+        if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
-        elif chance.random() < SHARDED or self.sharded:
+        elif chance.random() < SHARDED or self.kind.sharded:
             self.jobs = [SpillingShardsJob(chance) if self.spills else ReplicatedShardsJob(chance)]
         else:
             self._choose_jobs(chance)
+        if self.kind.crowded:
+            table = self.jobs[-1].table if self.jobs[-1].table in CROWDED else self.jobs[0].table
+            self.jobs.append(CrowdJob(table, CROWDED[table], memory=self.spills or table != "copied"))
         self.workers = [
             Process(self.world, self.server, name, role, partial(job.offer, name))
             for job in self.jobs
@@ -170,7 +194,11 @@ class SimRun:
     # ------------------------------------------------------------ the course of a run
 
     def whole(self) -> None:
-        """Run the seed to its end; `PromiseBroken` at the first broken promise."""
+        """Run the seed to its end; `PromiseBroken` at the first broken promise. `bounded` says what is not bounded outside the main thread."""
+        with bounded(self.world) as self._events_until:
+            self._run()
+
+    def _run(self) -> None:
         self.server.start()
         for process in self.workers:
             self._start(process)
@@ -185,8 +213,7 @@ class SimRun:
         self._check_end()
 
     def _run_until(self, when: float) -> None:
-        while self.world.step(when):
-            pass
+        self._events_until(when)
         for process in self.workers:
             if not process.alive and not process.done:
                 self._start(process)
