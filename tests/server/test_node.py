@@ -275,6 +275,38 @@ def test_a_wait_that_ended_without_room_is_not_carried_out_later(bench):
     assert audit(client)["tables"]["t"]["rows_put"] == 1
 
 
+def test_a_call_answered_before_does_not_wait_behind_others(bench):
+    """Its reply was lost with its connection, or with the server: those who wait may wait for the rows that only this client can give back."""
+    first, second, third = bench.client(), bench.client(), bench.client()
+    first.create_table()
+    first.ask(first.put(1))
+    leased = first.post(lease(wait_s=9.0))
+    answered = first.take(leased)
+    refused = third.post(lease(wait_s=1.0))
+    bench.pass_time(1.1)
+    refusal = third.take(refused)
+    waits = second.post(lease(wait_s=60.0))
+    assert isinstance(answered, m.Leased)
+    assert refusal.error == "DeadlineExceeded"
+    assert second.take(waits) is None
+    assert first.ask(lease(wait_s=9.0), leased) == answered
+    assert third.ask(lease(wait_s=1.0), refused) == refusal
+    assert second.take(waits) is None
+
+
+def test_a_put_answered_before_does_not_wait_behind_others(bench):
+    """What others wait for may be that its client leases the rows of which it does not know yet."""
+    first, second = bench.client(), bench.client()
+    first.create_table(limits=Limits(rows=1))
+    put = first.post(first.put(1, wait_s=9.0))
+    answered = first.take(put)
+    waits = second.post(second.put(1, wait_s=9.0))
+    assert answered == m.PutRows(0, 1)
+    assert second.take(waits) is None
+    assert first.ask(first.put(1, wait_s=9.0), put) == answered
+    assert audit(first)["tables"]["t"]["rows_put"] == 1
+
+
 def test_a_call_sent_again_while_it_waits_is_answered_once(bench):
     client, other = bench.client(), bench.client()
     client.create_table()

@@ -430,6 +430,15 @@ class Ledger:
             holder.replies.keep(call, reply)
         return reply
 
+    def is_repeat(self, request: m.Request, session: int, call: int) -> bool:
+        """Whether `apply` answered this call before, and answers it so again."""
+        holder = self.state.sessions.get(session)
+        if holder is None or call > holder.replies.last:
+            return False
+        if DECLARED[type(request)].repeat == "by_row" and self._is_known_put(request, holder, call):
+            return True
+        return holder.replies.was_answered(call)
+
     def _is_known_put(self, request: Any, session: SessionState, call: int) -> bool:
         """Whether this is a retry of a put that the table recognises, even if the reply is not cached any more."""
         table = self.state.tables.get(request.table)
