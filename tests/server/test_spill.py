@@ -143,6 +143,22 @@ def test_a_full_disk_pauses_and_nothing_is_lost(bench):
     assert bench.bytes_of(bench.lease(4)) == [0, 1, 2, 3]
 
 
+def test_a_server_sleeps_while_spilled_blocks_take_all_that_they_may(bench, monkeypatch):
+    """A producer waits for memory meanwhile. Time helps nobody then: only a block that leaves the disk does."""
+    monkeypatch.setattr(bench.spiller, "nbytes", 8 * PAGE_BYTES)
+    while (wanted := bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))) and not bench.settle():
+        if (granted := bench.producer.take(wanted)) is None:
+            break
+        bench.write(granted, 1)
+    assert "--spill-bytes" in bench.stats()["paused"]
+    for _ in range(3):
+        bench.coordinator.tick(bench.now)
+        assert bench.coordinator.next_deadline() > bench.now
+    bench.finish(bench.lease())
+    bench.settle()
+    assert isinstance(bench.producer.take(wanted), m.Granted)
+
+
 def test_rows_come_back_from_a_full_disk_while_producers_fill_the_memory(bench):
     for number in range(40):
         bench.put(number)

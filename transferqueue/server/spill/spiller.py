@@ -142,7 +142,7 @@ class Spiller:
         """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
         if self.has_work:
             return None if self.cold.is_silent else self._progress_at + SPILL_SILENT_S
-        return self._paused_until if self.paused and self._wanted else None
+        return self._paused_until if self.paused and self._wanted and self._room_for_rows else None
 
     def explain_memory(self) -> str:
         """How much memory is in use, for texts about a load order that finds none."""
@@ -214,9 +214,14 @@ class Spiller:
         self._last_job += 1
         return self._last_job
 
+    @property
+    def _room_for_rows(self) -> int:
+        """The bytes that may go to the disk for the sake of new rows. Only what leaves the disk makes more."""
+        return max(self.nbytes - self.nbytes // LOADS_SHARE - self._disk_used, 0)
+
     def _room_on_disk(self, wanted: int) -> int:
-        """The bytes that may go to the disk for the sake of new rows. If these are too few, `paused` says so."""
-        room = max(self.nbytes - self.nbytes // LOADS_SHARE - self._disk_used, 0)
+        """`_room_for_rows`. If there is none and some is wanted, `paused` says so."""
+        room = self._room_for_rows
         if wanted and not room and not self.paused:
             self.paused = (
                 f"the spilled blocks take {self._disk_used:,} of {self.nbytes:,} bytes (--spill-bytes), and the rest is for blocks that make room for "

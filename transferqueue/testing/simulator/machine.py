@@ -33,6 +33,10 @@ TICKET_KEY: Final = bytes(32)
 """Not random, so that a seed takes the same course each time."""
 
 
+SLEEPLESS_MAX: Final = 20
+"""So many ticks in a row may leave something that is due, as a tick does that reserves some pages ahead of use. A server that goes on so never sleeps."""
+
+
 class PromiseBroken(Exception):
     """A promise was broken; the text says which."""
 
@@ -201,10 +205,17 @@ def _check_idle(node: Coordinator) -> None:
 
 class SimServer:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
-    blocks go to a disk; only at that level."""
+    blocks go to a disk, of `disk_bytes`; only at that level."""
 
     def __init__(
-        self, world: World, arena_bytes: int, lives: Callable[[int], bool], *, durable: bool, spills: bool = False
+        self,
+        world: World,
+        arena_bytes: int,
+        lives: Callable[[int], bool],
+        *,
+        durable: bool,
+        spills: bool = False,
+        disk_bytes: int = SIZE_BYTES_MAX,
     ) -> None:
         self.arena: Final = SimArena(arena_bytes)
         self.disk: Final = Disk()
@@ -220,10 +231,12 @@ class SimServer:
         self._lives: Final = lives
         self._durable: Final = durable
         self._spills: Final = spills
+        self._disk_bytes: Final = disk_bytes
         self._behind = 0.0
         self._watched: dict[int, int] = {}
         self._authorizer: Final = SimAuthorizer()
         self._tick_at = -1.0
+        self._sleepless = 0
 
     # ------------------------------------------------------------ life and death
 
@@ -256,7 +269,7 @@ class SimServer:
                 self._guarded(lambda node: node.tick(self._clock()))
 
         space = SimSpill(self._world, self.arena.bytes, stir)
-        node.spillers.add_own(node.memory, space, SIZE_BYTES_MAX)
+        node.spillers.add_own(node.memory, space, self._disk_bytes)
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
@@ -343,7 +356,17 @@ class SimServer:
     def _tick(self, when: float) -> None:
         if self._tick_at == when:
             self._tick_at = -1.0
-            self._guarded(lambda node: node.tick(self._clock()))
+            self._guarded(self._tick_all)
+
+    def _tick_all(self, node: Coordinator) -> None:
+        now = self._clock()
+        node.tick(now)
+        due = node.next_deadline()
+        self._sleepless = self._sleepless + 1 if due is not None and due <= now else 0
+        if self._sleepless > SLEEPLESS_MAX:
+            raise PromiseBroken(
+                f"{SLEEPLESS_MAX} ticks one after the other left what was due at {due:.6f}, at {now:.6f}"
+            )
 
     def _guarded(self, act: Callable[[Coordinator], object]) -> None:
         node = self.node

@@ -12,7 +12,7 @@ from typing import Final
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger.table import TableState
-from transferqueue.limits import PAGE_BYTES
+from transferqueue.limits import PAGE_BYTES, SIZE_BYTES_MAX
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.testing.simulator.bounds import bounded
@@ -124,7 +124,15 @@ class SimRun:
         self.spills = kind.spills or (not self.durable and seed % 2 == 1)
         self.durable = self.durable and not kind.spills
         own_spills = self.spills and not kind.sharded
-        self.server = SimServer(self.world, pages * PAGE_BYTES, self._lives, durable=self.durable, spills=own_spills)
+        disk_bytes = pages * PAGE_BYTES // 2 if kind.crowded and not kind.interns else SIZE_BYTES_MAX
+        self.server = SimServer(
+            self.world,
+            pages * PAGE_BYTES,
+            self._lives,
+            durable=self.durable,
+            spills=own_spills,
+            disk_bytes=disk_bytes,
+        )
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._server_ended, self._reconnect
