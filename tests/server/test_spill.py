@@ -143,20 +143,48 @@ def test_a_full_disk_pauses_and_nothing_is_lost(bench):
     assert bench.bytes_of(bench.lease(4)) == [0, 1, 2, 3]
 
 
+def spill_all_that_may(bench, monkeypatch):
+    """Rows fill the memory, and the disk as far as they may. Returns the call of a producer that waits for memory."""
+    monkeypatch.setattr(bench.spiller, "nbytes", 8 * PAGE_BYTES)
+    number = 0
+    while True:
+        wanted = bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))
+        bench.settle()
+        if (granted := bench.producer.take(wanted)) is None:
+            assert "--spill-bytes" in bench.stats()["paused"]
+            return wanted
+        bench.write(granted, number)
+        number += 1
+
+
 def test_a_server_sleeps_while_spilled_blocks_take_all_that_they_may(bench, monkeypatch):
     """A producer waits for memory meanwhile. Time helps nobody then: only a block that leaves the disk does."""
-    monkeypatch.setattr(bench.spiller, "nbytes", 8 * PAGE_BYTES)
-    while (wanted := bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))) and not bench.settle():
-        if (granted := bench.producer.take(wanted)) is None:
-            break
-        bench.write(granted, 1)
-    assert "--spill-bytes" in bench.stats()["paused"]
+    wanted = spill_all_that_may(bench, monkeypatch)
     for _ in range(3):
         bench.coordinator.tick(bench.now)
-        assert bench.coordinator.next_deadline() > bench.now
-    bench.finish(bench.lease())
+        due = bench.coordinator.next_deadline()
+        assert due is None or due > bench.now
+    for _ in range(2):
+        bench.finish(bench.lease(6))
     bench.settle()
     assert isinstance(bench.producer.take(wanted), m.Granted)
+
+
+def test_blocks_come_back_as_soon_as_others_can_leave_though_the_disk_is_as_full_as_it_may_be(bench, monkeypatch):
+    """All blocks in memory are pinned as a read begins to wait. The next moment some are not."""
+    spill_all_that_may(bench, monkeypatch)
+    blocks = bench.coordinator.ledger.state.core.blocks.blocks
+    rows = {kind: [n - 1 for n, block in blocks.items() if bool(block.extents) is kind] for kind in (True, False)}
+    reader = bench.client()
+    held = reader.ask(m.ReadRequest("t", np.array(rows[True], "<i8").tobytes()))
+    call = bench.worker.post(m.ReadRequest("t", np.array(rows[False][:4], "<i8").tobytes()))
+    bench.settle()
+    bench.pass_time(0.1)
+    assert bench.worker.take(call) is None
+    numbers = np.array([at.block for part in held.content.parts for at in part.blocks], "<i8")
+    reader.post(m.Unpin(numbers.tobytes(), np.ones(numbers.size, "<i8").tobytes()))
+    bench.settle()
+    assert isinstance(bench.worker.take(call), m.ReadRows), bench.stats()
 
 
 def test_rows_come_back_from_a_full_disk_while_producers_fill_the_memory(bench):

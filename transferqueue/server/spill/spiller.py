@@ -91,7 +91,8 @@ class Spiller:
         """Bytes of the disk, in whole pages."""
         self._wanted = 0
         """Bytes that somebody waits for; 0: nobody."""
-        self._paused_until = 0.0
+        self._paused_until = self._tried_at = 0.0
+        """When writes may be tried again after one failed, and when extents to write were looked for last."""
         self._held = False
         self._freed_while_held: list[m.SpilledBlock] = []
 
@@ -142,7 +143,8 @@ class Spiller:
         """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
         if self.has_work:
             return None if self.cold.is_silent else self._progress_at + SPILL_SILENT_S
-        return self._paused_until if self.paused and self._wanted and self._room_for_rows else None
+        tries_again = self.paused and self._wanted and self._room_for_rows and self._tried_at < self._paused_until
+        return self._paused_until if tries_again else None
 
     def explain_memory(self) -> str:
         """How much memory is in use, for texts about a load order that finds none."""
@@ -190,6 +192,7 @@ class Spiller:
     def _begin_writes(self, now: float) -> None:
         if self._writing or (self.paused and now < self._paused_until):
             return
+        self._tried_at = now
         used = self._memory.used
         nbytes = max(self._wanted, used - int(SPILL_TO * self._memory.grantable) if self.is_above else 0)
         nbytes = max(self.load_wants, min(nbytes, self._room_on_disk(nbytes)))
@@ -199,8 +202,6 @@ class Spiller:
         if not chosen and self.load_wants:
             chosen = self.cold.choose_scattered(used)
         self._wanted = 0 if chosen else self._wanted
-        if self.paused and not chosen:
-            self._paused_until = now + SPILL_PAUSE_S
         for extent in chosen:
             job = self._new_job(now)
             self._writing[job] = extent.number
