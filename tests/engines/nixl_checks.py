@@ -570,6 +570,23 @@ def _wait(read: PendingRead) -> None:
     read.abandon()
 
 
+def emulated() -> None:
+    """Where no transport reads by itself, the stream carries what is put and read, and the shard lives. Over TCP it would answer emulated reads, and a shard
+    that does is ended if the reader dies."""
+    os.environ |= {
+        "UCX_TLS": "tcp,self",
+        "UCX_LOG_LEVEL": "fatal",
+    }  # it writes errors to standard output, where the shard answers
+    with subject(memory()).open() as backing:
+        place, data = Range(1, 0, 8 * MIB), content(8 * MIB)
+        backing.ensure(0, 8 * MIB)
+        write(backing, place, data)
+        assert np.array_equal(backing.read([place])[0], data)
+        way = "one_sided" if CARRIER is Carrier.NIXL_TCP else "stream"
+        assert backing.shard.answer("received")[way] == 8 * MIB
+        assert backing.shard.answer("sent")[way] == 8 * MIB
+
+
 def shard_killed() -> None:
     """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next shard."""
     remote.BULK_SILENCE_S = 1.0
@@ -630,6 +647,7 @@ CHECKS: Final[dict[str, Callable[[], None]]] = {
         reader_killed,
         scattered,
         late_reads,
+        emulated,
         weights,
         shard_killed,
         shard_stopped,

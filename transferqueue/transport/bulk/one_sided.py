@@ -16,6 +16,8 @@ Rules:
 5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a queue of its network card. All of
    these belong to its agent and end with it. So nothing that an agent began to read writes anything once it is gone, whatever its peers do then
    (docs/decisions/0064).
+6. UCX emulates a read that no transport can do by itself: the process that is read answers. It is ended by a signal if the reader has gone meanwhile, whatever
+   the options. So reads are emulated with ``nixl:tcp`` alone; else one that would be fails, and the stream carries its bytes.
 
 Metadata is NIXL's own format, which NIXL checks. Nothing here uses `deserialize_descs`, which is pickle.
 """
@@ -319,6 +321,8 @@ def _is_installed(name: str) -> bool:
 def _nixl(carrier: Carrier) -> Any:
     """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
     os.environ.setdefault("UCX_TLS", _TRANSPORTS[carrier])
+    if carrier is not Carrier.NIXL_TCP:
+        os.environ.setdefault("UCX_PROTO_EMULATION_ENABLE", "n")  # rule 6
     # By default both write to standard output, where a server says "ready". UCX warns of each request that ends with its agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
