@@ -91,6 +91,7 @@ class PendingCall:
     """
 
     __slots__ = (
+        "by_loop",
         "deadline",
         "error",
         "gave_up",
@@ -110,6 +111,8 @@ class PendingCall:
         self.on_settled = on_settled
         self.reply: m.Reply | None = None
         self.error: TransferQueueError | None = None
+        self.by_loop = False
+        """Whether an event loop that reads (see `loop_reader`) waits for it."""
         self.id = 0
         self.tries = 0
         self.deadline = self.next_send = 0.0
@@ -126,7 +129,12 @@ class PendingCall:
             self.error = reply
         else:
             self.reply = reply
-        if self.on_settled is not None:
+        if self.on_settled is None:
+            return
+        if self.by_loop:  # which may be interrupted between any two steps, and may be told twice
+            self.on_settled()
+            self.on_settled = None
+        else:
             tell, self.on_settled = self.on_settled, None
             tell()
 

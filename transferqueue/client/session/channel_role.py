@@ -1,4 +1,4 @@
-"""Who may use the channel and the calls of a session: its I/O thread, or a caller that drives.
+"""Who may use the channel and the calls of a session: its I/O thread, a caller that drives, or an event loop while it sends or reads.
 
 The role is taken and given back by single calls of C code, which no interrupt divides. A driver that was interrupted anywhere but in its
 wait leaves the channel *suspect*: nobody knows what it has read or written then. So whoever takes the role next connects again.
@@ -21,7 +21,7 @@ ORPHAN_S: Final = 1.0
 class ChannelRole:
     """The role, and the caller that has it. wakeup: wakes the I/O thread.
 
-    driver: the call that drives; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no harm. drivable:
+    driver: the call that drives, or what stands for an event loop that reads; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no harm. drivable:
     the channel; None: callers of this kind of channel cannot drive.
     """
 

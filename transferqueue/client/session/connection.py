@@ -1,11 +1,12 @@
 """One session with a server: calls from any thread and any event loop.
 
-There are two ways to make a call:
+There are three ways to make a call:
 
 1. A caller that finds the role free and nothing else to do *drives* (`driving`): it sends its request and waits on the socket itself. As soon as
    anything else happens it gives the role up, and waits as in 2.
 2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is awake. The caller waits
-   on a bare lock that the I/O thread releases. So do calls of event loops, calls beside others on their way, and what nobody waits for.
+   on a bare lock that the I/O thread releases. So do calls beside others on their way, and what nobody waits for.
+3. An event loop sends its calls, and reads their replies when they come (`loop_reader`), wherever a caller in 1 could drive. Otherwise as in 2.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from transferqueue.client.session.calls import Deadline, PendingCall
 from transferqueue.client.session.driving import drive_if_free, once, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
+from transferqueue.client.session.loop_reader import LoopReader
 from transferqueue.client.session.undo import unanswered
 from transferqueue.errors import Forked, InternalError, TransferQueueError, Unreachable
 from transferqueue.limits import ANSWER_S
@@ -38,6 +40,8 @@ class Connection:
         self.clock: Final = clock
         self._pid: Final = os.getpid()
         self._io: Final = IoThread(channel, address, clock)
+        self._reader: Final = LoopReader(self._io)
+        self._io.on_over = self._reader.end
 
     def on_welcome(self, heard: Callable[[m.Welcome], object]) -> None:
         """Call `heard` with each `Welcome`, also with that of a later server, in the I/O thread."""
@@ -169,15 +173,27 @@ class Connection:
             if not done.done():
                 done.set_result(None)
 
+        thread = threading.get_ident()
+
         def tell() -> None:
+            if threading.get_ident() == thread:
+                wake()
+                return
             try:
                 loop.call_soon_threadsafe(wake)
             except RuntimeError:  # the loop is closed, so nobody waits there any more
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
+        taken: deque[bool] = deque()
+        release = once(self._io.role.lock.release)
         try:
-            self._submit(pending)
+            self._check_process()
+            pending.by_loop = self._reader.begin(loop)
+            if pending.by_loop:
+                send_if_free(self._io, pending, taken, release)
+            if not pending.id:
+                self._submit(pending)
             if deadline is None:
                 await done
                 return _result(pending)
@@ -192,6 +208,8 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
+            if taken and taken[0]:
+                release()
             self._abandon(pending)
             raise
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from functools import partial
 from itertools import starmap
 
-from transferqueue.client.session.calls import PendingCall
+from transferqueue.client.session.calls import PendingCall, outcome
 from transferqueue.client.session.io_thread import IoThread
-from transferqueue.errors import PeerError, ProtocolError
+from transferqueue.errors import Disconnected, PeerError, ProtocolError, TransferQueueError
 from transferqueue.limits import UNPIN_S
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
@@ -46,10 +46,10 @@ def drive_if_free(
 def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release: Callable[[], object]) -> None:
     """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the call has no id yet.
 
-    The I/O thread is not woken: it reads the reply when that comes. taken, release: as of `drive_if_free`.
+    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. taken, release: as of `drive_if_free`.
     """
-    role = io.role
-    if role.drivable is None:
+    role, channel = io.role, io.role.drivable
+    if channel is None:
         return
     if role.driver_thread == threading.get_ident():
         role.revoke()
@@ -58,9 +58,11 @@ def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release
         return
     try:
         role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-        if not _has_other_work(io):
+        if not io.has_other_work():
             now = io.clock()
             role.suspect = True
+            if io.unpinned and now >= io.unpinned_at + UNPIN_S:
+                _send_pins(io, now)
             io.channel.send(io.calls.send(pending, now))
             io.outbox.spoke_at = now
             role.suspect = role.driver is not pending
@@ -68,8 +70,10 @@ def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release
         pass  # the calls keep it: the I/O thread, which is woken, sends it again
     finally:
         if role.driver is pending:
-            if role.suspect or role.drivable.peek() is not None:  # a channel reads now and then when it sends
+            if role.suspect or channel.is_behind or channel.peek() is not None:  # it reads now and then when it sends
                 io.wakeup.set()
+            elif io.loop_frames is not None and not pending.by_loop:
+                io.wakeup.set()  # the I/O thread reads from now on, not the loop
             role.driver_thread, role.driver = 0, None
         release()
         if io.has_work():
@@ -94,7 +98,7 @@ def _drive(
     """
     role = io.role
     role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-    if io.calls.by_id or _has_other_work(io) or not channel.begin_driving():
+    if io.calls.by_id or io.has_other_work() or not channel.begin_driving():
         return
     now = io.clock()
     role.suspect = True
@@ -125,7 +129,7 @@ def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, u
                 _send_pins(io, io.clock())
             except PeerError:
                 return  # nothing reads there: the I/O thread connects again, and sends this call and the pins once more
-        elif not has_frame or not _settle_own(io, channel, pending) or pending.reply is not None:
+        elif not has_frame or not settle_next(io, channel, pending) or pending.reply is not None:
             break
     role.suspect = False
 
@@ -136,33 +140,30 @@ def _send_pins(io: IoThread, now: float) -> None:
         del frames[: io.channel.send_some(frames)]
 
 
-def _has_other_work(io: IoThread) -> bool:
-    """Whether anything but calls that wait for their replies needs the I/O thread first."""
-    calls = io.calls
-    return bool(
-        io.over is not None
-        or io.role.suspect
-        or calls.greeting is not None
-        or not calls.session
-        or io.why_no_waits is not None
-        or io.channel.ways != io.ways
-        or io.has_work()
-    )
+def settle_next(io: IoThread, channel: DrivableChannel, own: PendingCall | None) -> bool:
+    """Settle the driver's call if its reply has come, and is no refusal. False if something came that the I/O thread has to look at.
 
-
-def _settle_own(io: IoThread, channel: DrivableChannel, pending: PendingCall) -> bool:
-    """Settle the driver's call if its reply has come. False if something came that the I/O thread has to look at."""
+    own: the driver's call; None: any call of the event loop that reads, also one that is refused, and False if nothing has come.
+    """
     frame = channel.peek()
     if frame is None:
-        return not io.channel.is_lost
+        return own is not None and not io.channel.is_lost
     try:
         answer = decode_answer(frame)
     except ProtocolError:
         return False
-    if answer.id != pending.id or isinstance(answer.reply, m.Failed) or io.calls.is_late(answer):
+    pending = io.calls.by_id.get(answer.id) if own is None else own
+    if pending is None or pending.id != answer.id or (own is None and not pending.by_loop):
         return False
+    if io.calls.is_late(answer):
+        return False
+    reply: m.Reply | TransferQueueError = answer.reply
+    if isinstance(reply, m.Failed):
+        reply = outcome(reply)
+        if own is not None or io.why_no_waits is not None or isinstance(reply, Disconnected):
+            return False
     io.server.heard_at = io.clock()
-    pending.settle(answer.reply)
+    pending.settle(reply)
     io.calls.answered(answer)
     io.channel.recv_nowait()
     return True

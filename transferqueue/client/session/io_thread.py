@@ -1,14 +1,15 @@
 """The thread of a session: sends what callers queued, reads what comes, and does what is due by time.
 
-It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any more, and greets the
-server again after a reconnection. While a caller drives (see `driving`) it sleeps. Finalizers and signal handlers only append and wake: they
-run in the middle of this code, where a lock would one day be taken twice.
+It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any more, and greets the server
+again after a reconnection. While a caller drives (see `driving`), or an event loop reads (see `loop_reader`), it sleeps until something is due.
+Finalizers and signal handlers only append and wake: they run in the middle of this code, where a lock would one day be taken twice.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
+import select
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -79,6 +80,10 @@ class IoThread:
         """The lists of pins that a driver makes notices of, and the id of the last call before these."""
         self.hello: m.Hello | None = None
         self.on_welcome: Callable[[m.Welcome], object] = _nothing
+        self.loop_frames: select.epoll | None = None
+        """What an event loop that reads watches (see `loop_reader`); None: none does."""
+        self.on_over: Callable[[], object] = _done
+        """Called when the thread ends."""
         self.heartbeat_s = HEARTBEAT_S
         self.ways = 0
         """How many connections to the server the channel has made."""
@@ -100,6 +105,8 @@ class IoThread:
                 self.role.take(self.left)
                 try:
                     self._turn()
+                    if self.loop_frames is not None and self.role.drivable is not None:
+                        self.role.drivable.have_loop_read(None if self._reads() else self.loop_frames)
                 finally:
                     self.role.lock.release()
                 if self.over is None:
@@ -112,6 +119,7 @@ class IoThread:
             self.channel.close()
             self.wakeup.close()
             self.role.lock.release()
+            self.on_over()
 
     def _turn(self) -> None:
         try:
@@ -146,6 +154,28 @@ class IoThread:
         return bool(
             self.inbox or self.left or self.outbox.backlog or self.closing or self.waits_end_now or self.unpins_wait
         )
+
+    def has_other_work(self) -> bool:
+        """Whether anything but calls that wait for their replies needs this thread before the next call is sent."""
+        return not self.stands() or self.why_no_waits is not None or self.has_work()
+
+    def stands(self) -> bool:
+        """Whether the server has been greeted over the present connection, and nothing has happened to either."""
+        calls = self.calls
+        return not (
+            self.over is not None
+            or self.role.suspect
+            or calls.greeting is not None
+            or not calls.session
+            or self.channel.ways != self.ways
+        )
+
+    def _reads(self) -> bool:
+        """Whether this thread is woken by what comes, and not the event loop that reads."""
+        channel = self.role.drivable
+        if not self.stands() or channel is None or channel.is_behind:
+            return True
+        return not all(pending.by_loop for pending in self.calls.by_id.values())
 
     def _send_what_is_due(self, now: float) -> None:
         self.outbox.cork()
@@ -270,8 +300,9 @@ class IoThread:
             self._welcomed(reply)
         if pending is self._goodbye:
             self._end(Disconnected(f"the queue at {self.address} was closed"))
-        elif pending.is_settled:
-            return  # by a driver that was interrupted then
+        elif pending.is_settled:  # by a driver, or an event loop, that was interrupted then
+            if pending.by_loop and pending.on_settled is not None:
+                pending.settle(reply)
         elif pending.on_settled is None:
             self._give_back(pending.request, reply)
         else:
@@ -308,7 +339,7 @@ class IoThread:
     def _leave(self, pending: PendingCall, now: float) -> None:
         """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the server."""
         pending.on_settled = None
-        pending.gave_up = True
+        pending.gave_up, pending.by_loop = True, False
         if pending.reply is not None:
             self._give_back(pending.request, pending.reply)
         else:
@@ -375,4 +406,8 @@ def heartbeat_s(session: int) -> float:
 
 
 def _nothing(_: m.Welcome) -> None:
+    pass
+
+
+def _done() -> None:
     pass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import select
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
@@ -21,7 +22,18 @@ class DrivableChannel(Protocol):
         """Have no event wake the thread in `sleep` any more. False if there is something else to do than to wait for a frame."""
 
     def end_driving(self) -> None:
-        """Have events wake the thread in `sleep` again. More than once is allowed."""
+        """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
+
+    def have_loop_read(self, frames: select.epoll | None) -> None:
+        """Have `frames` be readable when something has come, which an event loop watches, and let that not wake the thread in `sleep`; None: the thread
+        is to be woken. Again with the same: nothing."""
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether frames wait to be written, or there is no connection."""
+
+    def hear(self) -> None:
+        """Read what has come, for `peek`."""
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
         """Block until something can be read. False: something else happened, or the timeout is over."""

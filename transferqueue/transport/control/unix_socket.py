@@ -221,9 +221,11 @@ class UnixChannel:
         self._poll = select.epoll()
         """The socket and the wake-up."""
         self._sleeper = select.epoll()
-        """`_poll`, unless a caller drives."""
+        """The wake-up; and `_poll`, unless a caller drives or an event loop reads."""
         self._sleeper.register(self._poll, select.EPOLLIN)
         self._watched: Wakeup | None = None
+        self._frames: select.epoll | None = None
+        """The socket alone, for an event loop that reads; None: none does."""
         self._refused_with = 0
         self._dial()
 
@@ -301,9 +303,10 @@ class UnixChannel:
         if self._closed:
             return
         if self._watched is not wakeup:
-            if self._watched is not None:
-                self._poll.unregister(self._watched)
-            self._poll.register(wakeup, select.EPOLLIN)
+            for polled in (self._poll, self._sleeper):
+                if self._watched is not None:
+                    polled.unregister(self._watched)
+                polled.register(wakeup, select.EPOLLIN)
             self._watched = wakeup
         self._sleeper.poll(self._patience_s(timeout_s))
 
@@ -345,12 +348,39 @@ class UnixChannel:
         if self._stream is None or self._stream.unsent or self._arrived or self._readable:
             return False
         self._sleeper.modify(self._poll, 0)
+        if self._frames is not None:
+            self._frames.modify(self._stream.socket, 0)
         return True
 
     def end_driving(self) -> None:
-        """Have events wake the thread in `sleep` again. More than once is allowed."""
-        if not self._closed:
+        """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
+        if self._closed:
+            return
+        if self._frames is None:
             self._sleeper.modify(self._poll, select.EPOLLIN)
+        elif self._stream is not None:
+            self._frames.modify(self._stream.socket, select.EPOLLIN)
+
+    def have_loop_read(self, frames: select.epoll | None) -> None:
+        """See `DrivableChannel`."""
+        if frames is self._frames or self._closed:
+            return
+        if self._stream is not None and self._frames is not None:
+            self._frames.unregister(self._stream.socket)
+        self._frames = frames
+        if self._stream is not None and frames is not None:
+            frames.register(self._stream.socket, select.EPOLLIN)
+        self._sleeper.modify(self._poll, select.EPOLLIN if frames is None else 0)
+
+    @property
+    def is_behind(self) -> bool:
+        """See `DrivableChannel`."""
+        return self._stream is None or bool(self._stream.unsent)
+
+    def hear(self) -> None:
+        """See `DrivableChannel`."""
+        if not self._closed:
+            self._hear()
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
         """Block until something can be read. False: something else happened, or the timeout is over."""
@@ -384,6 +414,8 @@ class UnixChannel:
             return
         self._stream = FrameStream(connected)
         self._poll.register(connected, select.EPOLLIN)
+        if self._frames is not None:
+            self._frames.register(connected, select.EPOLLIN)
         self._waits_to_write = False
         self.ways, self.is_lost = self.ways + 1, False
         kept, self._kept = self._kept, deque()
@@ -395,12 +427,16 @@ class UnixChannel:
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:
-        """Close a lost connection. Its unsent frames are lost."""
-        if self._stream is not None:
-            self._poll.unregister(self._stream.socket)
-            self._stream.close()
-        self._stream, self._readable, self.is_lost = None, False, True
+        """Close a lost connection. Its unsent frames are lost. After an interrupt at any step of it, `reset` goes on."""
+        self._readable, self.is_lost = False, True
         self._later()
+        lost, self._stream = self._stream, None
+        if lost is None:
+            return
+        for polled in (self._poll, self._frames):
+            if polled is not None:
+                polled.unregister(lost.socket)
+        lost.close()
 
     def close(self) -> None:
         """Disconnect; unsent frames are lost."""
