@@ -143,15 +143,19 @@ def wake_redis(record: RunRecord) -> Figure:
 VERBS = ("put", "lease", "ack")
 
 
-def request(metric: str, work: str, against: str, bound: float) -> Callable[[RunRecord], Figure]:
-    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario."""
+def request(metric: str, work: str, against: str, bound: float, placed: str = "") -> Callable[[RunRecord], Figure]:
+    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario. placed: the suffix of
+    the workload's name."""
 
     def figure(record: RunRecord) -> Figure:
         pairs = [
             (
                 verb,
                 rows,
-                *(record.median("requests", name, f"rows_{rows}", f"{verb}_{metric}") for name in (OURS, "redis")),
+                *(
+                    record.median("requests", name, f"rows_{rows}{placed}", f"{verb}_{metric}")
+                    for name in (OURS, "redis")
+                ),
             )
             for rows in (1, 64)
             for verb in VERBS
@@ -251,7 +255,9 @@ FIGURES: tuple[Callable[[RunRecord], Figure], ...] = (
     wake_queue,
     wake_redis,
     request("server_cpu", "CPU of the server: put, lease, ack (worst)", "redis-server: XADD, XREADGROUP, XACK", 4),
+    request("server_cpu", "the same, client and server on one core", "redis-server", 4, "_one_core"),
     request("call", "time of the call, one client (worst)", "the same of redis-py", 2),
+    request("call", "the same, client and server on one core", "redis-py", 2, "_one_core"),
     busy_clients,
     busy_redis,
     many_clients,

@@ -6,15 +6,20 @@
 Ours are `put`, `lease`, `ack` and a put in a pipeline, of rows of 64 bytes over a socket file; theirs XADD of one entry with the bytes of all these rows,
 XREADGROUP of that entry, XACK. Each server is a process of its own. Rounds of the two alternate, so what else the machine does meets both.
 CPU is what the kernel counts for all threads of the server's process, so it holds also while the machine is busy; times of calls do not.
+
+Which core a process is woken on decides more than anything else, and the kernel decides that from one moment to the next: a `send` that wakes a process on an idle
+core costs 20 µs on a virtual machine, and 1 µs if that process is to run on the core of the sender (an echo server in Python: 67 and 5 µs a call). So both are
+measured: `rows_N` with each server on a core of its own and the client on another, `rows_N_one_core` with all of them on one core.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -37,6 +42,9 @@ class Store(Protocol):
     def begin(self, rows: int) -> dict[str, Callable[[], object]]:
         """The verbs, for batches of so many rows."""
 
+    def settle(self) -> None:
+        """Wait until the server has nothing left to do."""
+
     def stop(self) -> None:
         """End its server."""
 
@@ -51,6 +59,7 @@ class Ours:
         self.tq, self.server = tq, Server()
         self.pid = self.server.pid
         self.queue = tq.connect(self.server.address)
+        self.pipelines: list[Any] = []
 
     def begin(self, rows: int) -> dict[str, Callable[[], object]]:
         task = self.tq.Task("train", needs=["x"])
@@ -68,7 +77,12 @@ class Ours:
     def _pipeline(self, rows: int) -> Any:
         """Into a table of its own, whose rows nobody leases."""
         table = self.queue.create_table(f"pipelined_{rows}", limits=self.tq.Limits(rows=1 << 20), exist_ok=True)
-        return table.pipeline().__enter__()
+        self.pipelines.append(table.pipeline().__enter__())
+        return self.pipelines[-1]
+
+    def settle(self) -> None:
+        for pipeline in self.pipelines:
+            pipeline.drain()
 
     def stop(self) -> None:
         self.queue.close()
@@ -102,6 +116,9 @@ class Redis:
             "ack": lambda: self.redis.xack(self.stream, self.group, read.pop(0)),
         }
 
+    def settle(self) -> None:
+        pass  # every call has waited for its reply
+
     def stop(self) -> None:
         self.redis.close()
         self.peer.stop()
@@ -110,6 +127,24 @@ class Redis:
 def cpu_ns(pid: int | str) -> int:
     """Nanoseconds for which the threads of a process that live now have run."""
     return sum(int((task / "schedstat").read_text().split()[0]) for task in Path(f"/proc/{pid}/task").iterdir())
+
+
+def place(pid: int | str, core: int) -> None:
+    """Have all threads of a process, and those that they start, run on one core."""
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(task.name), {core})
+
+
+def placements(stores: list[Any]) -> Iterator[str]:
+    """Place the processes in one way after another, and give what each is called."""
+    cores = sorted(os.sched_getaffinity(0))
+    for suffix, core in (("", cores[1:2]), ("_one_core", cores[:1])):
+        if core:
+            for store in stores:
+                place(store.pid, cores[0])
+            place("self", core[0])
+            yield suffix
 
 
 def one_round(store: Store, verbs: dict[str, Callable[[], object]], calls: int) -> dict[tuple[str, str], float]:
@@ -121,14 +156,15 @@ def one_round(store: Store, verbs: dict[str, Callable[[], object]], calls: int) 
             began = time.perf_counter()
             call()
             times.append(time.perf_counter() - began)
+        store.settle()  # else the next verb would meet a busy server, and the other queue a busy core
         costs[verb, "server_cpu"] = (cpu_ns(store.pid) - server) / 1e9 / calls
         costs[verb, "client_cpu"] = (cpu_ns("self") - client) / 1e9 / calls
         costs[verb, "call"] = statistics.median(times)
     return costs
 
 
-def measure(stores: list[Store], rows: int, calls: int, rounds: int) -> list[Result]:
-    """Rounds of all stores in turn; the first is not counted."""
+def measure(stores: list[Store], rows: int, calls: int, rounds: int, suffix: str = "") -> list[Result]:
+    """Rounds of all stores in turn; the first is not counted. suffix: of the workload's name."""
     verbs: dict[str, Any] = {store.name: store.begin(rows) for store in stores}
     raw: dict[tuple[str, str, str], list[float]] = {}
     for number in range(rounds + 1):
@@ -137,7 +173,7 @@ def measure(stores: list[Store], rows: int, calls: int, rounds: int) -> list[Res
                 if number:
                     raw.setdefault((store.name, verb, metric), []).append(cost)
     return [
-        Result(SCENARIO, name, f"rows_{rows}", f"{verb}_{metric}", "s", costs)
+        Result(SCENARIO, name, f"rows_{rows}{suffix}", f"{verb}_{metric}", "s", costs)
         for (name, verb, metric), costs in raw.items()
     ]
 
@@ -146,7 +182,7 @@ def show(results: list[Result]) -> None:
     """Print the medians, in microseconds."""
     for result in results:
         print(
-            f"{result.workload:8} {result.contender:14} {result.metric:17} {statistics.median(result.raw) * 1e6:8.1f} µs"
+            f"{result.workload:16} {result.contender:14} {result.metric:24} {statistics.median(result.raw) * 1e6:8.1f} µs"
         )
 
 
@@ -156,7 +192,12 @@ def run(names: list[str], levels: list[int], calls: int, rounds: int) -> list[Re
         for name in names:
             stores.append({"transferqueue": Ours, "redis": Redis}[name]())
             stack.callback(stores[-1].stop)
-        return [result for rows in levels for result in measure(stores, rows, calls, rounds)]
+        return [
+            result
+            for suffix in placements(stores)
+            for rows in levels
+            for result in measure(stores, rows, calls, rounds, suffix)
+        ]
 
 
 def main() -> None:
