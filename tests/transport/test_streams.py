@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable
-from transferqueue.limits import BULK_STALL_S, FRAME_BYTES
+from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, KIB
 from transferqueue.transport.bulk import listener, protocol
 from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
 from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
@@ -195,6 +195,65 @@ def test_who_stands_still_in_the_middle_is_let_go_and_who_is_idle_is_not(house, 
         house.port.tick(house.desks, BULK_STALL_S)
         assert (len(house.port), len(house.desks.gone), house.port.next_deadline()) == (1, 1, None)
         assert raw.recv(1) == b""
+
+
+def is_readable(house):
+    return house.port.sources[0].poll(0.02) != []
+
+
+def test_content_wakes_nobody_for_each_packet_and_the_rest_of_it_does(house):
+    sent = FRAME[: 400 * KIB]  # the kernel takes it while nobody reads
+    head, _ = protocol.message(protocol.WriteFrame(1, 0), [sent])
+    rest = sent.tobytes()
+    with socket.create_connection(("127.0.0.1", house.number)) as raw:
+        raw.sendall(head + rest[:1000])
+        house.until(lambda: heads(house) and not is_readable(house))
+        raw.sendall(rest[1000:2000])
+        assert not is_readable(house), "too little to be worth a wake-up"
+        raw.sendall(rest[2000:-1000])
+        house.until(lambda: not is_readable(house))
+        raw.sendall(rest[-1000:])
+        assert len(house.until(lambda: not is_readable(house))) == 1
+        assert np.array_equal(next(iter(house.desks.all.values())).place[: len(sent)], sent)
+        raw.sendall(protocol.message(protocol.FlowAck(1, 2))[0])
+        house.until(lambda: len(heads(house)) == 2)
+
+
+def test_who_sends_little_at_a_time_does_not_stand_still(house):
+    head, _ = data()
+    with socket.create_connection(("127.0.0.1", house.number)) as raw:
+        raw.sendall(head + bytes(1000))
+        house.until(lambda: heads(house) and not is_readable(house))
+        house.desks.known.update(house.desks.all)
+        house.port._strangers.clear()
+        for stalls in (1, 2):
+            raw.sendall(bytes(1000))
+            assert not is_readable(house)
+            house.port.tick(house.desks, stalls * BULK_STALL_S)
+            assert len(house.port) == 1
+            house.until(lambda: not is_readable(house), stalls * BULK_STALL_S)
+            assert house.port.next_deadline() == (stalls + 1) * BULK_STALL_S
+        house.port.tick(house.desks, 3 * BULK_STALL_S)
+        house.port.tick(house.desks, 3 * BULK_STALL_S)
+        assert len(house.port) == 0
+
+
+def test_what_has_arrived_is_received_at_the_end_of_a_wait(house):
+    head, _ = data()
+    with socket.create_server(("127.0.0.1", 0)) as place:
+        line, desk = TcpBulkClient("127.0.0.1", place.getsockname()[1], epoch=1), Desk()
+        assert line.open(PATIENCE_S)
+        far, _ = place.accept()
+        far.sendall(head + bytes(1000))
+        assert not line.receive(desk, 0.05)
+        before = line.moved
+        far.sendall(bytes(1000))
+        assert not line.receive(desk, 0.05)
+        assert line.moved == before + 1000, "else a slow sender would seem to stand still"
+        line.interrupt()
+        assert not line.receive(desk, PATIENCE_S)
+        far.close()
+        line.close()
 
 
 def test_of_too_many_the_longest_unheard_of_makes_room(house, monkeypatch):

@@ -145,7 +145,7 @@ class TcpBulkServer:
     def tick(self, desks: ReceiverFactory, now: float) -> None:
         """Close stalled connections and old strangers, and accept connections again after a pause."""
         for name, peer in list(self._unsettled.items()):
-            if now - peer.heard_at >= BULK_STALL_S:
+            if now - peer.heard_at >= BULK_STALL_S and not peer.stream.settle_for_less():
                 self._lose(name, desks)
         late = [name for name, peer in self._strangers.items() if now - peer.accepted_at >= BULK_STALL_S]
         for name in late:
