@@ -9,19 +9,24 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, cast
 
 import pytest
 
 from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import load_record
-from transferqueue.testing.chaos.fault_plan import PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
+from transferqueue.testing.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
 from transferqueue.testing.chaos.recovery import of_leases, of_server
+from transferqueue.testing.chaos.run import Chaos
 from transferqueue.testing.chaos.server_process import ServerUnderTest
 from transferqueue.testing.chaos.verify import Account
+
+if TYPE_CHECKING:
+    from transferqueue.testing.chaos.processes import ManagedProcess
 
 
 def command(*options: str) -> list[str]:
@@ -42,6 +47,26 @@ def command(*options: str) -> list[str]:
 def test_a_run_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         settings(**{"seconds": 10, "seed": 1, "durability": "process", "tcp": False, **wrong})
+
+
+@pytest.mark.parametrize(
+    ("carrier", "said", "judged"),
+    [
+        ("nixl:tcp", "ucp_request.inl:356 Fatal: unexpected error: Endpoint timeout", False),
+        ("nixl:tcp", "free(): invalid pointer", True),
+        ("nixl:cma", "ucp_request.inl:356 Fatal: unexpected error: Endpoint timeout", True),
+    ],
+)
+def test_what_ucx_ends_over_tcp_is_a_fault_and_any_other_abort_is_a_violation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, carrier: str, said: str, judged: bool
+) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_BYTES", carrier)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # a run ignores interrupts while it cleans up
+    with Chaos(settings(10, 1, "process", tcp=False), tmp_path, print) as run:
+        run._draining = True  # the role is not started again
+        (tmp_path / f"{FLOODERS[0]}.log").write_text(said)
+        run._ended(cast("ManagedProcess", SimpleNamespace(role=FLOODERS[0])), -signal.SIGABRT)
+    assert (bool(run.violations), [fault.kind for fault in run.faults]) == (judged, [] if judged else ["abort of UCX"])
 
 
 # ---------------------------------------------------------------- the plan

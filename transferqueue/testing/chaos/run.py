@@ -37,6 +37,7 @@ from transferqueue.testing.chaos.processes import ManagedProcess, Pipe
 from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import run_role
 from transferqueue.testing.chaos.server_process import ServerUnderTest
+from transferqueue.transport.bulk.one_sided import Carrier
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 
@@ -44,6 +45,9 @@ START_S: Final = 60.0
 DRAIN_S: Final = 150.0
 """Longer than any wait of a role, so that a role that is stuck reports why itself."""
 PROGRESS_EVERY_S: Final = 5.0
+_UCX_ABORT: Final = "Endpoint timeout"
+"""What UCX says when it ends a process over TCP, since the reader of its memory died. No option avoids that (decision 64); the rows are accounted for as after
+any death."""
 _PROBE: Final = "probe"
 _SOURCES: Final = {*PRODUCERS, *FLOODERS, *REMOTE[:2]}
 
@@ -171,6 +175,10 @@ class Chaos:
 
     def _ended(self, process: ManagedProcess, code: int) -> None:
         in_order = code == 0 and (self._draining or process.role == PROXY)
+        by_ucx = code == -signal.SIGABRT and _UCX_ABORT in self._why(process.role)
+        if by_ucx and Carrier.chosen() is Carrier.NIXL_TCP:
+            self.faults.append(Fault(time.monotonic(), "abort of UCX", process.role))
+            code = -signal.SIGKILL
         if not in_order and code != -signal.SIGKILL:
             self.violations.append(f"{process.role} ended by itself with exit code {code}; {self._why(process.role)}")
         elif not in_order and not (self._draining and process.role in _SOURCES):
