@@ -1,6 +1,7 @@
 """The simulator over the production state machines: no promise broken, and the same course for the same seed."""
 
 import itertools
+import os
 from collections import Counter
 
 import pytest
@@ -16,6 +17,13 @@ from transferqueue.testing.simulator.run import KINDS, SimRun
 
 def test_a_seed_is_replayed_exactly():
     assert simulate(17) == simulate(17)
+
+
+def test_a_simulation_opens_no_descriptors():
+    """A simulated process was known by a small number, which the server duplicated as if it were its descriptor."""
+    before = os.listdir("/proc/self/fd")
+    assert not simulate(1, "crowded-disk").broken
+    assert len(os.listdir("/proc/self/fd")) == len(before)
 
 
 @pytest.mark.slow

@@ -30,6 +30,8 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.roles import Role
 
 TICKET_KEY: Final = bytes(32)
+_NO_DESCRIPTOR: Final = 1 << 30
+"""More than a process may have open."""
 """Not random, so that a seed takes the same course each time."""
 
 
@@ -125,6 +127,11 @@ class SimArena:
         return 0
 
 
+def pidfd_of(number: int) -> int:
+    """What stands for a descriptor of a simulated process: no descriptor of this one, which the server would duplicate, and read."""
+    return number + _NO_DESCRIPTOR
+
+
 class SimEvidence(ProcessHandle):
     """The answers of the simulated kernel about one process."""
 
@@ -135,7 +142,7 @@ class SimEvidence(ProcessHandle):
     @property
     def pidfd(self) -> int:
         """See `ProcessHandle`."""
-        return self._number if self._watched else -1
+        return pidfd_of(self._number) if self._watched else -1
 
     @property
     def is_local(self) -> bool:
@@ -334,8 +341,9 @@ class SimServer:
 
     def process_ended(self, number: int) -> None:
         """The kernel reports the end of a process."""
+        pidfd = pidfd_of(number)
         self._guarded(
-            lambda node: node.process_exited(self._watched[number], self._clock()) if number in self._watched else None
+            lambda node: node.process_exited(self._watched[pidfd], self._clock()) if pidfd in self._watched else None
         )
 
     def connection_lost(self, peer: bytes) -> None:
