@@ -66,7 +66,7 @@ class ReplyCache:
     def get(self, call: int) -> Reply | None:
         """The cached reply to `call`; None if the call was not answered yet."""
         reply = self._kept.get(call)
-        if reply is None and call > 0 and self.was_answered(call):
+        if reply is None and self.was_answered(call):
             raise ProtocolError(
                 f"call {call} was answered before, and its reply is not kept any more; use a new id for a new call"
             )
@@ -74,7 +74,7 @@ class ReplyCache:
 
     def was_answered(self, call: int) -> bool:
         """Whether there was a reply to `call`, cached or not."""
-        return call in self._kept or call <= self._seen or (bool(self._given._spans) and call in self._given)
+        return call in self._kept or 0 < call <= self._seen or (bool(self._given._spans) and call in self._given)
 
     def keep(self, call: int, reply: Reply) -> None:
         """Cache the reply to `call`."""

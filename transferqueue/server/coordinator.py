@@ -606,7 +606,7 @@ class Coordinator:
             self.workers.record_request(session.number, request.table, request.task, now)
         ahead = self.waiting.count_ahead(request) if self.waiting.requests else 0
         if ahead and (call in session.refused or self.ledger.is_repeat(request, session.number, call)):
-            ahead = 0  # its reply was lost with a connection, or with the server before this one; those ahead may wait for what it hands out
+            ahead = 0  # the client lost the reply, and the requests ahead may wait for the rows that it leased
         if ahead or type(request) in self.operations.by_type:
             self.ledger.message_received(session.number, now)  # `Ledger.apply` records the others
         outcome = (

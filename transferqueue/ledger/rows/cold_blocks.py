@@ -9,8 +9,8 @@ The rules (docs/decisions/0056, 0059; what one arena does: `cold_arena`):
 4. A load order names all blocks that its request needs. All orders wait in one line. An arena carries out the first one that has blocks there. The
    blocks of that one are not spilled. So those of an order are all in memory when it ends; then its request is tried again, before anything else is
    spilled, and pins them. Since the line is one, no two orders wait for each other. An order that finds no memory goes to the end of the line,
-   so that no request keeps others from their blocks. One that only requests of ended
-   sessions wait for ends with them. One whose request was not to wait so long is carried out, for the next such request.
+   so that no request keeps others from their blocks. An order ends when the sessions of all requests that wait for it have ended. If the wait of
+   its request is over, it is carried out all the same, for the next such request.
 5. An order that lacks blocks of an arena whose disk is silent is not carried out anywhere until that disk answers.
 6. A request whose blocks could never be in memory together is refused.
 7. A block that nobody needs any more is forgotten, and its bytes on the disk with it. Those of a lost shard are lost.

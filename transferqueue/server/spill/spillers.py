@@ -4,8 +4,8 @@ The rules (docs/decisions/0056, 0059; what one arena does: `spiller`):
 
 1. Whoever finds no memory has cold blocks written in every arena that could give it some.
 2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory in an arena for `LOAD_STUCK_S`, while nothing is being
-   written or loaded there, ends. Its request goes to the end of the line. One ends
-   with the session whose request made it, if no request of others waits for it.
+   written or loaded there, ends. Its request goes to the end of the line. An order also ends
+   with the session whose request made it, unless another request waits for it.
 3. A turn looks only at arenas where something is to be done or under way. So it costs nothing while none is, however many spill.
 """
 

@@ -104,9 +104,9 @@ class BulkStream:
         except BlockingIOError:
             self._wake_at(self._content_left)
             return False
+        self._wake_at(1)
         protocol.check_content(self._head, self._digest.digest())
         self._expect_head()
-        self._wake_at(1)
         return True
 
     def _wake_at(self, left: int) -> None:
