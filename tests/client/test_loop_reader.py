@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Coroutine, Iterator
+from collections.abc import Coroutine, Iterable, Iterator
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -17,8 +17,10 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from tests.client.test_driving import CALLS, OTHER_WAKES, sleeps_of
+from tests.client.test_driving import CALLS, OTHER_WAKES, Sleeps
 from tests.client.test_interrupted_finalizers import Interrupts, until
+from transferqueue.client.session.calls import PendingCall
+from transferqueue.client.session.channel_role import Hold
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
 from transferqueue.transport.control.unix_socket import HEARD_AFTER
@@ -41,13 +43,13 @@ def test_a_loop_wakes_no_thread_for_its_calls(address: str) -> None:
     async def work() -> int:
         async with tq.aconnect(address) as queue:
             table = await queue.create_table("t", tasks=TASKS)
-            before = sleeps_of(connection_of(queue))
+            sleeps = Sleeps(connection_of(queue))
             for number in range(CALLS):
                 await table.put(x=[number])
                 batch = await table.lease("train", rows=1, timeout_s=20)
                 assert batch["x"].list() == [number]
                 await batch.ack()
-            return sleeps_of(connection_of(queue)) - before
+            return sleeps.count
 
     assert asyncio.run(work()) < OTHER_WAKES
 
@@ -187,10 +189,10 @@ def test_refused_and_cancelled_calls_leave_the_reading_to_the_loop(address: str)
                 with suppress(asyncio.CancelledError):
                     await waiting
                 await queue.tables()
-            before = sleeps_of(connection_of(queue))
+            sleeps = Sleeps(connection_of(queue))
             for number in range(CALLS):
                 await table.put(x=[number])
-            return sleeps_of(connection_of(queue)) - before
+            return sleeps.count
 
     assert asyncio.run(work()) < OTHER_WAKES
 
@@ -245,6 +247,87 @@ def test_a_forked_child_takes_no_reply(address: str) -> None:
     asyncio.run(work())
 
 
+def test_after_an_interrupted_read_the_loop_leaves_the_channel_to_the_thread_that_mends_it(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread registers a new connection then, and both would change what is polled."""
+
+    async def work() -> set[int]:
+        async with tq.aconnect(address) as queue:
+            await queue.create_table("t", tasks=TASKS)
+            connection = connection_of(queue)
+            role = connection._io.role
+            channel = role.drivable
+            assert channel is not None
+            take, end_driving = role.take, channel.end_driving
+            comes, go_on, used_by = threading.Event(), threading.Event(), set[int]()
+
+            def interrupt() -> None:
+                monkeypatch.undo()
+                monkeypatch.setattr(role, "take", wait_and_take)
+                monkeypatch.setattr(channel, "end_driving", end)
+                raise KeyboardInterrupt
+
+            def wait_and_take(left: Iterable[PendingCall]) -> None:
+                comes.set()
+                assert go_on.wait(20)
+                take(left)
+
+            def end() -> None:
+                used_by.add(threading.get_ident())
+                end_driving()
+
+            monkeypatch.setattr(channel, "hear", interrupt)
+            while not used_by and not comes.is_set():  # while the thread has the channel, reading does nothing
+                with suppress(KeyboardInterrupt):
+                    connection._reader._read()
+            assert await asyncio.to_thread(comes.wait, 20)
+            waiting = asyncio.ensure_future(queue.tables())
+            await asyncio.sleep(0.01)
+            go_on.set()
+            assert await waiting == ["t"]
+            return used_by - {connection._io.thread.ident or 0}
+
+    assert asyncio.run(work()) == set()
+
+
+def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was read is nowhere else than in the channel, and this thread has it and does nothing: the I/O thread has the loop give it back."""
+
+    async def work() -> list[str]:
+        async with tq.aconnect(address) as queue:
+            await queue.create_table("t", tasks=TASKS)
+            connection = connection_of(queue)
+            channel = connection._io.role.drivable
+            assert channel is not None
+            hear, told = channel.hear, list[str]()
+
+            def first() -> None:
+                hear()
+                told.append("first")
+                raise KeyboardInterrupt
+
+            def second(_: Hold) -> None:
+                monkeypatch.undo()
+                told.append("second")
+                raise KeyboardInterrupt
+
+            def read() -> None:
+                with suppress(KeyboardInterrupt):
+                    connection._reader._read()
+
+            assert connection._reader._frames is not None
+            asyncio.get_running_loop().add_reader(connection._reader._frames.fileno(), read)
+            monkeypatch.setattr(channel, "hear", first)
+            monkeypatch.setattr(Hold, "give_up", second)
+            assert await asyncio.wait_for(queue.tables(), 20) == ["t"]
+            return told
+
+    assert asyncio.run(work()) == ["first", "second"]
+
+
 class InterruptedRead(Interrupts):
     """`Interrupts` in the reading of an event loop alone, at each instruction, not only at each line."""
 
@@ -283,8 +366,9 @@ def _interrupted(address: str) -> int:
             await batch.release()
 
         loop.add_reader(frames.fileno(), read)
-        at = 1
-        while True:
+        at, tries = 1, 0
+        while tries < 5:
+            assert until(lambda: run(asyncio.sleep(0)) or not connection._io.role.lock.locked())
             interrupts = now = InterruptedRead(at)
             pending = loop.create_task(cycle())
             with suppress(KeyboardInterrupt):
@@ -292,9 +376,8 @@ def _interrupted(address: str) -> int:
             interrupts = InterruptedRead(0)
             assert pending.done() or run(asyncio.wait({pending})), f"lost at {at}"
             assert pending.exception() is None, f"interrupted at {at}"
-            if now.steps < at:
-                break
-            at += 1
+            tries = tries + 1 if now.steps < at else 0  # the I/O thread may have read, or it was the last instruction
+            at += not tries
         assert until(lambda: run(queue.stats())["bytes"]["blocks_pinned"] == 0)
         return at
     finally:

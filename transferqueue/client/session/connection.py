@@ -14,13 +14,13 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections import deque
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import Deadline, PendingCall
-from transferqueue.client.session.driving import drive_if_free, once, send_if_free
+from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.driving import drive_if_free, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.loop_reader import LoopReader
@@ -89,15 +89,14 @@ class Connection:
         io, gate = self._io, threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
-        taken: deque[bool] = deque()
-        release = once(io.role.lock.release)
+        hold = Hold(io.role)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             since = self.clock()
             until = None if deadline is None else since + deadline.patience(since)
             if io.role.drivable is not None:
                 if os.getpid() != self._pid:
                     self._check_process()
-                drive_if_free(io, pending, until, taken, release)
+                drive_if_free(io, pending, until, hold)
             if pending.reply is None:
                 if not pending.id:
                     self._submit(pending)
@@ -110,8 +109,7 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            if taken and taken[0]:
-                release()
+            hold.give_up()
             self._abandon(pending)
             raise
 
@@ -124,18 +122,16 @@ class Connection:
         gate.acquire()
         pending = PendingCall(request, gate.release)
         until = None if deadline is None else self.clock() + deadline.patience()
-        taken: deque[bool] = deque()
-        release = once(self._io.role.lock.release)
+        hold = Hold(self._io.role)
         try:
             self._check_process()
-            send_if_free(self._io, pending, taken, release)
+            send_if_free(self._io, pending, hold)
             if not pending.id:
                 self._submit(pending)
         except TransferQueueError:
             raise
         except BaseException:
-            if taken and taken[0]:
-                release()
+            hold.give_up()
             self._abandon(pending)
             raise
 
@@ -185,13 +181,12 @@ class Connection:
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
-        taken: deque[bool] = deque()
-        release = once(self._io.role.lock.release)
+        hold = Hold(self._io.role)
         try:
             self._check_process()
             pending.by_loop = self._reader.begin(loop)
             if pending.by_loop:
-                send_if_free(self._io, pending, taken, release)
+                send_if_free(self._io, pending, hold)
             if not pending.id:
                 self._submit(pending)
             if deadline is None:
@@ -208,8 +203,7 @@ class Connection:
         except TransferQueueError:
             raise
         except BaseException:
-            if taken and taken[0]:
-                release()
+            hold.give_up()
             self._abandon(pending)
             raise
 

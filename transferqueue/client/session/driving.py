@@ -6,13 +6,8 @@ before it is taken out of the calls; see also `channel_role`.
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from collections.abc import Callable
-from functools import partial
-from itertools import starmap
-
 from transferqueue.client.session.calls import PendingCall, outcome
+from transferqueue.client.session.channel_role import Hold
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.errors import Disconnected, PeerError, ProtocolError, TransferQueueError
 from transferqueue.limits import UNPIN_S
@@ -21,44 +16,37 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 
 
-def drive_if_free(
-    io: IoThread, pending: PendingCall, until: float | None, taken: deque[bool], release: Callable[[], object]
-) -> None:
+def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, hold: Hold) -> None:
     """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards whether the call was
-    sent, and is settled.
+    sent, and is settled; after an interrupt it gives `hold` up.
 
-    until: when to stop waiting; None: never. taken: gets whether this thread has the role, in one step, which no interrupt divides. release:
-    gives it back, once.
+    until: when to stop waiting; None: never. hold: takes the role.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
         return
-    if role.driver_thread == threading.get_ident():
-        role.revoke()  # this is a signal handler, and the driver is the code that it interrupted
-    taken.extend(map(role.lock.acquire, (False,)))
-    if taken[0]:
+    role.revoke_own()  # the driver may be the code that this signal handler interrupted
+    if hold.take():
         try:
-            _drive(io, channel, pending, until, release)
+            _drive(io, channel, pending, until, hold)
         finally:
-            _end_driving(io, channel, pending, release)
+            _end_driving(io, channel, pending, hold)
 
 
-def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release: Callable[[], object]) -> None:
+def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
     """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the call has no id yet.
 
-    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. taken, release: as of `drive_if_free`.
+    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. hold: as of `drive_if_free`.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
         return
-    if role.driver_thread == threading.get_ident():
-        role.revoke()
-    taken.extend(map(role.lock.acquire, (False,)))
-    if not taken[0]:
+    role.revoke_own()
+    if not hold.take():
         return
     try:
-        role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-        if not io.has_other_work():
+        role.driver = pending
+        if hold.stands and not io.has_other_work():
             now = io.clock()
             role.suspect = True
             if io.unpinned and now >= io.unpinned_at + UNPIN_S:
@@ -74,21 +62,13 @@ def send_if_free(io: IoThread, pending: PendingCall, taken: deque[bool], release
                 io.wakeup.set()
             elif io.loop_frames is not None and not pending.by_loop:
                 io.wakeup.set()  # the I/O thread reads from now on, not the loop
-            role.driver_thread, role.driver = 0, None
-        release()
+            role.driver = None
+        hold.release()
         if io.has_work():
             io.wakeup.set()
 
 
-def once(act: Callable[[], object]) -> Callable[[], object]:
-    """A function that calls `act` at its first call and does nothing afterwards. Each call is a single call of C code, so an interrupt comes
-    before or after it."""
-    return partial(deque, starmap(act, iter([()])), 0)
-
-
-def _drive(
-    io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, release: Callable[[], object]
-) -> None:
+def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, hold: Hold) -> None:
     """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
 
     Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything happens but
@@ -97,8 +77,8 @@ def _drive(
     what was not answered. So each step here may be done twice: a call is settled before it is taken out of the calls.
     """
     role = io.role
-    role.driver, role.driver_thread, role.release = pending, threading.get_ident(), release
-    if io.calls.by_id or io.has_other_work() or not channel.begin_driving():
+    role.driver = pending
+    if not hold.stands or io.calls.by_id or io.has_other_work() or not channel.begin_driving():
         return
     now = io.clock()
     role.suspect = True
@@ -169,14 +149,14 @@ def settle_next(io: IoThread, channel: DrivableChannel, own: PendingCall | None)
     return True
 
 
-def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, release: Callable[[], object]) -> None:
+def _end_driving(io: IoThread, channel: DrivableChannel, pending: PendingCall, hold: Hold) -> None:
     role = io.role
     if role.driver is pending:
         if pending.reply is None or role.suspect or channel.peek() is not None:
             io.wakeup.set()  # the I/O thread does the rest
-        role.driver_thread, role.driver_waits = 0, False
-        role.driver = None
+        role.driver_waits = False
         channel.end_driving()
-    release()
+        role.driver = None
+    hold.release()
     if io.has_work():
         io.wakeup.set()

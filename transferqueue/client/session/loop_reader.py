@@ -10,21 +10,20 @@ Rules:
    work stops nothing but its own calls. The I/O thread does all that is due by time, and reads whenever it does.
 4. The loop settles its own calls. All else that comes is left to the I/O thread: greetings, late answers, the end of the session.
 5. An interrupt at any step of reading leaves the channel suspect (see `channel_role`): the I/O thread connects again, and what was not
-   taken out of the calls is answered again. A call is settled first and taken out afterwards, and a caller may be told twice.
+   taken out of the calls is answered again. A call is settled first and taken out afterwards, and a caller may be told twice. A second
+   interrupt may come before the role was given back: the loop gives it back when the I/O thread asks, or with its next call.
 """
 
 from __future__ import annotations
 
 import os
 import select
-import threading
-from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Final
 
 from transferqueue.client.session.calls import PendingCall
-from transferqueue.client.session.driving import once, settle_next
+from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.driving import settle_next
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
@@ -60,6 +59,7 @@ class LoopReader:
         except NotImplementedError:  # this kind of loop watches no descriptors
             return False
         self._loop, io.loop_frames = loop, self._frames
+        io.role.ask_loop = self._ask
         io.wakeup.set()  # at the end of its turn the I/O thread leaves the reading to the loop
         if self._io.over is not None:  # meanwhile
             self._stop()
@@ -72,6 +72,12 @@ class LoopReader:
             with suppress(RuntimeError):  # the loop is closed, and has forgotten the descriptor
                 self._loop.call_soon_threadsafe(self._stop)
 
+    def _ask(self) -> None:
+        """Have the loop give the role back, if two interrupts have ended what had taken it. From any thread."""
+        if self._loop is not None:
+            with suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._io.role.revoke_own)
+
     def _stop(self) -> None:
         loop, self._loop = self._loop, None
         if loop is not None and self._frames is not None and os.getpid() == self._pid:
@@ -82,35 +88,26 @@ class LoopReader:
         """Settle the calls whose replies have come, unless the I/O thread or a caller that drives has the role: those read."""
         if os.getpid() != self._pid:
             return  # a forked child has the loop and the socket, too
-        io, role, taken = self._io, self._io.role, deque[bool]()
-        channel, release = role.drivable, once(role.lock.release)
+        io, role = self._io, self._io.role
+        channel, hold = role.drivable, Hold(role)
         if channel is None:
             return
-        if role.driver_thread == threading.get_ident():
-            role.revoke()  # two interrupts have come, and the second before the role was given back
+        role.revoke_own()  # two interrupts may have come, and the second before the role was given back
         try:  # no other `try` in this function: CPython does not guard the line of an inner one
-            taken.extend(map(role.lock.acquire, (False,)))  # one step
-            if taken[0]:
-                self._read_with_role(channel, release)
+            if hold.take():
+                self._take_replies(channel)
+                hold.release()
         except BaseException:
-            if taken and taken[0]:
-                role.suspect = True
-                release()
-                io.wakeup.set()
+            hold.give_up()
+            io.wakeup.set()
             raise
 
-    def _read_with_role(self, channel: DrivableChannel, release: Callable[[], object]) -> None:
-        try:
-            self._take_replies(channel, release)
-        finally:
-            release()
-
-    def _take_replies(self, channel: DrivableChannel, release: Callable[[], object]) -> None:
+    def _take_replies(self, channel: DrivableChannel) -> None:
         io, role = self._io, self._io.role
         if not io.stands():
             io.wakeup.set()
             return
-        role.driver, role.driver_thread, role.release = self._driver, threading.get_ident(), release
+        role.driver = self._driver
         role.suspect = True
         channel.hear()
         while settle_next(io, channel, None):
@@ -118,5 +115,5 @@ class LoopReader:
         if role.driver is self._driver:  # not revoked by a signal handler in this thread
             if io.channel.is_lost or channel.peek() is not None:
                 io.wakeup.set()
-            role.driver_thread, role.driver = 0, None
             role.suspect = False
+            role.driver = None
