@@ -224,6 +224,37 @@ def test_a_loop_that_is_closed_while_it_waits_loses_no_row(address: str) -> None
     assert asyncio.run(go_on(queue)) == [7]
 
 
+def test_the_next_loop_gives_back_what_a_closed_loop_waited_for(address: str) -> None:
+    """Its tasks were left as they were. The next loop, in the same thread, reads the reply to their call."""
+    loop, met = asyncio.new_event_loop(), list[dict[str, Any]]()
+
+    async def begin() -> tuple[tq.AsyncQueue, asyncio.Task[tq.AsyncBatch]]:
+        queue = await tq.aconnect(address)
+        table = await queue.create_table("t", tasks=TASKS)
+        waiting = asyncio.ensure_future(table.lease("train", rows=1, timeout_s=60))
+        await asyncio.sleep(0.05)
+        return queue, waiting
+
+    async def go_on(queue: tq.AsyncQueue) -> tuple[list[int], int]:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: met.append(context))
+        ways = connection_of(queue)._io.ways
+        table = await queue.table("t")
+        await table.put(x=[7])
+        batch = await table.lease("train", rows=1, timeout_s=20)
+        found = batch["x"].list()
+        await batch.ack()
+        ways -= connection_of(queue)._io.ways
+        await queue.close()
+        return found, ways
+
+    queue, waiting = loop.run_until_complete(begin())
+    loop.close()
+    assert asyncio.run(go_on(queue)) == ([7], 0), "it connected again"
+    assert met == []
+    waiting.get_coro().close()  # type: ignore[union-attr]
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+
+
 def test_a_forked_child_takes_no_reply(address: str) -> None:
     async def work() -> None:
         async with tq.aconnect(address) as queue:

@@ -172,12 +172,12 @@ class Connection:
         thread = threading.get_ident()
 
         def tell() -> None:
-            if threading.get_ident() == thread:
-                wake()
-                return
             try:
-                loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop is closed, so nobody waits there any more
+                if threading.get_ident() == thread:
+                    wake()
+                else:
+                    loop.call_soon_threadsafe(wake)
+            except RuntimeError:  # the loop is closed, and nobody waits there: the next loop of its thread may read this
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
