@@ -81,6 +81,7 @@ class ChannelRole:
                 driver = self.driver
                 if driver is not None and any(call is driver for call in list(left)):
                     self.suspect = True  # a second interrupt came before the first one had given the role back
+                    self.holds.clear()  # this thread gives it back instead
                     break
                 self.ask_loop()
         if self.drivable is not None and (

@@ -177,7 +177,9 @@ class Connection:
                     wake()
                 else:
                     loop.call_soon_threadsafe(wake)
-            except RuntimeError:  # the loop is closed, and nobody waits there: the next loop of its thread may read this
+            except (
+                RuntimeError
+            ):  # the loop is closed, and nobody waits there: the next loop of its thread may read this
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
