@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -54,6 +55,20 @@ def state(table: tq.Table) -> tuple[Any, ...]:
     return table.audit(), facts, stats["bytes"], table.fields
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its memory, as FSDP leaves parameters between their uses."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def freed_view() -> torch.Tensor:
+    """A view into freed memory: its address is not 0."""
+    whole = torch.ones(10)
+    view = whole[4:7]
+    freed(whole)
+    return view
+
+
 Call = Callable[[tq.Table], object]
 
 PUTS: dict[str, tuple[Call, type[Exception], str]] = {
@@ -91,6 +106,26 @@ PUTS: dict[str, tuple[Call, type[Exception], str]] = {
         lambda t: t.put(extra=[threading.Lock(), threading.Lock()]),
         tq.SchemaError,
         r'field "extra".*lock',
+    ),
+    "memory that was freed": (
+        lambda t: t.put(extra=freed(torch.ones(2, 3))),
+        tq.SchemaError,
+        r'field "extra": a tensor whose values end at byte 24 of a storage of 0: its memory was freed',
+    ),
+    "a row whose memory was freed": (
+        lambda t: t.put(extra=[torch.ones(2), freed_view()]),
+        tq.SchemaError,
+        r'field "extra": a tensor whose values end at byte 28 of a storage of 0',
+    ),
+    "a ragged tensor whose memory was freed": (
+        lambda t: t.put(extra=torch.nested.nested_tensor_from_jagged(freed(torch.ones(4)), torch.tensor([0, 1, 4]))),
+        tq.SchemaError,
+        r'field "extra": a tensor whose values end at byte 16 of a storage of 0',
+    ),
+    "four-bit integers": (
+        lambda t: t.put(extra=np.ones(2, ml_dtypes.int4)),
+        tq.SchemaError,
+        r'field "extra": numpy dtype int4 cannot be stored; convert it to one of ',
     ),
     "sparse tensor": (
         lambda t: t.put(extra=torch.eye(2).to_sparse()),
@@ -279,6 +314,27 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
     "keep nothing": (lambda q: q.weights("c", keep=0), tq.UsageError, r"keep=0 is out of range"),
     "no tensors": (lambda q: q.weights("c").publish(0, {}), tq.UsageError, r"mapping of names to tensors"),
     "no tensor": (lambda q: q.weights("c").publish(0, {"w": 3}), tq.SchemaError, r'tensor "w" is int'),
+    "a tensor by its number": (
+        lambda q: q.weights("c").publish(0, {5: np.ones(1)}),  # type: ignore[dict-item]
+        tq.UsageError,
+        r"tensor name 5 is int; names are strings",
+    ),
+    "a ragged tensor": (
+        lambda q: q.weights("c").publish(0, {"w": torch.nested.nested_tensor([torch.ones(2)], layout=torch.jagged)}),
+        tq.SchemaError,
+        r'tensor "w" cannot be read as one array: ',
+    ),
+    "a tensor whose memory was freed": (
+        lambda q: q.weights("c").publish(0, {"w": freed(torch.ones(3))}),
+        tq.SchemaError,
+        r'tensor "w" cannot be read as one array: ',
+    ),
+    "tensors that are a number": (lambda q: q.weights("c").pull(only=5), tq.UsageError, r"only=5 is int; give names"),  # type: ignore[arg-type]
+    "a tensor without a hash": (
+        lambda q: q.weights("c").pull(only=[["w"]]),  # type: ignore[list-item]
+        tq.UsageError,
+        r"tensor name \['w'\] is list",
+    ),
     "negative version": (lambda q: q.weights("c").publish(-1, {"w": np.ones(1)}), tq.UsageError, r"version=-1"),
     "a version that is not": (lambda q: q.weights("c").pull(timeout_s=0.01), tq.DeadlineExceeded, r'"c"'),
 }

@@ -53,6 +53,16 @@ def test_arrays_travel_too_and_views_are_private(queue: tq.Queue) -> None:
     assert set(second) == {"w", "b"}
 
 
+def test_a_version_of_tensors_without_values(queue: tq.Queue) -> None:
+    channel = queue.weights("policy")
+    for version in range(3):
+        assert channel.publish(version, {"w": np.zeros((0, 4), np.float32)}) == 0
+        with channel.pull() as weights:
+            assert (weights.version, weights["w"].shape) == (version, (0, 4))
+    with pytest.raises(tq.NotFound, match="has no tensor v, or not these rows of it; it has w$"):
+        channel.pull(only=["v"])
+
+
 def test_pulls_wait_for_a_version_above(queue: tq.Queue) -> None:
     channel = queue.weights("policy")
     with pytest.raises(tq.DeadlineExceeded, match="policy"):

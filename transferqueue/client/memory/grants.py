@@ -110,7 +110,7 @@ class WriteGrants:
     ) -> Operation[WriteRegion]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`, `COLUMNS` or `INTERNED`."""
         if nbytes >= self._whole_from or use == "weights":
-            return self._whole((yield from _ask(nbytes, deadline, apart, use)), nbytes)
+            return self._whole((yield from _ask(max(nbytes, 1), deadline, apart, use)), nbytes)
         while (region := self.take(nbytes, lane, apart)) is None:
             self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1, lane)
         return region

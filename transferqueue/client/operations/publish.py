@@ -100,7 +100,12 @@ class NewTensor(BlockWriter):
     __slots__ = ("of",)
 
     def __init__(self, name: str, tensor: Any, of: m.TensorSlice | None = None) -> None:
-        super().__init__([prepare(name, tensor[None])])
+        try:
+            row = tensor[None]
+        except (RuntimeError, TypeError, IndexError) as error:  # nested, or its memory was freed
+            reason = " ".join(str(error).split())
+            raise SchemaError(f'tensor "{name.removeprefix(BASE)}" cannot be read as one array: {reason}') from error
+        super().__init__([prepare(name, row)])
         self.of = of
 
     @property
@@ -277,8 +282,16 @@ def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = W
     return [_writer(name, tensor, prefix) for name, tensor in tensors.items()]
 
 
+def base_field(name: object) -> str:
+    """The field of a tensor of the base. `UsageError` if this is no name of a tensor; other than those of fields it may be empty, and begin with
+    any letter."""
+    if not isinstance(name, str):
+        raise UsageError(f"tensor name {name!r} is {type(name).__name__}; names are strings")
+    return check_name("tensor", f"{BASE}{name}")
+
+
 def _writer(name: str, tensor: Any, prefix: str) -> NewTensor:
-    check_name("tensor", f"{BASE}{name}")
+    base_field(name)
     whole = check_name("tensor", f"{prefix}{name}")
     if isinstance(tensor, WeightSlice):
         field = check_name("slice of tensor", f"{whole}/rows-{tensor.first}-of-{tensor.rows}")

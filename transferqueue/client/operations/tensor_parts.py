@@ -10,9 +10,9 @@ from collections.abc import Iterable, Mapping
 from typing import Final
 
 from transferqueue.client.operations import arguments as checks
-from transferqueue.client.operations.publish import BASE
+from transferqueue.client.operations.publish import BASE, base_field
 from transferqueue.errors import UsageError
-from transferqueue.limits import ITEMS_MAX, check_name
+from transferqueue.limits import ITEMS_MAX
 from transferqueue.schema import Field, Share, Slice, cut_field, share_range
 from transferqueue.wire import messages as m
 
@@ -82,10 +82,15 @@ def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
 
 
 def _checked(only: Only) -> dict[str, range | Slice | None]:
-    named = dict(only) if isinstance(only, Mapping) else dict.fromkeys([only] if isinstance(only, str) else only)
-    checks.few("tensors", named, ITEMS_MAX)
+    if not isinstance(only, Iterable):
+        raise UsageError(
+            f"only={only!r} is {type(only).__name__}; give names of tensors, or a mapping from names to parts of them"
+        )
+    taken = checks.few("tensors", [only] if isinstance(only, str) else only, ITEMS_MAX)
+    for name in taken:
+        base_field(name)  # before a dict takes it: it may have no hash
+    named = dict(only) if isinstance(only, Mapping) else dict.fromkeys(taken)
     for name, part in named.items():
-        check_name("tensor", f"{BASE}{name}")
         if isinstance(part, Slice):
             if isinstance(part.first, Share) and part.first.zigzag:
                 raise UsageError(

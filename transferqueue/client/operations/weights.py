@@ -357,7 +357,7 @@ def _restricted(
         if missing:
             raise NotFound(
                 f'version {reply.version} of channel "{channel}" has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has '
-                f"{listing({slices[name].tensor if name in slices else name for name in found})}"
+                f"{listing({(slices[name].tensor if name in slices else name).removeprefix(publish.BASE) for name in found})}"
             )
     except BaseException:
         return_pins(client, reply.blocks, ())

@@ -63,7 +63,9 @@ def dtype_of_numpy(dtype: np.dtype[Any], subject: str) -> str:
     name = dtype.name
     if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None:
         return name
-    raise SchemaError(f"{subject}: numpy dtype {dtype} cannot be stored; {_REMEDIES.get(dtype.kind, _REMEDY)}")
+    raise SchemaError(
+        f"{subject}: numpy dtype {dtype} cannot be stored; {_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
+    )
 
 
 _REMEDY: Final = "convert it to one of " + ", ".join(name for name in ITEM_BYTES if name not in BLOB_DTYPES)

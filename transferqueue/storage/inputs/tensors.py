@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import attrgetter
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -13,6 +13,10 @@ from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import as_array, dtype_of_torch, imported_torch
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput, only_rank
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
+
+LOW_ADDRESS: Final = 1 << 40
+"""The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its view is offset: rows with
+such an address are looked at one by one."""
 
 
 def is_tensor(value: object) -> bool:
@@ -72,6 +76,8 @@ def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | No
         return None
     lengths = np.fromiter(map(torch.Tensor.numel, rows), np.int64, len(rows))
     filled = lengths > 0
+    if starts[filled].min(initial=LOW_ADDRESS) < LOW_ADDRESS:
+        return None
     ends = starts + lengths * ITEM_BYTES[dtype]
     return RaggedInput(dtype, lengths.reshape(-1, 1), TensorMemory(rows, starts[filled], ends[filled]))
 
@@ -96,6 +102,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
             else listed
         )
     values = tensor.values().detach()
+    _refuse_unstorable(values, subject)
     dtype = dtype_of_torch(values.dtype, subject)
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
     shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
@@ -120,3 +127,20 @@ def _refuse_unstorable(tensor: Any, subject: str) -> None:
         raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
     if hasattr(tensor, "full_tensor"):
         raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")
+    if type(tensor) in {torch.Tensor, torch.nn.Parameter} and tensor.numel():
+        _refuse_freed(tensor, subject)
+
+
+def _refuse_freed(tensor: Any, subject: str) -> None:
+    """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer the tensor's."""
+    try:
+        storage = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):  # a functional tensor: it is refused when it is read
+        return
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
+    if nbytes > storage:
+        raise SchemaError(
+            f"{subject}: a tensor whose values end at byte {nbytes:,} of a storage of {storage:,}: its memory was freed, as FSDP does with "
+            "parameters between their uses; gather it first"
+        )
