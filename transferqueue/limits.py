@@ -6,6 +6,7 @@ compared with its bound here before anything is allocated for it.
 
 from __future__ import annotations
 
+import os
 import re
 from typing import Final
 
@@ -275,6 +276,25 @@ def check_name(kind: str, name: object) -> str:
             "and begin with a letter or _"
         )
     return name
+
+
+def check_text(kind: str, text: object) -> str:
+    """Return `text` if it is text that a message carries, else raise `UsageError`."""
+    if not isinstance(text, str):
+        raise UsageError(f"{kind}={text!r} is {type(text).__name__}; give text")
+    if len(text) > TEXT_CHARS_MAX:
+        raise UsageError(f"{kind} {text[:40]!r}... has {len(text)} characters; at most {TEXT_CHARS_MAX} are allowed")
+    return text
+
+
+def check_path(kind: str, path: object) -> str:
+    """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present directory."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"{kind}={path!r} is {type(path).__name__}; give a path: text, or a pathlib.Path")
+    text = check_text(kind, os.fspath(path))
+    if not text:
+        raise UsageError(f"{kind} is empty, which names no directory; name one: the present one is '.'")
+    return text
 
 
 SIZE_BYTES_MAX: Final = (1 << 62) - 1

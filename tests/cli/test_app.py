@@ -4,6 +4,7 @@ import json
 import shlex
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -120,3 +121,25 @@ def test_ctrl_c_while_modules_load_is_one_line(
     monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
     assert main(["version"]) == 130
     assert capsys.readouterr().err == "error: interrupted\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["serve", "--spill-dir", "", "--spill-bytes", "1GiB"], "--spill-dir"),
+        (["serve", "--durability", "process", "--state="], "--state="),
+        (["keys", "new", "trainer", "--keys", ""], "--keys"),
+        (["restore", "--address", "", "000001"], "--address"),
+        (["inspect", ""], "inspect"),
+    ],
+)
+def test_an_empty_value_is_refused(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a script gives whose variable is not set. It would name the present directory, or another server than was meant."""
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(
+        f"error: {named} has no value: perhaps a variable of the shell is not set"
+    )
+    assert not list(tmp_path.iterdir())

@@ -335,6 +335,16 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
         tq.UsageError,
         r"tensor name \['w'\] is list",
     ),
+    "a snapshot without a path": (lambda q: q.snapshot(""), tq.UsageError, r"path is empty, which names no directory"),
+    "a snapshot at a number": (lambda q: q.snapshot(5), tq.UsageError, r"path=5 is int; give a path"),  # type: ignore[arg-type]
+    "a snapshot at bytes": (lambda q: q.snapshot(b"x"), tq.UsageError, r"path=b'x' is bytes; give a path"),  # type: ignore[arg-type]
+    "a long path": (lambda q: q.restore("x" * 5000), tq.UsageError, r"path 'x{40}'... has 5000 characters; at most"),
+    "a restore of nothing": (lambda q: q.restore(None), tq.UsageError, r"path=None is NoneType"),  # type: ignore[arg-type]
+    "half a character": (
+        lambda q: q.snapshot("a\ud800"),
+        tq.UsageError,
+        r"Snapshot cannot be sent: the text 'a\\ud800' is not Unicode \(surrogates not allowed\)",
+    ),
     "negative version": (lambda q: q.weights("c").publish(-1, {"w": np.ones(1)}), tq.UsageError, r"version=-1"),
     "a version that is not": (lambda q: q.weights("c").pull(timeout_s=0.01), tq.DeadlineExceeded, r'"c"'),
 }
@@ -493,6 +503,20 @@ def test_looking_for_a_server_leaves_no_directory(tmp_path: Path) -> None:
 def test_a_place_where_a_client_may_not_write() -> None:
     with pytest.raises(tq.UsageError, match=r"session file /proc/nowhere/sessions/\w+ cannot be made"):
         tq.connect("ipc:///proc/nowhere/q.sock", timeout_s=0.1)
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        ({"runtime": ""}, "runtime is empty, which names no directory"),
+        ({"runtime": 5}, "runtime=5 is int; give a path"),
+        ({"label": "x" * 5000}, r"label 'x{40}'\.\.\. has 5000 characters; at most 4096"),
+        ({"address": b"ipc:///x"}, "address b'ipc:///x' is bytes"),
+    ],
+)
+def test_an_argument_of_connect_that_cannot_be_used(given: Any, text: str) -> None:
+    with pytest.raises(tq.UsageError, match=text):
+        tq.connect(**given)
 
 
 @pytest.mark.parametrize("address", ["nowhere", "http://a:1", "ipc://relative", "tcp://host", 7, ""])

@@ -59,7 +59,7 @@ def test_a_version_of_tensors_without_values(queue: tq.Queue) -> None:
         assert channel.publish(version, {"w": np.zeros((0, 4), np.float32)}) == 0
         with channel.pull() as weights:
             assert (weights.version, weights["w"].shape) == (version, (0, 4))
-    with pytest.raises(tq.NotFound, match="has no tensor v, or not these rows of it; it has w$"):
+    with pytest.raises(tq.NotFound, match=r"has no tensor v, or not these rows of it; it has w$"):
         channel.pull(only=["v"])
 
 

@@ -124,8 +124,8 @@ def test_size_is_judged_before_content():
 
 
 def test_what_no_message_can_hold_is_refused_at_the_sender():
-    for value in (1 << 64, "\ud800"):
-        with pytest.raises(UsageError, match=r"request Lease cannot be sent: .* integers have at most 64 bits"):
+    for value, text in ((1 << 64, "integers have at most 64 bits"), ("\ud800", r"'\\ud800' is not Unicode")):
+        with pytest.raises(UsageError, match=f"request Lease cannot be sent: .*{text}"):
             codec.encode_call(m.CallFrame(1, 1, 0, m.LeaseRequest("t", "k", where=[TagIs("a", value)])))
 
 

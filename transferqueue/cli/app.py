@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import pairwise
 from typing import Annotated, Any, Final
 
 import typer
@@ -19,6 +20,7 @@ from transferqueue.cli.commands.looking import doctor, inspect, top, trace
 from transferqueue.cli.commands.planning import plan, profile
 from transferqueue.cli.commands.servers import keys, relay, serve, shard, snapshot
 from transferqueue.cli.exit_codes import reported
+from transferqueue.errors import UsageError
 
 DEMO_MODULE: Final = "transferqueue.cli.commands.demo"
 _DEMO_SUMMARY: Final = "Train a small transformer by asynchronous GRPO, every stage a process of its own."
@@ -43,7 +45,14 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, and replace the placeholder of `demo` by the real command."""
+        """Find the command, and replace the placeholder of `demo` by the real command. `UsageError` for an empty argument, which would name the
+        present directory, or be taken for an option that was left out."""
+        for before, argument in pairwise(["", *args]):
+            if not argument or (argument.startswith("--") and argument.endswith("=")):
+                raise UsageError(
+                    f"{argument or before or 'the first argument'} has no value: perhaps a variable of the shell is not set; leave the option "
+                    "out for its default"
+                )
         if args and args[0] == "demo" and "demo" in self.commands:
             self.commands["demo"] = _load_demo()
         return super().resolve_command(ctx, args)

@@ -16,6 +16,7 @@ from transferqueue.client.session.calls import seconds
 from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
 from transferqueue.errors import UsageError
+from transferqueue.limits import check_text
 from transferqueue.transport.security.keys import ClientKeys
 
 if TYPE_CHECKING:
@@ -115,8 +116,7 @@ def _clients(
     if verify not in (False, True):
         raise UsageError(f"verify={verify!r} is neither True nor False")
     deadline = time.monotonic() + seconds("timeout_s", timeout_s)
-    if not isinstance(label, str):
-        raise UsageError(f"label={label!r} is {type(label).__name__}; give text")
+    check_text("label", label)
     own = arena_bytes is not None or runtime is not None
     for place in [] if address in (None, EMBEDDED) else listed(address):
         if is_ray_address(place) and (own or key):

@@ -31,7 +31,7 @@ from transferqueue.cluster.copier import Copier, CopyMemories
 from transferqueue.cluster.spill_reports import SpillReports
 from transferqueue.cluster.stores.open import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
-from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT
+from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT, check_text
 from transferqueue.server.files import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
 from transferqueue.server.shards.bulk_endpoint import OneSidedParts, one_sided_parts
@@ -78,6 +78,7 @@ class ShardProcess:
         spill: SpillPolicy | None = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
+        check_text("label", label)
         with ExitStack() as made:
             place = _host(address) if host is None else host
             chosen = Carrier.chosen(carrier)

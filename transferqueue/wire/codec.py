@@ -126,13 +126,24 @@ def _bounded(message: object, name: str) -> bytes:
     try:
         frame = _encoder.encode(message)
     except (OverflowError, TypeError, UnicodeEncodeError) as error:
-        raise UsageError(f"{name} cannot be sent: {error}; integers have at most 64 bits") from error
+        raise unsendable(name, error) from error
     if len(frame) > MESSAGE_BYTES_MAX:
         raise UsageError(
             f"{name} takes {len(frame):,} bytes as a message; at most {MESSAGE_BYTES_MAX:,} are allowed: "
             "use fewer rows or fields at a time"
         )
     return frame
+
+
+def unsendable(name: str, error: Exception) -> UsageError:
+    """The error for a message `name` that cannot be encoded."""
+    if isinstance(error, UnicodeEncodeError):
+        text = error.object[:40]
+        return UsageError(
+            f"{name} cannot be sent: the text {text!r} is not Unicode ({error.reason}); replace such characters, as by "
+            '.encode("utf-8", "replace").decode()'
+        )
+    return UsageError(f"{name} cannot be sent: {error}; integers have at most 64 bits")
 
 
 def _decoded(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decoded:

@@ -20,7 +20,7 @@ from transferqueue.client.operations.snapshot import Progress
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import DeadlineExceeded, NotFound, TransferQueueError, UsageError
-from transferqueue.limits import CUT_HOLD_S, SNAPSHOTS_KEPT_MAX
+from transferqueue.limits import CUT_HOLD_S, SNAPSHOTS_KEPT_MAX, check_path
 from transferqueue.wire import messages as m
 
 T = TypeVar("T")
@@ -40,6 +40,7 @@ def snapshot_of_all(
     progress: Progress | None,
 ) -> Steps[str]:
     """Write a snapshot of several coordinators at one moment. Returns the paths of its parts, joined by commas. cut: its id, 32 digits."""
+    path = check_path("path", path)
     kept = max(checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX), 2)
     deadline = yield from _begun(clients, timeout_s)
     held: list[ClientSession] = []
@@ -65,6 +66,7 @@ def restore_of_all(
     clients: Sequence[ClientSession], path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
 ) -> Steps[str]:
     """Restore the newest snapshot of which every coordinator has its part. Returns the paths of the parts, joined by commas."""
+    path = check_path("path", path)
     deadline = yield from _begun(clients, timeout_s)
     parts: Parts = {}
     try:

@@ -9,7 +9,7 @@ from typing import Final
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.run import Operation, request_reply
-from transferqueue.limits import SNAPSHOTS_KEPT_MAX
+from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
 from transferqueue.wire import messages as m
 
 SNAPSHOT_S: Final = 600.0
@@ -22,7 +22,9 @@ def snapshot(
     client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Write a snapshot. Returns its path."""
-    request = m.SnapshotRequest(path=os.fspath(path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX))
+    request = m.SnapshotRequest(
+        path=check_path("path", path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX)
+    )
     return (yield from _followed(client, request, timeout_s, progress))
 
 
@@ -30,7 +32,7 @@ def restore(
     client: ClientSession, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
     """Restore a snapshot. Returns its path."""
-    return (yield from _followed(client, m.Restore(path=os.fspath(path)), timeout_s, progress))
+    return (yield from _followed(client, m.Restore(path=check_path("path", path)), timeout_s, progress))
 
 
 def _followed(

@@ -40,7 +40,11 @@ def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> li
 
 def listed(address: str | Sequence[str]) -> list[str]:
     """The addresses of the coordinators as a list. `UsageError` for an empty one."""
-    texts = [address] if isinstance(address, str) or not isinstance(address, Sequence) else address
+    texts = (
+        [address]
+        if isinstance(address, str) or not isinstance(address, Sequence) or isinstance(address, bytes)
+        else address
+    )
     addresses = [
         one for text in texts for one in (split_addresses(text) if isinstance(text, str) else [_refused(text)])
     ]

@@ -27,6 +27,7 @@ import msgspec
 from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S, SECONDS_MAX, short_number
 from transferqueue.wire import messages as m
+from transferqueue.wire.codec import unsendable
 from transferqueue.wire.versions import PROTOCOL
 
 LEAST_S: Final = 1e-3
@@ -300,7 +301,7 @@ def encode(request: m.Request) -> bytes:
     try:
         payload = _encoder.encode(request)
     except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
-        raise UsageError(f"{m.tag_of(request)} cannot be sent: {error}; integers have at most 64 bits") from error
+        raise unsendable(m.tag_of(request), error) from error
     if len(payload) > MESSAGE_BYTES_MAX:
         raise Impossible(
             f"{m.tag_of(request)} of {len(payload)} bytes is over the limit of {MESSAGE_BYTES_MAX} for one "

@@ -37,7 +37,7 @@ from transferqueue.cluster.on_ray.messages import NAME, NAMESPACE, DeploymentNam
 from transferqueue.cluster.on_ray.nodes import choose
 from transferqueue.cluster.on_ray.shard_actors import check_shards, places, start_shards, stop_shards
 from transferqueue.errors import AlreadyExists, UsageError
-from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, parse_bytes
+from transferqueue.limits import COORDINATORS_MAX, RESTARTS_MAX, check_path, parse_bytes
 from transferqueue.server.durability.journal import Level
 from transferqueue.wire.home_coordinator import CoordinatorIndex
 
@@ -237,11 +237,10 @@ def _checked_deploy(
 def _absolute(what: str, path: str | os.PathLike[str] | None) -> str:
     if path is None:
         return ""
-    if not Path(path).is_absolute():
-        raise UsageError(
-            f"{what} {os.fspath(path)!r} is relative, and its node has other directories; give the whole path"
-        )
-    return os.fspath(path)
+    text = check_path(what, path)
+    if not Path(text).is_absolute():
+        raise UsageError(f"{what} {text!r} is relative, and its node has other directories; give the whole path")
+    return text
 
 
 def _start(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import DeadlineExceeded
-from transferqueue.limits import parse_bytes
+from transferqueue.limits import check_path, parse_bytes
 from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
@@ -61,7 +61,7 @@ def start(arena_bytes: int | str | None = None, runtime: str | Path | None = Non
     arena_bytes: the ceiling of its memory (None: the default, clipped to the machine's). runtime: a private
     directory for its socket (None: the user's). `UsageError` for a directory that cannot be used.
     """
-    directory = Path(runtime).absolute() if runtime is not None else runtime_directory()
+    directory = Path(check_path("runtime", runtime)).absolute() if runtime is not None else runtime_directory()
     socket = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
     if not isinstance(socket, IpcAddress):
         raise TypeError(f"{socket} is no ipc address")
