@@ -40,11 +40,8 @@ def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> li
 
 def listed(address: str | Sequence[str]) -> list[str]:
     """The addresses of the coordinators as a list. `UsageError` for an empty one."""
-    texts = (
-        [address]
-        if isinstance(address, str) or not isinstance(address, Sequence) or isinstance(address, bytes)
-        else address
-    )
+    given: object = address
+    texts = given if isinstance(given, Sequence) and not isinstance(given, str | bytes) else [given]
     addresses = [
         one for text in texts for one in (split_addresses(text) if isinstance(text, str) else [_refused(text)])
     ]

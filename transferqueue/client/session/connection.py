@@ -177,9 +177,7 @@ class Connection:
                     wake()
                 else:
                     loop.call_soon_threadsafe(wake)
-            except (
-                RuntimeError
-            ):  # the loop is closed, and nobody waits there: the next loop of its thread may read this
+            except RuntimeError:  # nobody waits in a closed loop, whose calls the next loop of its thread may read
                 self._abandon(pending)
 
         pending = PendingCall(request, tell)
