@@ -6,7 +6,6 @@ compared with its bound here before anything is allocated for it.
 
 from __future__ import annotations
 
-import os
 import re
 from typing import Final
 
@@ -289,9 +288,10 @@ def check_text(kind: str, text: object) -> str:
 
 def check_path(kind: str, path: object) -> str:
     """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present directory."""
-    if not isinstance(path, str | os.PathLike):
+    text = path if isinstance(path, str) else path.__fspath__() if hasattr(path, "__fspath__") else None
+    if not isinstance(text, str):
         raise UsageError(f"{kind}={path!r} is {type(path).__name__}; give a path: text, or a pathlib.Path")
-    text = check_text(kind, os.fspath(path))
+    check_text(kind, text)
     if not text:
         raise UsageError(f"{kind} is empty, which names no directory; name one: the present one is '.'")
     return text

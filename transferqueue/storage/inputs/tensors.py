@@ -135,9 +135,10 @@ def _refuse_freed(tensor: Any, subject: str) -> None:
     """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer the tensor's."""
     try:
         storage = tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):  # a functional tensor: it is refused when it is read
+        strides = tensor.stride()
+    except (RuntimeError, NotImplementedError):  # a functional tensor, or a nested one: these are refused elsewhere
         return
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True))
     nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if nbytes > storage:
         raise SchemaError(
