@@ -20,6 +20,8 @@ class Node:
     def __init__(self) -> None:
         self.granted: list[m.Grant] = []
         self.returned: list[int] = []
+        self.returned_at: list[list[int]] = []
+        """What had come back at each request for another one."""
         self.grants = WriteGrants(self.take_back)
 
     def take_back(self, request: m.Request) -> None:
@@ -36,6 +38,7 @@ class Node:
                 return end.value  # type: ignore[no-any-return]
             assert isinstance(request, m.Grant)
             self.granted.append(request)
+            self.returned_at.append(list(self.returned))
             number = len(self.granted)
             reply = m.Granted(extent=number, shard=0, offset=number * 64 * MIB, nbytes=request.nbytes)
 
@@ -84,9 +87,17 @@ def test_full_extents_are_returned_when_their_last_writer_is_done() -> None:
     writing = node.region(SMALL_EXTENT_BYTES - 1)
     while len(node.granted) <= OPEN_MAX:
         node.region(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)
-    assert node.returned == []
+    assert node.returned == [2]
     writing.done(CommitOutcome.COMMITTED)
-    assert node.returned == [1]
+    assert node.returned == [2, 1]
+
+
+def test_whoever_asks_for_memory_holds_none_that_has_no_room_for_it() -> None:
+    """The wait may be one for that memory: two producers of small puts held all of an arena of 4 MiB, and waited for more."""
+    node = Node()
+    for _ in range(9):
+        node.region(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)
+    assert node.returned_at == [[], [1], [1, 2]]
 
 
 def test_pieces_of_one_extent_never_overlap() -> None:

@@ -4,7 +4,7 @@ Rules:
 
 1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it at its end.
 2. Smaller puts take regions of an open extent, one after the other: one round trip each, and no page wasted. An extent without
-   room for a put is retired; the newest few stay open.
+   room for a put is retired before the next one is asked for: the wait for that may be one for this memory. The newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
 4. If a region was certainly not committed and was the last one taken, the next put takes it. If nobody knows whether it was
    committed (an interrupt, a lost server), nothing writes there again.
@@ -112,6 +112,7 @@ class WriteGrants:
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(max(nbytes, 1), deadline, apart, use)), nbytes)
         while (region := self.take(nbytes, lane, apart)) is None:
+            self._retire_full(nbytes, lane, apart)
             self._adopt((yield from _ask(self._shared, deadline, apart, use)), len(apart) + 1, lane)
         return region
 
@@ -133,6 +134,17 @@ class WriteGrants:
                     extent.writers += 1
                     return WriteRegion(self, extent, offset, nbytes)
         return None
+
+    def _retire_full(self, nbytes: int, lane: str, apart: Sequence[int]) -> None:
+        with self._guard:
+            extents = self._open[lane]
+            full = [
+                each for each in extents if each.granted.shard not in apart and each.used + nbytes > each.granted.nbytes
+            ]
+            for extent in full:
+                extents.remove(extent)
+                extent.retired = True
+                self._return_if_left(extent)
 
     def _adopt(self, granted: m.Granted, copies: int, lane: str) -> None:
         with self._guard:
