@@ -101,6 +101,33 @@ def test_the_bound_is_kept_and_freed_space_is_used_again(bench, file):
     assert len(write().places) == 256
 
 
+def test_a_large_block_finds_a_place_though_all_that_is_free_lies_in_small_pieces(bench, file):
+    """And the file takes no more of the disk than it may."""
+    file.write(1, [m_block(number, 0, 4 * PAGE_BYTES) for number in range(1024)])
+    places = answer_of(file).places
+    assert sum(place.nbytes for place in places) == 16 * MIB
+    file.free(places[::2])
+    file.write(2, [m_block(5000 + number, 0, ARENA) for number in range(128)])
+    assert len(answer_of(file).places) == 128
+    assert os.fstat(file._fd).st_blocks * 512 <= 16 * MIB + MIB, "the file system's own blocks"
+    file.write(3, [m_block(6000, 0, 1)])
+    assert "--spill-bytes allows" in answer_of(file).error
+
+
+def test_a_disk_that_takes_nothing_back_has_its_bound_too(bench, file):
+    file._space._can_punch = False
+    file.write(1, [m_block(number, 0, 4 * PAGE_BYTES) for number in range(1024)])
+    places = answer_of(file).places
+    file.free(places[::2])
+    for _ in range(2):
+        file.write(2, [m_block(5000, 0, ARENA)])
+        assert "takes none back" in answer_of(file).error
+    assert os.fstat(file._fd).st_blocks * 512 <= 16 * MIB + MIB
+    file.write(3, [m_block(6000 + number, 0, 4 * PAGE_BYTES) for number in range(512)])
+    assert len(answer_of(file).places) == 512
+    assert os.fstat(file._fd).st_blocks * 512 <= 16 * MIB + MIB
+
+
 def test_freed_space_returns_to_the_disk_in_long_pieces_when_there_is_nothing_else_to_do(bench, file, monkeypatch):
     returned, all_returned = [], threading.Event()
 

@@ -2,9 +2,11 @@
 
 The rules:
 
-1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and at most as large as the operator allows.
+1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and takes at most as much of the disk as the operator
+   allows.
 2. Space is reserved before it is written: a full disk is an error of that write. The space of blocks that were freed is used again. It returns
    to the disk when the thread has had nothing to do for `RETURN_AFTER_S`, in long pieces: a file system takes a millisecond for each.
+   The file is longer than what it may take, so that a large block finds a place though what was freed lies in small pieces: those return first.
 3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose, which nobody else writes
    meanwhile. It answers each job once, in order.
 4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has that.
@@ -26,7 +28,8 @@ from typing import Any, Final, NamedTuple, Protocol, TypeVar
 import numpy as np
 
 from transferqueue.errors import OutOfMemory, ProtocolError, UsageError
-from transferqueue.limits import KIB, MIB, SPILL_BYTES_MIN
+from transferqueue.limits import KIB, MIB, PAGE_BYTES, SPILL_BYTES_MIN
+from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
@@ -37,6 +40,10 @@ from transferqueue.wire import messages as m
 _log: Final = logging.getLogger("transferqueue.server")
 _CAUSE_CHARS: Final = 200
 """Of the text of an error in an answer."""
+LENGTHS: Final = 4
+"""The file is so many times as long as what it may take of the disk."""
+LENGTH_MORE_MAX: Final = 1 << 40
+"""And at most so many bytes longer: no file system has files of any length."""
 RETURN_AFTER_S: Final = 1.0
 RETURN_BYTES: Final = 64 * MIB
 """Of freed space that returns to the disk at a time: a few milliseconds, which a job may have to wait."""
@@ -132,10 +139,13 @@ class SpillFile:
         private_directory(directory, "spill directory")
         _check_space(directory, nbytes)
         self._directory: Final = directory
-        self._allocator: Final = Allocator(nbytes)
+        self._nbytes: Final = nbytes // PAGE_BYTES * PAGE_BYTES
+        self._allocator: Final = Allocator(nbytes + min((LENGTHS - 1) * nbytes, LENGTH_MORE_MAX))
         self._space: Final = _unnamed(directory, self._allocator.capacity)
         self._fd = os.open(self._space.path, os.O_RDWR | os.O_CLOEXEC)
         Path(self._space.path).unlink()
+        self._can_return = True
+        """Whether the file system took freed space back, when it was asked last."""
         self._arena: U8 | None = arena()
         self._stir: Final = stir
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
@@ -206,7 +216,7 @@ class SpillFile:
     def _next_job(self) -> _Job | None:
         """The next job. While there is none, freed space returns to the disk."""
         wait_s = RETURN_AFTER_S
-        while self._allocator.largest_warm[1] >= RETURN_BYTES_MIN:
+        while self._can_return and self._allocator.largest_warm[1] >= RETURN_BYTES_MIN:
             try:
                 return self._jobs.get(timeout=wait_s)
             except queue.Empty:
@@ -216,12 +226,14 @@ class SpillFile:
 
     def _return_space(self) -> None:
         offset, nbytes = self._allocator.largest_warm
-        piece = min(nbytes, RETURN_BYTES)
-        self._allocator.chill(offset, piece)
+        piece, taken = min(nbytes, RETURN_BYTES), self._space.backed
         try:
             self._space.punch(offset, piece)
         except OSError as error:
             _log.warning("the disk of %s took %d bytes not back: %s", self._directory, piece, error)
+        self._can_return = self._space.backed < taken
+        if self._can_return:
+            self._allocator.chill(offset, piece)
 
     def _answer(self, answers: queue.SimpleQueue[_Answer], answer: _Answer) -> None:
         answers.put(answer)
@@ -239,20 +251,41 @@ class SpillFile:
 
     def _write_block(self, block: m.BlockToWrite) -> m.SpilledBlock:
         nbytes = max(block.nbytes, 1)
-        offset = self._allocator.allocate(nbytes)
+        fits = self._allocator.used + align(nbytes, PAGE_BYTES) <= self._nbytes
+        offset = self._allocator.allocate(nbytes) if fits else None
         if offset is None:
             raise OutOfMemory(
-                f"the spilled blocks take {self._allocator.used:,} of the {self._allocator.capacity:,} bytes that --spill-bytes allows"
+                f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes allows"
             )
         try:
+            self._keep_bound()
             self._reserve(offset, nbytes)
             content = self._bytes(block.offset, block.nbytes)
             known = block.checksum if block.checksum != UNCHECKED else checksum(content)
             _write(self._fd, content, offset)
         except BaseException:
-            self._allocator.free(offset, nbytes)
+            self._free_unwritten(offset, nbytes)
             raise
         return m.SpilledBlock(block.block, offset, block.nbytes, known)
+
+    def _free_unwritten(self, offset: int, nbytes: int) -> None:
+        """Free a place of which perhaps only parts were reserved."""
+        self._allocator.free(offset, nbytes)
+        end = offset + align(nbytes, PAGE_BYTES)
+        for start, after in [*self._space.backed_runs(offset, end), (end, end)]:
+            if start > offset:
+                self._allocator.chill(offset, start - offset)
+            offset = after
+
+    def _keep_bound(self) -> None:
+        """Return freed space to the disk, if the file would take more than it may."""
+        while self._allocator.warm and self._allocator.used + self._allocator.warm > self._nbytes:
+            if not self._can_return:
+                raise OutOfMemory(
+                    f"what is free of the {self._nbytes:,} bytes that --spill-bytes allows lies in small pieces, and the disk of {self._directory} takes "
+                    "none back"
+                )
+            self._return_space()
 
     def _reserve(self, offset: int, nbytes: int) -> None:
         try:
