@@ -344,8 +344,7 @@ SPILL_ABOVE: Final = 0.625
 SPILL_TO: Final = 0.5
 """Down to this share: in steps of an eighth of the arena, so that a disk gets long writes."""
 LOADS_SHARE: Final = 8
-"""One part in this many of an arena that spills, and of the space on its disk, is not for new rows: otherwise they could fill both, and no row on the
-disk could come back to be used and freed."""
+"""One part in this many of an arena that spills is not for new rows: otherwise rows on the disk could seldom come back without others leaving first."""
 SPILL_BATCH_BYTES: Final = 16 * MIB
 """Bytes that are written, or loaded, between two looks at what is needed most."""
 SPILL_PAUSE_S: Final = 5.0

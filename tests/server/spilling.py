@@ -33,6 +33,8 @@ class Space:
     def __init__(self, arena):
         self.arena, self.files, self.jobs, self.ready = arena, {}, [], []
         self.fails_writes, self.fails_loads, self.damages = "", 0, False
+        self.pages = 0
+        """The most that blocks may take, in whole pages; 0: any number."""
 
     def write(self, job, blocks):
         self.jobs.append(lambda: self._write(job, blocks))
@@ -58,6 +60,8 @@ class Space:
     def _write(self, job, blocks):
         if self.fails_writes:
             return m.BlocksWritten(job, [], self.fails_writes)
+        if self.pages and _pages(map(len, self.files.values())) + _pages(block.nbytes for block in blocks) > self.pages:
+            return m.BlocksWritten(job, [], "the file is full")
         for block in blocks:
             self.files[block.block] = bytes(self.arena.view(block.offset, block.nbytes))
         return m.BlocksWritten(
@@ -76,6 +80,10 @@ class Space:
         for block in blocks:
             self.arena._map[block.offset : block.offset + block.place.nbytes] = self.files[block.place.block]
         return m.BlocksLoaded(job, numbers, {}, [])
+
+
+def _pages(sizes):
+    return sum(-(-max(nbytes, 1) // PAGE_BYTES) for nbytes in sizes)
 
 
 class SpillBench(Bench):

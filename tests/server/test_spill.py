@@ -145,7 +145,7 @@ def test_a_full_disk_pauses_and_nothing_is_lost(bench):
 
 def spill_all_that_may(bench, monkeypatch):
     """Rows fill the memory, and the disk as far as they may. Returns the call of a producer that waits for memory."""
-    monkeypatch.setattr(bench.spiller, "nbytes", 8 * PAGE_BYTES)
+    monkeypatch.setattr(bench.spiller.backlog, "disk_bytes", 32 * PAGE_BYTES)
     number = 0
     while True:
         wanted = bench.producer.post(m.Grant(PAGE_BYTES, wait_s=50.0, use="rows"))
@@ -164,7 +164,7 @@ def test_a_server_sleeps_while_spilled_blocks_take_all_that_they_may(bench, monk
         bench.coordinator.tick(bench.now)
         due = bench.coordinator.next_deadline()
         assert due is None or due > bench.now
-    for _ in range(2):
+    for _ in range(4):
         bench.finish(bench.lease(6))
     bench.settle()
     assert isinstance(bench.producer.take(wanted), m.Granted)
@@ -177,7 +177,7 @@ def test_blocks_come_back_as_soon_as_others_can_leave_though_the_disk_is_as_full
     rows = {kind: [n - 1 for n, block in blocks.items() if bool(block.extents) is kind] for kind in (True, False)}
     reader = bench.client()
     held = reader.ask(m.ReadRequest("t", np.array(rows[True], "<i8").tobytes()))
-    call = bench.worker.post(m.ReadRequest("t", np.array(rows[False][:4], "<i8").tobytes()))
+    call = bench.worker.post(m.ReadRequest("t", np.array(rows[False][:8], "<i8").tobytes()))
     bench.settle()
     bench.pass_time(0.1)
     assert bench.worker.take(call) is None

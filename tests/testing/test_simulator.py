@@ -79,6 +79,20 @@ def test_no_promise_is_broken_where_shards_have_disks(seeds: int):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("seeds", sizes(4, 300))
+@pytest.mark.parametrize("kind", ["full-disk", "full-shards", "crowded-full-disk", "crowded-full-shards"])
+def test_no_promise_is_broken_where_memory_and_disk_are_full(kind: str, seeds: int):
+    """Producers wait for memory all the time, and in shards each block is a quarter of it."""
+    spilled = 0
+    for seed in range(seeds):
+        run = SimRun(seed, KINDS[kind])
+        run.whole()
+        spilled += run.world.faults["extent spilled"]
+        assert not run.world.faults["spill file full"]
+    assert spilled > 5 * seeds
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", sizes(6, 300))
 def test_no_promise_is_broken_where_rows_share_values(seeds: int):
     """Puts, updates, acks and releases refer to values of the table, with a disk for cold blocks and without. In seed 299 a block ends while a

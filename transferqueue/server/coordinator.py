@@ -125,7 +125,7 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
-        self.spillers: Final = Spillers(ledger)
+        self.spillers: Final = Spillers(ledger, self.waiting.wake)
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self._durability = durability or NoDurability()

@@ -94,17 +94,15 @@ class Operations:
             self._sources.spillers.taken(taken[0])
             return self._ledger.grant(session.number, *taken, now, call=call)
         if self._sources.spillers.is_any:
-            self._sources.spillers.need(
-                request.nbytes, self._shards.may_have(request.nbytes, request.apart, request.use)
-            )
+            shards = self._shards.may_have(request.nbytes, request.apart, request.use)
+            self._sources.spillers.need(request.nbytes, shards, request.use)
         if request.wait_s:
             return MustWait(keys=(_MEMORY,))
         raise Full(self._explain_grant(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:
         text = self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
-        pauses = self._sources.spillers.explain_pauses()
-        return f"{text}. Nothing is spilled to the disk now: {pauses}" if pauses else text
+        return text + self._sources.spillers.explain_memory()
 
     def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
         return self._shards.list_for(session)

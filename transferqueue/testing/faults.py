@@ -32,7 +32,9 @@ from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.policies import AckedColumns
 from transferqueue.server.durability import recorded_ledger
 from transferqueue.server.sessions.waiting import WaitQueue
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
+from transferqueue.server.spill.spiller import Spiller
 from transferqueue.testing.simulator.machine import SimJournal
 from transferqueue.wire import messages as m
 
@@ -146,6 +148,10 @@ def _all(_was: Any) -> Any:
     return lambda _rows, _where, ids, _at: np.ones(ids.size, np.bool_)
 
 
+def _always(_was: Any) -> Any:
+    return lambda *_args, **_named: True
+
+
 def _freed_uncovered(was: Any) -> Any:
     def acked(table: Any, task: Any, rows: Any, request: Any, session: int, now: float) -> None:
         covered = request.step <= task.checkpoint
@@ -220,6 +226,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a turn goes on for a due request that has ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
     "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),
     "the orders of a lost shard end one by one": ((ColdBlocks, "give_up", _one_by_one),),
+    "new rows take the memory that blocks left for others": ((Backlog, "may_have", _always), (Spiller, "_share_memory", _nothing)),
 }  # fmt: skip
 
 
@@ -227,6 +234,7 @@ KIND_OF: Final = {
     "a turn goes on for a due request that has ended": "crowded-mixed",
     "a turn ends though a request is due": "crowded-shards",
     "the orders of a lost shard end one by one": "crowded-shards",
+    "new rows take the memory that blocks left for others": "full-shards",
 }
 """The kind of the worlds in which a bug shows, if that is not the usual one."""
 

@@ -97,6 +97,10 @@ class ColdArena:
         self._departed: Final = departed
         self._resident: dict[int, dict[int, CommittedBlock]] = {}
         """By extent: its blocks that may be spilled."""
+        self.growth = 0
+        """How many bytes more the blocks in memory that may be spilled would take on the disk, where each takes whole pages."""
+        self._pages: dict[int, int] = {}
+        """By extent: the bytes that its blocks would take there."""
         self._writing: dict[int, list[int]] = {}
         """By extent: the blocks that are being written."""
         self._listed: list[int] = []
@@ -122,6 +126,8 @@ class ColdArena:
         """Follow this registry from now on. None of its blocks is on a disk."""
         self._blocks = blocks
         self._resident.clear()
+        self._pages.clear()
+        self.growth = 0
         self._listed.clear()
         self._is_listed.clear()
         self._spared.clear()
@@ -129,15 +135,26 @@ class ColdArena:
     def committed(self, block: CommittedBlock) -> None:
         """A block of this arena was committed, or came back."""
         self._resident.setdefault(block.extent.id, {})[block.at.block] = block
+        self._count_pages(block, 1)
         self.may_be_cold(block.extent.id)
 
     def forget(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more, which is in memory."""
         if block.at.block in (members := self._resident.get(block.extent.id, {})):
             del members[block.at.block]
+            self._count_pages(block, -1)
             if not members:
                 del self._resident[block.extent.id]
             self.may_be_cold(block.extent.id)
+
+    def _count_pages(self, block: CommittedBlock, sign: int) -> None:
+        extent, before = block.extent, self._pages.get(block.extent.id, 0)
+        after = before + sign * align(max(block.at.nbytes, 1), PAGE_BYTES)
+        self.growth += max(after - extent.nbytes, 0) - max(before - extent.nbytes, 0)
+        if after:
+            self._pages[extent.id] = after
+        else:
+            self._pages.pop(extent.id, None)
 
     def may_be_cold(self, extent: int) -> None:
         """Nobody reads a block of this extent any more, or nobody writes into it any more."""
@@ -200,6 +217,11 @@ class ColdArena:
             groups.append((group, nbytes))
         return sorted(groups, key=lambda entry: -entry[1])
 
+    def halves(self, numbers: list[int]) -> list[tuple[list[int], int]]:
+        """A group of `missing` as two, each for an extent of its own."""
+        half = len(numbers) // 2
+        return [*self._grouped(numbers[:half]), *self._grouped(numbers[half:])]
+
     def _pages_of(self, numbers: Iterable[int]) -> int:
         """The bytes of memory that these blocks take side by side."""
         return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(numbers))
@@ -258,6 +280,18 @@ class ColdArena:
                 return self._begin_writing(chosen)
         return []
 
+    def choose_spared(self, nbytes: int) -> list[ColdExtent]:
+        """As `choose`, of the extents that are spared for the order. It finds no memory, and nothing that is done gives it some; others wait for memory."""
+        tables = {id(usage) for usage in self._tables()}
+        chosen: list[ColdExtent] = []
+        for number in sorted(self._spared, reverse=True):
+            if nbytes > 0 and (extent := self._if_cold(number, tables)) is not None:
+                self._spared.discard(number)
+                chosen.append(extent)
+                nbytes -= extent.nbytes
+        self._gathered.update(extent.number for extent in chosen)
+        return self._begin_writing(chosen)
+
     @property
     def _needed(self) -> frozenset[int]:
         return self.order.blocks if self.order is not None else NO_BLOCKS
@@ -305,6 +339,7 @@ class ColdArena:
         del self._resident[number]
         self._missing = None
         for member, block in members.items():
+            self._count_pages(block, -1)
             self._on_disk[member] = block
             self.blocks_on_disk += 1
             self.bytes_on_disk += block.at.nbytes

@@ -7,6 +7,7 @@ from typing import Final
 from transferqueue.errors import Impossible
 from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, LOADS_SHARE, PAGE_BYTES
 from transferqueue.schema import align
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 
@@ -41,8 +42,8 @@ class OwnShardMemory:
         self.extents = extents
         self.due_at: float | None = None
         """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
-        self.spills = False
-        """Whether cold blocks go to a disk."""
+        self.backlog: Backlog | None = None
+        """What it may hold together with the disk to which cold blocks go; None: there is none."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
         self._refusal = ""
@@ -61,7 +62,7 @@ class OwnShardMemory:
     @property
     def kept_for_loads(self) -> int:
         """Bytes that are not for new rows, but for those that come back from a disk."""
-        return self.grantable // LOADS_SHARE if self.spills else 0
+        return self.grantable // LOADS_SHARE if self.backlog is not None else 0
 
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""

@@ -28,6 +28,7 @@ from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, LOADS_SHARE, PAGE_
 from transferqueue.schema import align
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
@@ -73,6 +74,8 @@ class RemoteShard:
         self.offer: Final = offer
         self.tickets: Final = TicketIssuer(offer.secret)
         self.allocator: Final = Allocator.holding(offer.capacity, (granted or {}).values())
+        self.backlog: Final = Backlog(offer.capacity, offer.spill_bytes) if offer.spill_bytes else None
+        """What it may hold together with the disk to which cold blocks go; None: it has none."""
         self.draining = False
         self.sent_bytes = {"stream": 0, "one_sided": 0}
         self.received_bytes = dict(self.sent_bytes)
@@ -110,14 +113,9 @@ class RemoteShard:
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
     @property
-    def spills(self) -> bool:
-        """Whether cold blocks go to a disk."""
-        return self.offer.spill_bytes > 0
-
-    @property
     def kept_for_loads(self) -> int:
         """Bytes that are not for new rows, but for those that come back from its disk."""
-        return self.grantable // LOADS_SHARE if self.spills else 0
+        return self.grantable // LOADS_SHARE if self.backlog is not None else 0
 
     @property
     def grows(self) -> bool:

@@ -203,7 +203,7 @@ class ShardRegistry:
             max(candidates, key=lambda shard: shard.allocator.capacity).check(nbytes)
         refused: OutOfMemory | None = None
         for shard in candidates:
-            if use == "rows" and shard.used + nbytes > for_rows(shard):
+            if not _has_room(shard, nbytes, use):
                 continue
             try:
                 extent = shard.take(nbytes) if nbytes <= shard.allocator.capacity else None
@@ -211,6 +211,8 @@ class ShardRegistry:
                 refused = error
                 continue
             if extent is not None:
+                if shard.backlog is not None and use != "weights":
+                    shard.backlog.largest = max(shard.backlog.largest, extent[1])
                 return shard.number, *extent
         if refused is not None:
             raise refused
@@ -236,7 +238,7 @@ class ShardRegistry:
         """The bytes that new rows may still take in each shard that grants memory and has some."""
         lending: list[OwnShardMemory | RemoteShard] = [self.own, *self.remote.values()]
         rooms = {
-            shard.number: for_rows(shard) - shard.used
+            shard.number: _room_for_rows(shard)
             for shard in lending
             if isinstance(shard, OwnShardMemory) or not shard.draining
         }
@@ -358,6 +360,25 @@ def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
 def for_loads(shard: OwnShardMemory | RemoteShard) -> int:
     """The bytes of a shard that rows may take, new ones and those that come back from a disk."""
     return shard.grantable - shard.grantable // RESULTS_SHARE
+
+
+def _has_room(shard: OwnShardMemory | RemoteShard, nbytes: int, use: m.GrantPurpose) -> bool:
+    """Whether the shard may grant so much now. Whether it can, its memory says. Weights are no rows: they neither leave nor come back."""
+    if use == "rows" and shard.used + nbytes > for_rows(shard):
+        return False
+    backlog = shard.backlog
+    return (
+        backlog is None
+        or use == "weights"
+        or (not backlog.is_held and backlog.admits(nbytes, shard.used, rows=use == "rows"))
+    )
+
+
+def _room_for_rows(shard: OwnShardMemory | RemoteShard) -> int:
+    room, backlog = for_rows(shard) - shard.used, shard.backlog
+    if backlog is None or not backlog.on_disk:
+        return room
+    return 0 if backlog.is_held else min(room, backlog.room_for_rows(shard.used))
 
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:

@@ -4,8 +4,9 @@ The rules (docs/decisions/0056, 0059; which blocks are cold, and who waits for t
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for memory, or a load, finds
    no room.
-2. One part in `LOADS_SHARE` of the arena and of the disk is for loads, not for new rows: these cannot fill both, so that nothing comes back. A
-   load does not take the share for results: a worker whose rows were loaded can write its results.
+2. Parts of the arena and of the disk are for loads, not for new rows (`shards.backlog`): these cannot fill both, so that nothing comes back. A
+   load does not take the share for results: a worker whose rows were loaded can write its results. While a load finds no memory, and something is under
+   way that may give it some, it is given to nobody else.
 3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling pauses: until a spilled
    block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for memory waits on, as without spilling.
 4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at once: its rows are made
@@ -25,7 +26,6 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.cold_arena import ColdArena
 from transferqueue.limits import (
     LOAD_TRIES,
-    LOADS_SHARE,
     PAGE_BYTES,
     SPILL_ABOVE,
     SPILL_BATCH_BYTES,
@@ -34,6 +34,7 @@ from transferqueue.limits import (
     SPILL_TO,
 )
 from transferqueue.schema import align
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.spill.spill_file import SpillSpace
@@ -57,27 +58,28 @@ class SpillCounters:
 
 
 class Spiller:
-    """The spilling of one arena. cold: its blocks. space: its disk, of at most `nbytes`. on_emptied: called when the last block has left the disk.
-    Used by the loop's thread; `read` by any."""
+    """The spilling of one arena. cold: its blocks. space: its disk, of which `backlog` keeps the books. wake_memory: makes the requests due that wait for
+    memory. on_emptied: called when the last block has left the disk. Used by the loop's thread; `read` by any."""
 
     def __init__(
         self,
         ledger: Ledger,
         cold: ColdArena,
         memory: OwnShardMemory | RemoteShard,
+        backlog: Backlog,
         space: SpillSpace,
-        nbytes: int,
+        wake_memory: Callable[[], object],
         on_emptied: Callable[[], object] = lambda: None,
     ) -> None:
-        self.nbytes: Final = nbytes
-        """The most bytes on the disk."""
+        self.backlog: Final = backlog
         self.cold: Final = cold
         self.counters: Final = SpillCounters()
         self.paused = ""
         """Why nothing is spilled now; "": nothing hinders it."""
         self.load_wants = 0
         """Bytes that the load order finds no memory for."""
-        self._ledger, self._memory, self._space, self._on_emptied = ledger, memory, space, on_emptied
+        self._ledger, self._memory, self._space = ledger, memory, space
+        self._wake_memory, self._on_emptied = wake_memory, on_emptied
         self._last_job = 0
         self._places: dict[int, m.SpilledBlock] = {}
         self._writing: dict[int, int] = {}
@@ -87,20 +89,28 @@ class Spiller:
         self._progress_at = 0.0
         """When the disk last answered, or got work while it had none."""
         self._tries: dict[int, int] = {}
-        self._disk_used = 0
-        """Bytes of the disk, in whole pages."""
         self._wanted = 0
-        """Bytes that somebody waits for; 0: nobody."""
+        """Bytes that somebody waits for, and may have; 0: nobody."""
         self._paused_until = self._tried_at = 0.0
         """When writes may be tried again after one failed, and when extents to write were looked for last."""
+        self._is_full = False
+        """Whether `paused` says that nothing more can change places."""
         self._held = False
         self._freed_while_held: list[m.SpilledBlock] = []
 
     # ------------------------------------------------------------ what `Spillers` calls
 
-    def need(self, nbytes: int) -> None:
-        """Somebody waits for memory, and found none."""
-        self._wanted = max(self._wanted, nbytes)
+    def need(self, nbytes: int, use: m.GrantPurpose) -> None:
+        """Somebody waits for memory, and found none. Blocks leave for it if they can all come back."""
+        backlog, used = self.backlog, self._memory.used
+        if use == "weights" or backlog.may_have(nbytes, used, rows=use == "rows"):
+            self._wanted = max(self._wanted, nbytes)
+        elif not self.paused:
+            self._is_full = True
+            self.paused = (
+                f"what lies in memory ({used:,} bytes) and on the disk ({backlog.on_disk:,} of {backlog.disk_bytes:,} bytes, --spill-bytes) is as much as can "
+                f"change places, with blocks of up to {backlog.largest:,} bytes"
+            )
 
     def turn(self, now: float) -> bool:
         """Take in what the disk has done. Returns whether it is silent."""
@@ -117,7 +127,16 @@ class Spiller:
         """Begin what is due now. Returns whether anything is left to do, or under way."""
         self._begin_loads(now)
         self._begin_writes(now)
+        self._share_memory()
         return bool(self.has_work or self._wanted or self.load_wants or self.is_above)
+
+    def _share_memory(self) -> None:
+        """Have others wait for memory, or not, as rules 3 and 4 of `shards.backlog` say."""
+        backlog, was_held, was_stuck = self.backlog, self.backlog.is_held, self.backlog.is_stuck
+        backlog.is_held = self.load_wants > 0 and self.is_busy and not self.cold.is_silent
+        backlog.is_stuck = self.load_wants > 0 and not backlog.is_held
+        if (was_held and not backlog.is_held) or (backlog.is_stuck and not was_stuck):
+            self._wake_memory()
 
     @property
     def has_work(self) -> bool:
@@ -143,7 +162,7 @@ class Spiller:
         """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
         if self.has_work:
             return None if self.cold.is_silent else self._progress_at + SPILL_SILENT_S
-        tries_again = self.paused and self._wanted and self._room_for_rows and self._tried_at < self._paused_until
+        tries_again = self.paused and self._wanted and self._tried_at < self._paused_until
         return self._paused_until if tries_again else None
 
     def explain_memory(self) -> str:
@@ -154,7 +173,7 @@ class Spiller:
         """What reports show."""
         counters = self.counters
         return {
-            "bytes_max": self.nbytes,
+            "bytes_max": self.backlog.disk_bytes,
             "blocks": self.cold.blocks_on_disk,
             "bytes": self.cold.bytes_on_disk,
             "spilled_blocks": counters.spilled_blocks,
@@ -194,13 +213,17 @@ class Spiller:
             return
         self._tried_at = now
         used = self._memory.used
-        nbytes = max(self._wanted, used - int(SPILL_TO * self._memory.grantable) if self.is_above else 0)
-        nbytes = max(self.load_wants, min(nbytes, self._room_on_disk(nbytes)))
+        ahead = used - int(SPILL_TO * self._memory.grantable) if self.is_above else 0
+        wanted = max(self._wanted, self.load_wants)
+        nbytes = max(wanted, min(ahead, self.backlog.room_for_rows(used)))
         if not nbytes:
             return
-        chosen = self.cold.choose(min(nbytes, max(SPILL_BATCH_BYTES, self._wanted, self.load_wants)))
+        nbytes = min(nbytes, max(SPILL_BATCH_BYTES, wanted))
+        chosen = self.cold.choose(nbytes)
         if not chosen and self.load_wants:
             chosen = self.cold.choose_scattered(used)
+            if not chosen and not self.is_busy and self._wanted:
+                chosen = self.cold.choose_spared(nbytes)
         self._wanted = 0 if chosen else self._wanted
         for extent in chosen:
             job = self._new_job(now)
@@ -215,21 +238,6 @@ class Spiller:
         self._last_job += 1
         return self._last_job
 
-    @property
-    def _room_for_rows(self) -> int:
-        """The bytes that may go to the disk for the sake of new rows. Only what leaves the disk makes more."""
-        return max(self.nbytes - self.nbytes // LOADS_SHARE - self._disk_used, 0)
-
-    def _room_on_disk(self, wanted: int) -> int:
-        """`_room_for_rows`. If there is none and some is wanted, `paused` says so."""
-        room = self._room_for_rows
-        if wanted and not room and not self.paused:
-            self.paused = (
-                f"the spilled blocks take {self._disk_used:,} of {self.nbytes:,} bytes (--spill-bytes), and the rest is for blocks that make room for "
-                "those that come back"
-            )
-        return room
-
     def _written(self, answer: m.BlocksWritten, now: float) -> None:
         extent = self._writing.pop(answer.job)
         if answer.error:
@@ -239,7 +247,7 @@ class Spiller:
         spilled = set(self.cold.finish_writing(extent, written=not answer.error))
         kept = [place for place in answer.places if place.block in spilled]
         self._places.update((place.block, place) for place in kept)
-        self._disk_used += _disk_bytes(kept)
+        self.backlog.on_disk += _disk_bytes(kept)
         self.counters.spilled_blocks += len(kept)
         self.counters.spilled_bytes += sum(place.nbytes for place in kept)
         if others := [place for place in answer.places if place.block not in spilled]:
@@ -247,32 +255,42 @@ class Spiller:
         self._report_if_empty()
 
     def _pause(self, why: str, now: float) -> None:
-        if not self.paused:
+        if not self.paused or self._is_full:
             _log.warning("spilling of shard %d pauses, and producers wait for memory: %s", self.cold.shard, why)
-        self.paused, self._paused_until = why, now + SPILL_PAUSE_S
+        self.paused, self._is_full, self._paused_until = why, False, now + SPILL_PAUSE_S
 
     # ------------------------------------------------------------ back into memory
 
     def _begin_loads(self, now: float) -> None:
         self.load_wants = 0
         for numbers, nbytes in self.cold.missing():
-            if (offset := self._take(nbytes)) is None:
+            if not self._begins_load(numbers, nbytes, now):
                 self.load_wants = nbytes
                 return
-            extent, offsets = self.cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
-            job = self._new_job(now)
-            self._loads[job] = extent
-            self._space.load(job, [m.BlockToLoad(self._places[number], at) for number, at in offsets.items()])
+
+    def _begins_load(self, numbers: list[int], nbytes: int, now: float) -> bool:
+        """Load a group of blocks, together or, if the free memory lies in pieces, in parts. Returns whether there was memory for all."""
+        if (offset := self._take(nbytes)) is None:
+            is_in_pieces = len(numbers) > 1 and self._fits(nbytes)
+            return is_in_pieces and all(self._begins_load(*half, now) for half in self.cold.halves(numbers))
+        extent, offsets = self.cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
+        job = self._new_job(now)
+        self._loads[job] = extent
+        self._space.load(job, [m.BlockToLoad(self._places[number], at) for number, at in offsets.items()])
+        return True
 
     def _take(self, nbytes: int) -> int | None:
         """Memory for a load; None if there is none now."""
-        if self._memory.used + align(nbytes, PAGE_BYTES) > self.cold.room():
+        if not self._fits(nbytes):
             return None
         try:
             extent = self._memory.take_for_load(nbytes)
         except OutOfMemory:
             return None
         return None if extent is None else extent[0]
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._memory.used + align(nbytes, PAGE_BYTES) <= self.cold.room()
 
     def _loaded(self, answer: m.BlocksLoaded, now: float) -> None:
         self.cold.finish_loading(self._loads.pop(answer.job), answer.loaded)
@@ -315,8 +333,13 @@ class Spiller:
             self._freed_while_held += places
             return
         self._space.free(places)
-        self._disk_used -= _disk_bytes(places)
+        self.backlog.on_disk -= _disk_bytes(places)
         self._paused_until = 0.0
+        if self._is_full:
+            self.paused, self._is_full = "", False
+        if self.backlog.has_refused:
+            self.backlog.has_refused = False
+            self._wake_memory()
 
     def _report_if_empty(self) -> None:
         if not self.holds_blocks:

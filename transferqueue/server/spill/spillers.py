@@ -11,7 +11,7 @@ The rules (docs/decisions/0056, 0059; what one arena does: `spiller`):
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any, Final
 
 from transferqueue.ledger.effects import WakeKey
@@ -19,6 +19,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.cold_arena import LoadOrder
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.limits import LOAD_STUCK_S, SPILL_JOB_BLOCKS, SPILL_SILENT_S
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import for_loads
@@ -30,10 +31,11 @@ from transferqueue.wire import messages as m
 
 
 class Spillers:
-    """The spillers of one coordinator, by shard. Used by the loop's thread; `read` by any."""
+    """The spillers of one coordinator, by shard. wake: makes the requests due that wait on a key. Used by the loop's thread; `read` by any."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: Ledger, wake: Callable[[WakeKey], None] = lambda _: None) -> None:
         self._ledger: Final = ledger
+        self._wake: Final = wake
         self._cold: ColdBlocks | None = None
         """None: no arena spills yet."""
         self._spillers: Final[dict[int, Spiller]] = {}
@@ -55,20 +57,22 @@ class Spillers:
     def add_own(self, memory: OwnShardMemory, space: SpillSpace, nbytes: int) -> Spiller:
         """Have the coordinator's own arena spill to `space`, at most `nbytes`."""
         self._cold = self._ledger.spill()
-        memory.spills = True
+        memory.backlog = Backlog(memory.allocator.capacity, nbytes)
         cold = self._cold.add_arena(SHARD, lambda: for_loads(memory))
-        spiller = self._spillers[SHARD] = Spiller(self._ledger, cold, memory, space, nbytes)
+        memory.backlog.growth = lambda: cold.growth
+        spiller = self._spillers[SHARD] = Spiller(self._ledger, cold, memory, memory.backlog, space, self._wake_memory)
         return spiller
 
     def shard_joined(self, shard: RemoteShard) -> None:
         """A shard joined. If it has a disk, its arena spills."""
-        if not shard.spills:
+        if shard.backlog is None:
             return
         self._cold = self._ledger.spill()
         cold = self._cold.add_arena(shard.number, lambda: for_loads(shard), SPILL_JOB_BLOCKS)
+        shard.backlog.growth = lambda: cold.growth
         disk = self._disks[shard.number] = ShardDisk(shard.command)
         spiller = self._spillers[shard.number] = Spiller(
-            self._ledger, cold, shard, disk, shard.offer.spill_bytes, shard.leave_if_empty
+            self._ledger, cold, shard, shard.backlog, disk, self._wake_memory, shard.leave_if_empty
         )
         shard.holds_spilled = lambda: spiller.holds_blocks
 
@@ -78,6 +82,9 @@ class Spillers:
             del self._disks[shard]
             self._active.discard(shard)
             self._active.update(self._spillers)  # some orders may end
+
+    def _wake_memory(self) -> None:
+        self._wake(("memory",))
 
     def report(self, shard: int, report: m.ReportSpill, now: float) -> None:
         """A shard reports what its disk has done. `ProtocolError` if the reports do not fit its jobs; then nothing changes."""
@@ -92,10 +99,10 @@ class Spillers:
         if (spiller := self._spillers.get(shard)) is not None and spiller.is_above:
             self._active.add(shard)
 
-    def need(self, nbytes: int, shards: Collection[int]) -> None:
+    def need(self, nbytes: int, shards: Collection[int], use: m.GrantPurpose) -> None:
         """Somebody waits for memory in one of these shards, and found none."""
         for number in self._spillers.keys() & shards:
-            self._spillers[number].need(nbytes)
+            self._spillers[number].need(nbytes, use)
             self._active.add(number)
 
     def turn(self, now: float) -> None:
@@ -201,11 +208,14 @@ class Spillers:
         memory = "" if spiller.has_work else f", and memory for them ({spiller.explain_memory()})"
         return f"{lacking:,} bytes of them{_of(number)}{memory}"
 
-    def explain_pauses(self) -> str:
-        """Why nothing is spilled now where something could be, or ""."""
-        return "; ".join(
+    def explain_memory(self) -> str:
+        """Why memory that blocks could leave, or have left, is granted to nobody, or ""."""
+        held = [_of(number) for number, spiller in self._spillers.items() if spiller.backlog.is_held]
+        paused = "; ".join(
             f"{spiller.paused}{_of(number)}" for number, spiller in self._spillers.items() if spiller.paused
         )
+        first = "".join(f". Blocks that come back from the disk{where} have the free memory first" for where in held)
+        return f"{first}. Nothing is spilled to the disk now: {paused}" if paused else first
 
     def plain(self, shard: int) -> dict[str, Any] | None:
         """What reports show of one shard; None if it does not spill."""

@@ -58,6 +58,10 @@ class ReplicatedShardsJob(SimJob):
     pause_s = 0.5
     """The longest pause between two puts."""
     lost = LOST
+    body = job.BODY
+    row_bytes = job.ROW_BYTES
+    """Of one row of `body`. Its first words are its stamp."""
+    use: m.GrantPurpose = "results"
     capacity = CAPACITY
     spill_bytes = 0
     """The most bytes on the disk of each shard; 0: it has none."""
@@ -177,7 +181,7 @@ class ReplicatedShardsJob(SimJob):
     def _open(self) -> Steps:
         task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
         limits = Limits(rows=self.rows_max)
-        yield m.CreateTable(self.table, [job.BODY], [task], limits, exist_ok=True, replicas=self.replicas)
+        yield m.CreateTable(self.table, [self.body], [task], limits, exist_ok=True, replicas=self.replicas)
 
     def _insist(self, act: Callable[[], Steps]) -> Steps:
         while True:
@@ -206,11 +210,11 @@ class ReplicatedShardsJob(SimJob):
             first, *others = grants
             copies = [m.WrittenCopy(one.extent, one.offset) for one in others]
             placed = m.WrittenBlock(
-                first.extent, first.offset, ROWS * job.ROW_BYTES, ROWS, ["body"], [0], copies=copies
+                first.extent, first.offset, ROWS * self.row_bytes, ROWS, ["body"], [0], copies=copies
             )
             self._sent += ROWS
             process.sights.clear()  # it writes nothing more there
-            yield m.PutRequest(self.table, ROWS, m.Columns([job.BODY], [placed]), wait_s=3.0)
+            yield m.PutRequest(self.table, ROWS, m.Columns([self.body], [placed]), wait_s=3.0)
             self._confirmed += ROWS
         finally:
             process.sights.clear()
@@ -219,13 +223,14 @@ class ReplicatedShardsJob(SimJob):
         yield process.world.random.uniform(0.0, self.pause_s)
 
     def _write_to(self, process: Process, grants: list[m.Granted], stamps: list[int]) -> Steps:
-        grant = yield m.Grant(ROWS * job.ROW_BYTES, wait_s=3.0, apart=[one.shard for one in grants])
+        apart = [one.shard for one in grants]
+        grant = yield m.Grant(ROWS * self.row_bytes, wait_s=3.0, apart=apart, use=self.use)
         grants.append(grant)
         if grant.shard == SHARD:
             process.sights[-grant.extent] = grant.offset, grant.nbytes
         memory = yield from self._bytes(process, grant.shard)
         for at, stamp in enumerate(stamps):
-            start = grant.offset + at * job.ROW_BYTES
+            start = grant.offset + at * self.row_bytes
             memory[start : start + job.ROW_BYTES] = job.pack([FIRST_STAMP + stamp] * 8)
             yield process.world.random.uniform(0.001, 0.05)
 
@@ -287,7 +292,7 @@ class ReplicatedShardsJob(SimJob):
         for block, slot in zip(blocks, slots, strict=True):
             at = part.blocks[block]
             memory = yield from self._bytes(process, at.shard)
-            stamp = job.stamp_at(memory, at.offset + slot * job.ROW_BYTES, f"a row in shard {at.shard}")
+            stamp = job.stamp_at(memory, at.offset + slot * self.row_bytes, f"a row in shard {at.shard}")
             found.append(stamp - FIRST_STAMP)
             yield from self._compare_copies(process, at.copies, slot, stamp)
         if wrong := [stamp for stamp in found if not 0 <= stamp < self._sent]:
@@ -301,7 +306,7 @@ class ReplicatedShardsJob(SimJob):
                 memory = yield from self._bytes(process, copy.shard)
             except ShardLost:
                 continue
-            held = job.stamp_at(memory, copy.offset + slot * job.ROW_BYTES, f"a copy in shard {copy.shard}")
+            held = job.stamp_at(memory, copy.offset + slot * self.row_bytes, f"a copy in shard {copy.shard}")
             if held != stamp:
                 raise PromiseBroken(f"a copy in shard {copy.shard} holds {held}, and the row {stamp}")
 

@@ -275,7 +275,7 @@ class SimServer:
             if self.node is node:
                 self._guarded(lambda node: node.tick(self._clock()))
 
-        space = SimSpill(self._world, self.arena.bytes, stir)
+        space = SimSpill(self._world, self.arena.bytes, stir, self._disk_bytes)
         node.spillers.add_own(node.memory, space, self._disk_bytes)
 
     def _resume(self) -> None:

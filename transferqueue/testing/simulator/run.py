@@ -26,7 +26,7 @@ from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, ow
 from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
-from transferqueue.testing.simulator.spilling import FEWER_FAULTS, SpillingShardsJob
+from transferqueue.testing.simulator.spilling import FEWER_FAULTS, LargeBlocksJob, SpillingShardsJob
 from transferqueue.testing.simulator.stepped import CheckpointJob
 from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
@@ -48,19 +48,23 @@ COLUMNS_EVERY: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class WorldKind:
-    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too."""
+    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. full: memory and disk have little room for their blocks, and
+    fill."""
 
     rates: Rates | None = None
     spills: bool = False
     interns: bool = False
     sharded: bool = False
     crowded: bool = False
+    full: bool = False
 
 
 _KINDS: Final = {
     "mixed": WorldKind(),
     "disk": WorldKind(spills=True),
     "shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True),
+    "full-disk": WorldKind(FEWER_FAULTS, spills=True, full=True),
+    "full-shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True, full=True),
     "interned": WorldKind(interns=True),
     "interned-disk": WorldKind(interns=True, spills=True),
 }
@@ -125,6 +129,8 @@ class SimRun:
         self.durable = self.durable and not kind.spills
         own_spills = self.spills and not kind.sharded
         disk_bytes = pages * PAGE_BYTES // 2 if kind.crowded and not kind.interns else SIZE_BYTES_MAX
+        if kind.full:
+            disk_bytes = chance.choice((1, 2, 3)) * pages * PAGE_BYTES
         self.server = SimServer(
             self.world,
             pages * PAGE_BYTES,
@@ -146,7 +152,8 @@ class SimRun:
         if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
         elif chance.random() < SHARDED or self.kind.sharded:
-            self.jobs = [SpillingShardsJob(chance) if self.spills else ReplicatedShardsJob(chance)]
+            spilling = LargeBlocksJob if self.kind.full else SpillingShardsJob
+            self.jobs = [spilling(chance) if self.spills else ReplicatedShardsJob(chance)]
         else:
             self._choose_jobs(chance)
         if self.kind.crowded:

@@ -9,7 +9,8 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.limits import LOAD_TRIES, SPILL_SILENT_S
+from transferqueue.limits import LOAD_TRIES, PAGE_BYTES, SPILL_SILENT_S
+from transferqueue.schema import align
 from transferqueue.server.spill.spill_file import SpillAnswers
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import checksum
@@ -24,14 +25,18 @@ HANG_S: Final = 1.5 * SPILL_SILENT_S
 
 
 class SimSpill:
-    """The spilled blocks of one server, or of a shard, whose disk `hangs` at times. stir: called when an answer is ready. It does its jobs in order, as the thread of a `SpillFile` does.
+    """The spilled blocks of one server, or of a shard, whose disk `hangs` at times. stir: called when an answer is ready. nbytes: the most that they may
+    take. It does its jobs in order, as the thread of a `SpillFile` does.
 
     Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that have not ended when the
     server ends are never done: the memory is that of another server by then.
     """
 
-    def __init__(self, world: World, memory: bytearray, stir: Callable[[], object], *, hangs: bool = False) -> None:
+    def __init__(
+        self, world: World, memory: bytearray, stir: Callable[[], object], nbytes: int, *, hangs: bool = False
+    ) -> None:
         self._world, self._memory, self._stir, self._hangs = world, memory, stir, hangs
+        self._nbytes: Final = nbytes
         self._chance: Final = random.Random(0)
         self._stored: dict[int, bytes] = {}
         self._answers = SpillAnswers([], [])
@@ -79,6 +84,12 @@ class SimSpill:
     def _write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> m.BlocksWritten:
         if self._world.strikes(self._world.rates.spill_full, "spill disk full"):
             return m.BlocksWritten(job, [], "No space left on device")
+        taken = sum(
+            align(nbytes, PAGE_BYTES) for nbytes in (*map(len, self._stored.values()), *(one.nbytes for one in blocks))
+        )
+        if taken > self._nbytes:
+            self._world.faults["spill file full"] += 1
+            return m.BlocksWritten(job, [], "the file of spilled blocks is full")
         places = []
         for block, offset, nbytes, _ in blocks:
             self._stored[block] = bytes(self._memory[offset : offset + nbytes])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.limits import MIB, PAGE_BYTES
+from transferqueue.limits import MIB, PAGE_BYTES, SPILL_BYTES_MIN
+from transferqueue.schema import Field
 from transferqueue.server.spill.spill_file import carry_out
 from transferqueue.testing.simulator.copied import ROWS, ReplicatedShardsJob
 from transferqueue.testing.simulator.spill import SimSpill
@@ -54,5 +56,23 @@ class SpillingShardsJob(ReplicatedShardsJob):
             for order in orders:
                 carry_out(order, disk)
 
-        disk = SimSpill(process.world, memory, lambda: process.when_running(report, number), hangs=True)
+        stir = partial(process.when_running, report, number)
+        disk = SimSpill(process.world, memory, stir, self.spill_bytes, hangs=True)
         return carry_all_out
+
+
+class LargeBlocksJob(SpillingShardsJob):
+    """The same, only that each block is a quarter of the memory of a shard, and that producers go on until memory and disks are full, or nearly so."""
+
+    puts = 70
+    rows_max = 70 * ROWS
+    row_bytes = MIB // ROWS
+    body = Field("body", "int64", (row_bytes // 8,))
+    use: m.GrantPurpose = "rows"
+    capacity = 4 * MIB
+    spill_bytes = SPILL_BYTES_MIN
+
+    def __init__(self, chance: random.Random) -> None:
+        super().__init__(chance)
+        self.waiting = chance.choice((8, 16, 30, 60)) * ROWS
+        self.pause_s = chance.choice((0.02, 0.1))
