@@ -31,6 +31,8 @@ def write(name: str, kind: str, directory: Path) -> list[Path]:
         folder.mkdir(parents=True)
     except FileExistsError as error:
         raise AlreadyExists(f"{folder} is there already; give another name or directory") from error
+    except OSError as error:
+        raise UsageError(f"{folder} cannot be made: {error.strerror}; give another directory") from error
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     return list(texts)

@@ -143,3 +143,26 @@ def test_an_empty_value_is_refused(
         f"error: {named} has no value: perhaps a variable of the shell is not set"
     )
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["chaos", "--out", "{file}/record.json"],
+        ["chaos", "--out", "{folder}"],
+        ["chaos", "--keep", "{file}"],
+        ["plan", "{profile}", "--out", "{folder}"],
+        ["plan", "{profile}", "--picture", "{file}/plan.png"],
+        ["demo", "--out", "{file}"],
+        ["new-adapter", "mine", "--directory", "{file}"],
+    ],
+)
+def test_a_place_that_cannot_be_written_is_refused_before_the_work(
+    words: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("kept")
+    places = {"file": tmp_path / "file", "folder": tmp_path, "profile": "nowhere.toml"}
+    assert main([word.format_map(places) for word in words]) == 2
+    assert " cannot be made: " in (error := capsys.readouterr().err) or " is a folder; name another file" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    assert (tmp_path / "file").read_text() == "kept"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -46,6 +47,29 @@ def runtime_option(help_text: str) -> Any:
 def directory_option(name: str, help_text: str) -> Any:
     """An option whose value is a directory; the help says what stands for it where none is given."""
     return typer.Option(name, metavar="DIR", show_default=False, help=help_text)
+
+
+def folder_to_write(option: str, folder: Path) -> Path:
+    """Make `folder` if it is missing, before the work whose results go there. `UsageError` if it cannot be made, or not be written to."""
+    from transferqueue.errors import UsageError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{option} {folder} cannot be made: {error.strerror}; name another folder") from error
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise UsageError(f"{option} {folder} cannot be written to; name a folder of your own")
+    return folder
+
+
+def file_to_write(option: str, file: Path) -> Path:
+    """Make the folder of `file` if it is missing, before the work whose result goes there. `UsageError` if the file cannot be written."""
+    from transferqueue.errors import UsageError
+
+    if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
+        raise UsageError(f"{option} {file} is {'a folder' if file.is_dir() else 'not writable'}; name another file")
+    folder_to_write(option, file.parent)
+    return file
 
 
 SpillDirOption = Annotated[

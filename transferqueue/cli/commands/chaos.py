@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from transferqueue.cli.exit_codes import BROKEN
+from transferqueue.cli.options import file_to_write, folder_to_write
 from transferqueue.cli.screens.terminal import say
 
 EXAMPLES = (
@@ -54,6 +55,10 @@ def chaos(
     from transferqueue.testing.chaos.fault_plan import settings
     from transferqueue.testing.chaos.run import chaos as run_chaos
 
+    if out is not None:
+        file_to_write("--out", out)
+    if keep is not None:
+        folder_to_write("--keep", keep)
     run = settings(seconds, seed, durability, tcp)
     began = Measurement()
     say(f"{run.command}")

@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transferqueue.cli.options import folder_to_write
 from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
 from transferqueue.cli.screens.demo import Bar, Lines, Watch
 from transferqueue.cli.screens.terminal import console
@@ -162,7 +163,7 @@ def demo(
         over_sample=over_sample,
         filter_zero_advantage=filter_zero_advantage,
     )
-    directory = out or Path("runs") / run_name(settings)
+    directory = folder_to_write("--out", out or Path("runs") / run_name(settings))
     terminal = console()
     with (
         _logging(log, directory) as logger,

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from transferqueue.cli.options import folder_to_write
 from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
 from transferqueue.cli.screens.terminal import console, say, show_json
 
@@ -203,7 +204,7 @@ def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str,
             "train --site runs engines of a job: JOB.toml --site NAME, with --set and --out; it takes neither --resume nor --discard nor --plan nor --dry-run"
         )
     settings = job_from_file(job, set=changes)
-    folder = new_folder(settings, out).path
+    folder = folder_to_write("--out", new_folder(settings, out).path)
     with ended_like_ctrl_c(signal.SIGTERM), last_words_shown():
         run_site(settings, site, directory=folder, code=job.parent, tell=lambda line: say(line, err=True))
     say(f"site {site}: the job has ended; logs in {folder}")

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, cast
 
 import typer
 
+from transferqueue.cli.options import file_to_write
 from transferqueue.cli.screens.terminal import console, say
 from transferqueue.errors import UsageError
 
@@ -51,6 +52,9 @@ def plan(
 
     if objective not in ("speed", "money"):
         raise UsageError(f"--objective {objective!r}: give speed or money")
+    for option, file in (("--picture", picture), ("--out", out)):
+        if file is not None:
+            file_to_write(option, file)
     job, measured = profiles.load(profile), dict[str, float]()
     if calibrate is not None:
         job, measured = profiles.calibrated(job, calibrate)

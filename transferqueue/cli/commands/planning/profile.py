@@ -7,6 +7,7 @@ from typing import Annotated, Final
 
 import typer
 
+from transferqueue.cli.options import file_to_write
 from transferqueue.cli.screens.terminal import say
 
 EXAMPLES: Final = (
@@ -39,9 +40,9 @@ def profile(
     from transferqueue.workflows.job.settings.read import job_from_file
     from transferqueue.workflows.job.settings.write import as_toml
 
-    measured = profile_job(
-        job_from_file(job, set=changes or []), code=job.parent, devices=devices, trial_steps=trial_steps, say=say
-    )
+    settings = job_from_file(job, set=changes or [])
+    file_to_write("--out", out)
+    measured = profile_job(settings, code=job.parent, devices=devices, trial_steps=trial_steps, say=say)
     out.write_text(as_toml(measured), encoding="utf-8")
     generation, train = measured.generation, measured.train
     say(
