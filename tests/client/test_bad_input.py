@@ -339,6 +339,11 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
     "a snapshot at a number": (lambda q: q.snapshot(5), tq.UsageError, r"path=5 is int; give a path"),  # type: ignore[arg-type]
     "a snapshot at bytes": (lambda q: q.snapshot(b"x"), tq.UsageError, r"path=b'x' is bytes; give a path"),  # type: ignore[arg-type]
     "a long path": (lambda q: q.restore("x" * 5000), tq.UsageError, r"path 'x{40}'... has 5000 characters; at most"),
+    "progress that is none": (
+        lambda q: q.snapshot("x", progress=5),  # type: ignore[arg-type]
+        tq.UsageError,
+        r"progress=5 is int; give a function",
+    ),
     "a restore of nothing": (lambda q: q.restore(None), tq.UsageError, r"path=None is NoneType"),  # type: ignore[arg-type]
     "half a character": (
         lambda q: q.snapshot("a\ud800"),

@@ -69,6 +69,15 @@ def test_paths_stay_under_the_root(queue: tq.Queue, root: Path, path: str) -> No
     assert not root.exists()
 
 
+@pytest.mark.parametrize("path", ["000001", "runs/000001", "000001/more"])
+def test_no_snapshot_is_written_into_another(queue: tq.Queue, root: Path, path: str) -> None:
+    """A restore of its name would be of the other one, and what removes that one would remove it."""
+    queue.snapshot(".")
+    with pytest.raises(UsageError, match="has a number for a name"):
+        queue.snapshot(path)
+    assert [found.name for found in root.iterdir()] == ["000001"]
+
+
 def test_a_link_out_of_the_root_is_outside(queue: tq.Queue, root: Path, tmp_path: Path) -> None:
     root.mkdir()
     (root / "out").symlink_to(tmp_path)

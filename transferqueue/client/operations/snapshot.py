@@ -9,6 +9,7 @@ from typing import Final
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.run import Operation, request_reply
+from transferqueue.errors import UsageError
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
 from transferqueue.wire import messages as m
 
@@ -38,6 +39,10 @@ def restore(
 def _followed(
     client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float, progress: Progress | None
 ) -> Operation[str]:
+    if progress is not None and not callable(progress):
+        raise UsageError(
+            f"progress={progress!r} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
+        )
     deadline = yield from checks.within(timeout_s)
     work = yield from request_reply(request, m.JobProgress)
     while not work.ended and timeout_s:

@@ -253,8 +253,13 @@ class SnapshotReader:
 
 def numbered(parent: Path) -> list[Path]:
     """The snapshots under a directory, oldest first."""
-    snapshots = [path for path in parent.iterdir() if _NUMBER.fullmatch(path.name)] if parent.is_dir() else []
+    snapshots = [path for path in parent.iterdir() if is_number(path.name)] if parent.is_dir() else []
     return sorted(snapshots, key=lambda path: int(path.name))
+
+
+def is_number(name: str) -> bool:
+    """Whether this is the name of one snapshot in its directory."""
+    return _NUMBER.fullmatch(name) is not None
 
 
 def remove_older(path: Path, keep: int) -> None:

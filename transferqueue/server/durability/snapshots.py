@@ -55,7 +55,7 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK, disk_of
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, remove_older
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number, remove_older
 from transferqueue.server.durability.snapshot_files import (
     CutManifest,
     ValueChunk,
@@ -334,6 +334,11 @@ class SnapshotJobs:
     # ------------------------------------------------------------ a snapshot
 
     def _snapshot(self, path: Path, keep: int, cut: str, now: float) -> SnapshotJob:
+        if any(map(is_number, path.relative_to(self.root.resolve()).parts)):
+            raise UsageError(
+                f"snapshot path {path} has a number for a name, and would be a part of the snapshot of that number; name a directory, in which snapshots "
+                "get their numbers"
+            )
         contents = self._ledger.take_snapshot(now)
         spilled = self._spillers.hold()
         remote = _take_own_copies(contents, spilled)
