@@ -146,6 +146,29 @@ def test_a_session_that_ends_leaves_no_descriptor_in_the_loop(address: str) -> N
     assert asyncio.run(work()) <= 2  # of the executor that closes
 
 
+def test_a_session_that_is_over_leaves_what_the_loop_watches_alone(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop closes it as soon as it sees that the session is over, perhaps before the I/O thread has ended."""
+
+    async def work() -> str:
+        queue = await tq.aconnect(address)
+        await queue.tables()
+        connection = connection_of(queue)
+        io = connection._io
+
+        def turn() -> None:
+            io._end(tq.Disconnected("over"))
+            connection._reader._frames.close()  # type: ignore[union-attr]
+
+        monkeypatch.setattr(io, "_turn", turn)
+        io.wakeup.set()
+        await asyncio.to_thread(io.thread.join, 20)
+        return repr(io.over)
+
+    assert asyncio.run(work()) == repr(tq.Disconnected("over"))
+
+
 def test_a_loop_hears_that_its_server_stopped() -> None:
     async def work(address: str, stop: Any) -> None:
         async with tq.aconnect(address) as queue:

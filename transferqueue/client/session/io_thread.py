@@ -105,7 +105,7 @@ class IoThread:
                 self.role.take(self.left)
                 try:
                     self._turn()
-                    if self.loop_frames is not None and self.role.drivable is not None:
+                    if self.over is None and self.loop_frames is not None and self.role.drivable is not None:
                         self.role.drivable.have_loop_read(None if self._reads() else self.loop_frames)
                 finally:
                     self.role.lock.release()
