@@ -275,6 +275,29 @@ def test_requests_that_need_blocks_of_two_shards_in_other_orders_all_get_theirs(
     assert not waiting, (pending, two.coordinator.spillers.explain_loads())
 
 
+def test_blocks_that_came_back_in_vain_leave_for_whoever_holds_what_the_others_need(two):
+    """A request has its blocks in one shard, and lacks memory in the other, which a worker uses. That worker needs memory of the first shard to go on."""
+    resident = set(range(30, 60)) - set(two.on_disk(2))
+    holder = two.client()
+    held = holder.take(two.read(sorted(resident), holder))
+    call = two.read([*two.on_disk(1)[:13], *two.on_disk(2)[:8]])
+    two.settle()
+    assert two.worker.take(call) is None
+    wanted = holder.post(m.Grant(6 * PAGE_BYTES, wait_s=50.0, apart=[2]))
+    for _ in range(3):
+        two.pass_time(LOAD_STUCK_S)
+        two.settle()
+    assert isinstance(holder.take(wanted), m.Granted), two.coordinator.spillers.explain_loads()
+    (part,) = held.content.parts
+    numbers = np.array([at.block for at in part.blocks], "<i8")
+    holder.post(m.Unpin(numbers.tobytes(), np.ones(numbers.size, "<i8").tobytes()))
+    holder.ask(m.Goodbye())
+    for _ in range(3):
+        two.settle()
+        two.pass_time(LOAD_STUCK_S)
+    assert isinstance(two.worker.take(call), m.ReadRows), two.coordinator.spillers.explain_loads()
+
+
 def test_requests_for_other_shards_do_not_wait_for_a_slow_one(two):
     slow, fast = two.client(), two.client()
     call = two.read(two.on_disk(1)[:5], slow)

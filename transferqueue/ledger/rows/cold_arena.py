@@ -281,7 +281,10 @@ class ColdArena:
         return []
 
     def choose_spared(self, nbytes: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that are spared for the order. It finds no memory, and nothing that is done gives it some; others wait for memory."""
+        """As `choose`, of the extents that are spared for the order, if that finds no memory, here or elsewhere: others wait for memory, and may use
+        what it needs."""
+        if self.order is None or self.order.stuck_since is None:
+            return []
         tables = {id(usage) for usage in self._tables()}
         chosen: list[ColdExtent] = []
         for number in sorted(self._spared, reverse=True):

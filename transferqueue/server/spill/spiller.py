@@ -222,12 +222,13 @@ class Spiller:
         chosen = self.cold.choose(nbytes)
         if not chosen and self.load_wants:
             chosen = self.cold.choose_scattered(used)
-            if not chosen and not self.is_busy and self._wanted:
-                chosen = self.cold.choose_spared(nbytes)
+        if not chosen and self._wanted:
+            chosen = self.cold.choose_spared(self._wanted)
         self._wanted = 0 if chosen else self._wanted
         for extent in chosen:
             job = self._new_job(now)
             self._writing[job] = extent.number
+            self.backlog.largest = max(self.backlog.largest, extent.nbytes)
             self._space.write(
                 job, [m.BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks]
             )

@@ -158,22 +158,23 @@ class Spillers:
     # ------------------------------------------------------------ load orders
 
     def _give_up_stuck_orders(self, cold: ColdBlocks, now: float) -> bool:
-        """Returns whether an order ended."""
+        """Returns whether an order ended, or finds no memory since now: then blocks that are spared for it may leave."""
         stuck: list[LoadOrder] = []
+        is_new = False
         for order in cold.carried_out():
             if order.since is None:
                 order.since = now
             if not self._is_stuck(order):
                 order.stuck_since = None
             elif order.stuck_since is None:
-                order.stuck_since = now
+                order.stuck_since, is_new = now, True
             elif now >= order.stuck_since + LOAD_STUCK_S:
                 stuck.append(order)
         if stuck:
             cold.give_up(stuck)
         for order in stuck:
             self._order_ended(order, now)
-        return bool(stuck)
+        return bool(stuck) or is_new
 
     def _is_stuck(self, order: LoadOrder) -> bool:
         """Whether the order finds no memory in an arena, and nothing is under way there."""
