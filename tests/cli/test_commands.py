@@ -242,6 +242,18 @@ def test_top_lives_on_a_terminal_until_q(deployment: Served, stalled: tq.Batch) 
     os.close(screen)
 
 
+def test_top_prints_frames_where_there_is_no_terminal(deployment: Served, stalled: tq.Batch) -> None:
+    command = [*PROGRAM, "top", deployment.address, "--interval", "0.1"]
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, env=environment) as process:
+        assert process.stdout is not None
+        _read_until(process.stdout.fileno(), b"rollouts")
+        _read_until(process.stdout.fileno(), b"rollouts")
+        process.send_signal(signal.SIGINT)
+        process.communicate()
+        assert process.returncode == 0
+
+
 def _read_until(screen: int, expected: bytes) -> None:
     seen = b""
     while expected not in seen:

@@ -45,13 +45,15 @@ def top(
     """Show tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
 
     Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
+    Where the output is no terminal, the frames are printed one after the other.
     The server is asked once a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
     commas) are shown one beneath the other; with --json each is a document.
     """
     from transferqueue.cli.connection import connected
+    from transferqueue.cli.screens.terminal import console
 
     with connected(address_of(where or address), label="top") as queue, suppress(KeyboardInterrupt):
-        if once or json:
+        if once or json or not console().is_terminal:
             _print_frames(queue, interval, once=once, json=json)
         else:
             _show_live(queue, interval)
@@ -84,7 +86,7 @@ def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> N
 
 
 def _show_live(queue: Queue, interval: float) -> None:
-    """Redraw the screen in place until q is pressed. The first frame appears at once, without rates."""
+    """Redraw the terminal in place until q is pressed. The first frame appears at once, without rates."""
     from rich.live import Live
     from rich.text import Text
 
@@ -92,7 +94,7 @@ def _show_live(queue: Queue, interval: float) -> None:
     from transferqueue.observe.frame import frames
 
     terminal, before = console(), None
-    with _single_keys(), Live(console=terminal, screen=terminal.is_terminal, auto_refresh=False) as live:
+    with _single_keys(), Live(console=terminal, screen=True, auto_refresh=False) as live:
         while True:
             after = _look(queue)
             lines = _lines(frames(before or {}, after), terminal.width)
