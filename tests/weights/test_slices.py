@@ -87,7 +87,7 @@ def test_adapters_are_published_in_one_part(queue: tq.Queue) -> None:
     ("only", "error", "why"),
     [
         ([], tq.UsageError, "a pull of no tensors"),
-        (["v"], tq.NotFound, r"has no tensor v, .*; it has _step, _w"),
+        (["v"], tq.NotFound, r"has no tensor v, .*; it has step, w"),
         ({"w": range(4, 12)}, tq.NotFound, "or not these rows of it"),
         ({"step": range(1)}, tq.NotFound, "or not these rows of it"),
         ({"w": range(0, 4, 2)}, tq.UsageError, "a range of its rows with step 1 that is not empty"),
