@@ -19,11 +19,12 @@ import pytest
 from tests.client.scripted import ScriptedServer
 from tests.client.test_interrupted_finalizers import until
 from tests.wire.test_versions import OLD_REFUSAL
+from transferqueue.client.session import io_thread
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.io_thread import HEARTBEAT_PACES, heartbeat_s
 from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
 from transferqueue.limits import HEARTBEAT_S, RESEND_S, SESSION_SILENCE_S
-from transferqueue.transport import dial
+from transferqueue.transport import Wakeup, dial
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_fields
 
@@ -285,6 +286,23 @@ def test_posts_and_unpins_need_no_waiter(server: ScriptedServer, connection: Con
     connection.unpin([1, 2])
     connection.post(m.ReturnGrant(6))
     assert server.next(m.ReturnGrant).request == m.ReturnGrant(6)
+
+
+def test_pins_that_return_soon_after_their_reply_wake_nobody(
+    server: ScriptedServer, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller goes on with its rows; the thread that it would wake takes its core, or the interpreter."""
+    monkeypatch.setattr(io_thread, "UNPIN_S", 0.3)
+    answer, _ = connection.start(LEASE)
+    server.answer(server.next(m.LeaseRequest).id, LEASED)
+    assert answer() == LEASED
+    woken: list[Wakeup] = []
+    ring = Wakeup.set
+    monkeypatch.setattr(Wakeup, "set", lambda bell: (woken.append(bell), ring(bell)))
+    connection.unpin([11])
+    assert connection._io.wakeup not in woken
+    assert server.next(m.Unpin).request.counts == struct.pack("<q", 1), "and they return all the same"
+    assert connection._io.wakeup not in woken
 
 
 def test_what_is_handed_back_may_be_gone_already_but_other_refusals_are_told(

@@ -173,7 +173,7 @@ def test_bytes_that_stand_still_end_at_the_deadline_too(tmp_path: Path) -> None:
         caller.bound(Deadline(time.monotonic, 0.0))
 
         class Asked:
-            done = False
+            done, coming = False, 0
             serve_s = math.inf
 
             def serve(self) -> bool:

@@ -22,9 +22,12 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from tests.scale import only_long
 from transferqueue.client.memory import remote
+from transferqueue.client.memory.transfers import rows_of
 from transferqueue.limits import BULK_TRIES
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
+from transferqueue.wire import codec
+from transferqueue.wire import messages as m
 from transferqueue.wire.messages import Welcome
 
 MIB = 1 << 20
@@ -537,3 +540,26 @@ def test_of_weights_only_what_changed_crosses(between: Between, queue: tq.Queue,
         assert weights.changed() == {"d"}
         assert np.array_equal(weights.numpy()["b"], tensors["b"])
         assert down[0] < MIB / 8
+
+
+@pytest.mark.parametrize(
+    ("blocks", "slots", "rows", "lie_apart", "asked"),
+    [
+        (0, [3, 4, 5], 3, False, [3, 4, 5]),
+        (0, [7], 1, False, [7]),
+        (0, [3, 5], 2, True, [3, 5]),
+        (0, [4, 3], 2, True, [4, 3]),
+        ([0, 1], [3, 4], 2, True, [3, 4]),
+        (0, [5, 5, 2, 5], 4, True, [5, 2]),
+    ],
+)
+def test_a_request_names_each_row_once_and_knows_whether_they_lie_apart(
+    blocks: int | list[int], slots: list[int], rows: int, lie_apart: bool, asked: list[int]
+) -> None:
+    block_of_row = np.array(blocks, "<i4").tobytes()
+    located = [m.BlockLocation(at, 0, at, 0, 4096, 64, ["x"], [0], b"ticket") for at in range(2)][: np.max(blocks) + 1]
+    part = m.ReplyColumns(["x"], located, block_of_row, codec.encode_ascending(np.array(slots, "<i4")))
+    found = rows_of(part, rows)
+    assert np.frombuffer(found.wanted.slot_of_row, "<i4").tolist() == asked
+    assert [asked[at] for at in found.slot_of_row] == slots
+    assert found.lie_apart == lie_apart

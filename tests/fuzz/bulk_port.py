@@ -60,6 +60,8 @@ class Broken(AssertionError):
 class Heard:
     """Takes one message, whatever it is, and drops its bytes."""
 
+    coming = 0
+
     def __init__(self) -> None:
         self.told: b.ToClient | None = None
         self._place = memoryview(bytearray(64 * 1024))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import BY_NAME
-from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, MIB
+from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.schema import Field
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
@@ -14,6 +14,7 @@ from transferqueue.storage import block_writers
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
+from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m
 
@@ -312,6 +313,25 @@ def test_a_session_that_ends_takes_its_transfers_with_it(bench):
     with pytest.raises(BY_NAME["Disconnected"], match="session is over"):
         raise refused(bench)
     assert len(bench.exchange) == 0
+
+
+def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
+    """In more of them only while frames have not left: memory that was just used is in the cache."""
+    rows = np.random.default_rng(2).integers(0, 255, (1024, 8 * KIB), np.uint8)
+    order = np.random.default_rng(3).permutation(1024)
+    bench.say(bench.read(bench.put(x=rows), wanted=order))
+    content, addresses = [], set()
+    while len(bench.exchange):
+        bench.exchange.advance()
+        for _, head, pieces in bench.heard():
+            content += [bytes(piece) for piece in pieces]
+            addresses.add(memory_address(np.frombuffer(pieces[0], np.uint8)))
+            del pieces
+            bench.say(b.FlowAck(head.transfer, head.number + 1))
+        bench.exchange.prepare()
+    assert b"".join(content) == rows[order].tobytes()
+    assert len(content) == 8
+    assert len(addresses) == 1
 
 
 @pytest.mark.parametrize("scattered", [False, True])

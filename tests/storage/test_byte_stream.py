@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 
 from tests.storage.shards import Shard
+from transferqueue.errors import Corruption
 from transferqueue.schema import Field, align, layout
 from transferqueue.storage import block_writers
 from transferqueue.storage.columns import byte_stream
 from transferqueue.storage.columns.byte_stream import column_stream
 from transferqueue.storage.inputs.prepare import prepare
+from transferqueue.storage.memory.join_buffers import JoinBuffers
 
 RNG = np.random.default_rng(3)
 COLUMNS: dict[str, tuple[Field, list[Any]]] = {
@@ -53,6 +55,8 @@ def test_the_stream_is_a_block_of_these_rows(
     assert layout([field], len(rows), counts)[1] == len(block)
     _, roomy = column_stream([field], placement, piece_bytes, ranges_from, lambda nbytes: np.full(nbytes, 7, np.uint8))
     assert b"".join(piece.tobytes() for piece in roomy) == block.tobytes(), "in memory of another"
+    _, joined = column_stream([field], placement, piece_bytes, ranges_from, join=JoinBuffers(1).join)
+    assert b"".join(piece.tobytes() for piece in joined) == block.tobytes(), "in memory that is used again"
 
 
 @pytest.mark.parametrize("edges_kept", [0, 1 << 18])
@@ -76,6 +80,45 @@ def test_several_columns_are_one_block(
         assert len(found) == (1 if wanted in (("a", "b", "c", "d"), ("b", "c"), ("c",)) else 2), (
             "neighbours leave together"
         )
+
+
+@pytest.mark.parametrize("edges_kept", [0, 20, 1 << 18])
+@pytest.mark.parametrize("piece_bytes", [64, 300, 1 << 20])
+@pytest.mark.parametrize("short", [False, True])
+def test_rows_of_all_columns_share_pieces_of_one_size(
+    shard: Shard, monkeypatch: pytest.MonkeyPatch, edges_kept: int, piece_bytes: int, short: bool
+) -> None:
+    monkeypatch.setattr(byte_stream, "EDGES_KEPT", edges_kept)
+    monkeypatch.setattr(byte_stream, "places_best", lambda rows, nbytes: not short)
+    named = dict(zip("abcd", COLUMNS.values(), strict=True))
+    fields = [Field(name, field.dtype, field.shape) for name, (field, _) in named.items()]
+    put = shard.put({name: values for name, (_, values) in named.items()}, fields)
+    rows = [4, 11, 2, 3, 2, 17, 0]
+    placement = shard.column("a", put, [(0, at) for at in rows])._placement
+    assert placement is not None
+    counts, pieces = column_stream(fields, placement, piece_bytes, join=JoinBuffers(1).join)
+    found = [piece.tobytes() for piece in pieces]
+    block = _block({name: [named[name][1][at] for at in rows] for name in named}, fields).tobytes()
+    assert b"".join(found) == block
+    assert layout(fields, len(rows), counts)[1] == len(block)
+    if not short:
+        assert {len(piece) for piece in found[:-1]} <= {piece_bytes}
+        assert len(found[-1]) <= piece_bytes
+
+
+def test_damaged_offsets_name_their_column(shard: Shard) -> None:
+    field, values = COLUMNS["ragged"]
+    fields = [Field(name, field.dtype, field.shape) for name in "abc"]
+    put = shard.put({one.name: values for one in fields}, fields)
+    placement = shard.column("a", put, [(0, at) for at in (4, 11, 2)])._placement
+    assert placement is not None
+    at = int(placement.blocks.spans(fields[1]).offsets[0])
+    offsets = placement.blocks.live_memory()[0][at : at + 8 * 41].view(np.int64)
+    for place, wrong in ((11, -1), (5, 1 << 40), (3, int(offsets[2]) - 1)):
+        kept, offsets[place] = int(offsets[place]), wrong
+        with pytest.raises(Corruption, match='field "b": offsets of a block point outside it'):
+            column_stream(fields, placement, 1 << 20)
+        offsets[place] = kept
 
 
 @pytest.mark.parametrize(("shape", "views"), [((300,), True), ((None,), True), ((20,), False)])

@@ -36,6 +36,10 @@ class ClientTransfer(Protocol):
     def done(self) -> bool:
         """Whether the transfer has ended."""
 
+    @property
+    def coming(self) -> int:
+        """See `b.MessageReceiver`."""
+
     def serve(self) -> bool:
         """Nothing has arrived for a while. Whether the shard should be asked now (`ask`)."""
 
@@ -56,11 +60,13 @@ class ClientTransfer(Protocol):
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is."""
+    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is. lie_apart: whether they are no
+    consecutive slots of one block."""
 
     wanted: b.RowSelection
     count: int
     slot_of_row: NDArray[np.int32]
+    lie_apart: bool = False
 
 
 def rows_of(
@@ -74,8 +80,9 @@ def rows_of(
     )
     keys = blocks.astype(np.int64) << 32 | slots
     index = np.arange(len(keys), dtype=np.int32)
-    distinct, first, back = np.unique(keys, return_index=True, return_inverse=True)
-    if len(distinct) < len(keys):
+    ordered = np.sort(keys)
+    if (ordered[1:] == ordered[:-1]).any():
+        _, first, back = np.unique(keys, return_index=True, return_inverse=True)
         order = np.argsort(first)  # in the order of the reply, so that runs stay runs
         rank = np.empty(len(order), np.int32)
         rank[order] = np.arange(len(order), dtype=np.int32)
@@ -92,7 +99,7 @@ def rows_of(
         cuts={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
         sums=[block.checksum for block in part.blocks] if compare and slices.keys() & set(part.fields) else [],
     )
-    return RequestedRows(wanted, len(slots), index)
+    return RequestedRows(wanted, len(slots), index, not alone or bool((slots[1:] - slots[:-1] != 1).any()))
 
 
 def _located(at: m.BlockLocation, layouts: dict[tuple[str, ...], int]) -> b.BulkBlock:
@@ -138,6 +145,7 @@ class FetchTransfer(_StreamTransfer):
         self._number: Final = number
         self._session, self._shard = session, shard
         self._fields, self._parts, self._buffers = fields, parts, buffers
+        self._is_gathered = any(part.lie_apart for part in parts)
         self._intake = b.ReceiveWindow()
         self._due: deque[memoryview] = deque()
         self._arriving: b.ReadFrame | b.RangesFrame | None = None
@@ -152,6 +160,12 @@ class FetchTransfer(_StreamTransfer):
         fields = [self._fields[name] for name in sorted(named | asked)]
         parts = [part.wanted for part in self._parts]
         return b.ReadColumns(self._number, self._session, self._shard, fields, parts)
+
+    @property
+    def coming(self) -> int:
+        """Bytes of parts that have begun, if the shard gathers them: to receive a frame while it is sent makes the shard slower, and it is what
+        both wait for. What leaves as it lies is better received at once."""
+        return sum(map(len, self._due)) if self._is_gathered else 0
 
     def ask(self) -> b.Message:
         """Whether more will come."""
@@ -233,6 +247,8 @@ class FetchTransfer(_StreamTransfer):
 
 class WritingTransfer:
     """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which ones it has stored."""
+
+    coming = 0
 
     def __init__(self, number: int, left: Iterator[b.Message]) -> None:
         self.done = False

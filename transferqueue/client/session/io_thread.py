@@ -39,7 +39,7 @@ from transferqueue.storage.memory.private_pages import end_interrupted
 from transferqueue.transport import ClientChannel, Wakeup
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
-from transferqueue.wire.requests import is_notice
+from transferqueue.wire.requests import declaration, is_notice
 from transferqueue.wire.versions import mismatch_of
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -306,6 +306,9 @@ class IoThread:
         elif pending.on_settled is None:
             self._give_back(pending.request, reply)
         else:
+            if self.unpins_at is None and declaration(pending.request).undo is not None:
+                self.unpins_at = self.clock() + UNPIN_S  # pins may return soon: whoever returns them wakes nobody
+                self.check_at = min(self.check_at, self.unpins_at)
             pending.settle(reply)
 
     def _welcomed(self, welcome: m.Welcome) -> None:

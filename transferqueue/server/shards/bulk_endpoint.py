@@ -49,9 +49,16 @@ from transferqueue.server.shards.pulled_write import PulledWrite
 from transferqueue.server.shards.ranged_read import RangedRead
 from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import ExtentTransfer, KnownSums, ReadTransfer, WriteTransfer
+from transferqueue.server.shards.transfers import (
+    ExtentTransfer,
+    GatherMemory,
+    KnownSums,
+    ReadTransfer,
+    WriteTransfer,
+)
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
+from transferqueue.storage.memory.join_buffers import JoinBuffers
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
@@ -69,6 +76,10 @@ EAGER_S: Final = 0.0005
 """Most reads of 4 MiB end earlier."""
 GATHERED_KEPT_BYTES: Final = 16 * MIB
 """Free buffers that frames were gathered into, of two windows: fresh pages cost as much as the gather itself."""
+FRAMES_PER_TURN: Final = 4
+"""Frames of a transfer that is alone before the endpoint looks for messages: a look costs a tenth of a frame."""
+JOIN_BUFFERS: Final = 16
+"""Buffers of one frame each that are kept: of two windows."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -77,6 +88,7 @@ class PeerReceiver:
     """Takes the messages of one peer, and passes them to the transfers."""
 
     __slots__ = ("_exchange", "_peer")
+    coming = 0
 
     def __init__(self, exchange: ShardTransfers, peer: bytes) -> None:
         self._exchange, self._peer = exchange, peer
@@ -115,7 +127,7 @@ class ShardTransfers:
         self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
         self._sums = KnownSums(FrameDigests(), BlockChecks())
-        self._gathered = BufferPool(GATHERED_KEPT_BYTES)
+        self._gathered = GatherMemory(BufferPool(GATHERED_KEPT_BYTES).take, JoinBuffers(JOIN_BUFFERS).join)
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
 
@@ -306,15 +318,13 @@ class ShardTransfers:
 
     def _read(self, message: b.ReadColumns) -> ReadTransfer:
         if not isinstance(message, b.ReadRanges):
-            return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._gathered.take)
+            return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._gathered)
         if self._registered is None:
             raise Impossible(
                 "this shard sends columns over its stream alone, so its memory cannot be read one-sided; start it with --bytes nixl, or "
                 "read over the stream"
             )
-        return RangedRead(
-            message, self._backing, self._tickets, self._sums, self.now, self._gathered.take, self._registered
-        )
+        return RangedRead(message, self._backing, self._tickets, self._sums, self.now, self._gathered, self._registered)
 
     def _pulled(self, message: b.WriteRanges) -> PulledWrite:
         if self._clients is None:
@@ -510,10 +520,14 @@ class BulkEndpoint:
 
     def _advance(self, now: float) -> None:
         self._exchange.pull()
-        self._exchange.advance(self._port.clogged)
-        self._send()
-        self._exchange.prepare()
-        self._send()
+        for _ in range(FRAMES_PER_TURN if len(self._exchange) == 1 else 1):
+            self._exchange.advance(self._port.clogged)
+            has_sent = bool(self._exchange.outbox)
+            self._send()
+            self._exchange.prepare()
+            self._send()
+            if not has_sent:
+                break
 
     def _send(self) -> None:
         while self._exchange.outbox:

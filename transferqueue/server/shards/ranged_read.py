@@ -17,6 +17,7 @@ from transferqueue.server.shards.staging import STAGED_FRAME_BYTES, StagedRead
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
+    GatherMemory,
     KnownSums,
     ReadPart,
     ReadTransfer,
@@ -24,7 +25,6 @@ from transferqueue.server.shards.transfers import (
     known_digest,
     parts_of,
 )
-from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.private_pages import memory_address
@@ -44,15 +44,15 @@ class RangedRead(ReadTransfer):
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        room: Room,
+        memory: GatherMemory,
         registered: RegisteredArena,
     ) -> None:
         self._registered: Final = registered
-        self._staged: Final = StagedRead(registered.staging, room)
+        self._staged: Final = StagedRead(registered.staging, memory.room)
         self._use: Final = RegionUse()
         self._loaded = MetadataVersion(read.agent, read.generation, read.regions)
         try:
-            super().__init__(read, backing, tickets, sums, now, room)
+            super().__init__(read, backing, tickets, sums, now, memory)
         except BaseException:
             self.end()
             raise
@@ -80,7 +80,9 @@ class RangedRead(ReadTransfer):
         super().took(frames)
         self._staged.took(frames)
 
-    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
+    def _contents(
+        self, read: b.ReadColumns, backing: Backing, sums: KnownSums, memory: GatherMemory
+    ) -> Iterator[FrameContent]:
         registered, use, staged = self._registered, self._use, self._staged  # not the transfer, which would hold itself
         parts = _weighed(parts_of(read, backing, sums.blocks, staged.room, b.RANGE_BYTES_MIN), staged)
         return frames_of(read, parts, lambda: _RangesBuilder(registered, use, sums.digests, staged))

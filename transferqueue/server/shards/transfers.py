@@ -16,6 +16,7 @@ from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameD
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.cut import cut_span
+from transferqueue.storage.columns.joined import Join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
@@ -43,6 +44,13 @@ class KnownSums(NamedTuple):
 
     digests: FrameDigests
     blocks: BlockChecks
+
+
+class GatherMemory(NamedTuple):
+    """Memory for what is gathered: as of `column_stream`."""
+
+    room: Room
+    join: Join
 
 
 class ShardTransfer:
@@ -81,7 +89,7 @@ class ShardTransfer:
 
 
 class ReadTransfer(ShardTransfer):
-    """Sends the columns that a client asked for. Gathers only one frame ahead. room: memory for what is gathered."""
+    """Sends the columns that a client asked for. Gathers only one frame ahead."""
 
     def __init__(
         self,
@@ -90,14 +98,14 @@ class ReadTransfer(ShardTransfer):
         tickets: TicketIssuer,
         sums: KnownSums,
         now: float,
-        room: Room,
+        memory: GatherMemory,
     ) -> None:
         named = [at for part in read.parts for at in part.blocks]
         tickets.check_read(read.session, read.shard, named)
         super().__init__(read.transfer, read.session, frozenset(at.extent for at in named), tickets, now)
         self.check()
         self.window: Final = b.SendWindow()
-        self._frames = self._contents(read, backing, sums, room)
+        self._frames = self._contents(read, backing, sums, memory)
         self._next: FrameContent | None = None
         self._checks = deque[PartCheck]()
         self._ended = False
@@ -105,8 +113,11 @@ class ReadTransfer(ShardTransfer):
         """When the receiver last took a frame, or had taken all before the last one."""
         self.prepare()
 
-    def _contents(self, read: b.ReadColumns, backing: Backing, sums: KnownSums, room: Room) -> Iterator[FrameContent]:
-        return frames_of(read, parts_of(read, backing, sums.blocks, room), lambda: _Frame(sums.digests))
+    def _contents(
+        self, read: b.ReadColumns, backing: Backing, sums: KnownSums, memory: GatherMemory
+    ) -> Iterator[FrameContent]:
+        parts = parts_of(read, backing, sums.blocks, memory.room, join=memory.join)
+        return frames_of(read, parts, lambda: _Frame(sums.digests))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
@@ -238,9 +249,14 @@ class ReadPart(NamedTuple):
 
 
 def parts_of(
-    read: b.ReadColumns, backing: Backing, checks: BlockChecks, room: Room, ranges_from: int = 0
+    read: b.ReadColumns,
+    backing: Backing,
+    checks: BlockChecks,
+    room: Room,
+    ranges_from: int = 0,
+    join: Join | None = None,
 ) -> Iterator[ReadPart]:
-    """The parts of a read, in order. room, ranges_from: as of `column_stream`."""
+    """The parts of a read, in order. room, ranges_from, join: as of `column_stream`."""
     if len(read.parts) > PARTS_MAX or len(read.fields) > FIELDS_MAX:
         raise ProtocolError(f"a bulk read of {len(read.parts)} parts with {len(read.fields)} fields; that is too many")
     fields = {field.name: known(field) for field in read.fields}
@@ -250,9 +266,9 @@ def parts_of(
         cuts = {name: cut.slice() for name, cut in part.cuts.items()}
         sent = [cut_field(field, cuts[field.name]) if field.name in cuts else field for field in wanted]
         if cuts:
-            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from, room)
+            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from, room, join)
         else:
-            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room)
+            counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room, join)
         stored = None
         if len(part.blocks) == 1:
             at = part.blocks[0]
@@ -417,6 +433,7 @@ def frames_of(
                         compare = []
                     yield content(last=complete and part.head.part == len(read.parts) - 1)
                     frame = new_frame()
+            del piece, rest  # the memory of a piece that has left is used again
         ended += compare
     if owed:
         raise Corruption(

@@ -8,15 +8,16 @@ need not be:
 - *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read, and checked; the
   receiver checks those between. Offsets that do not begin with 0 are copied.
 - *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead. Offsets are read and
-  checked once for the counts and kept for the values, as far as `EDGES_KEPT` allows. Where the receiver reads this memory itself, columns
-  with rows of at least `ranges_from` bytes in the mean are views where they lie.
+  checked once for the counts, those of all columns together, and kept for the values, as far as `EDGES_KEPT` allows. A piece has rows of as many
+  columns as fit. Where the receiver reads this memory itself, each column is gathered by itself, and columns with rows of at least `ranges_from`
+  bytes in the mean are views where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 
@@ -26,14 +27,17 @@ from transferqueue.schema import Field, Slice, align, layout
 from transferqueue.storage.columns.cut import CutStream, cut_stream
 from transferqueue.storage.columns.gather import (
     RowEdges,
+    edges_of_all,
     gather_dense,
     gather_values,
     row_edges,
     row_shapes,
+    value_bounds,
     value_ranges,
 )
+from transferqueue.storage.columns.joined import Join, PieceJoiner
 from transferqueue.storage.columns.placement import RowPlacement
-from transferqueue.storage.columns.ranges import Room
+from transferqueue.storage.columns.ranges import Room, places_best
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
@@ -51,12 +55,13 @@ def cut_column_stream(
     piece_bytes: int,
     ranges_from: int = 0,
     room: Room | None = None,
+    join: Join | None = None,
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
         _listed(cut_stream(field, cuts[field.name], placement, piece_bytes, ranges_from, room))
         if field.name in cuts
-        else column_stream([field], placement, piece_bytes, ranges_from, room)
+        else column_stream([field], placement, piece_bytes, ranges_from, room, join)
         for field in fields
     ]
     return [count for counts, _ in streams for count in counts], chain.from_iterable(pieces for _, pieces in streams)
@@ -72,15 +77,17 @@ def column_stream(
     piece_bytes: int,
     ranges_from: int = 0,
     room: Room | None = None,
+    join: Join | None = None,
 ) -> Stream:
     """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least 64.
 
     ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a block. 0: all are
     gathered, where they do not lie together. room: gives memory for what is gathered, which may then be a piece that is a quarter longer, or as
-    long as one row; None: each gather makes its own. Raises as `gather.load`, now or while the pieces are taken.
+    long as one row; None: each gather makes its own. join: gathers each piece at once, all of them `piece_bytes` long but the last and what is
+    gathered of many short rows; for ``ranges_from=0``. Raises as `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
-        return _scattered(fields, placement, piece_bytes, ranges_from, room)
+        return _scattered(fields, placement, piece_bytes, ranges_from, room, join)
     block, first = placement.run
     if first == 0 and placement.rows == int(placement.blocks.rows[block]):
         return _whole(fields, placement, block, piece_bytes)
@@ -140,28 +147,104 @@ def _run_edges(field: Field, placement: RowPlacement, block: int, first: int) ->
 
 
 def _scattered(
-    fields: Sequence[Field], placement: RowPlacement, piece_bytes: int, ranges_from: int, room: Room | None
+    fields: Sequence[Field],
+    placement: RowPlacement,
+    piece_bytes: int,
+    ranges_from: int,
+    room: Room | None,
+    join: Join | None,
 ) -> Stream:
-    counts: list[int] = []
-    kept: dict[str, RowEdges] = {}
-    for field in fields:
-        if field.dense:
-            counts.append(0)
-            continue
-        edges = row_edges(field, placement)
-        counts.append(int((edges.last - edges.first).sum()))
-        if (len(kept) + 1) * len(placement) <= EDGES_KEPT:
-            kept[field.name] = edges
+    kept = _kept_rows(fields, placement)
+    counts = [
+        0 if field.dense else int((kept.get(field.name) or _rows_of(field, placement)).offsets[-1]) for field in fields
+    ]
+    if join is not None and not ranges_from:
+        return counts, _joined(fields, placement, kept, PieceJoiner(join, piece_bytes), piece_bytes)
 
     def pieces() -> Iterator[U8]:
         for field in fields:
             if field.dense:
                 yield from _scattered_dense(field, placement, piece_bytes, ranges_from, room)
             else:
-                edges = kept.pop(field.name, None) or row_edges(field, placement)
-                yield from _scattered_varying(field, placement, edges, piece_bytes, ranges_from, room)
+                rows = kept.pop(field.name, None) or _rows_of(field, placement)
+                yield from _scattered_varying(field, placement, rows, piece_bytes, ranges_from, room)
 
     return counts, pieces()
+
+
+class _VaryingRows(NamedTuple):
+    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0."""
+
+    edges: RowEdges
+    offsets: I64
+
+
+def _kept_rows(fields: Sequence[Field], placement: RowPlacement) -> dict[str, _VaryingRows]:
+    """The rows of the first columns that are not dense, of as many as are kept, by name."""
+    varying = [field for field in fields if not field.dense][: EDGES_KEPT // len(placement)]
+    if not varying:
+        return {}
+    first, last = edges_of_all(varying, placement)
+    offsets = np.zeros((len(varying), len(placement) + 1), np.int64)
+    np.cumsum(last - first, axis=1, out=offsets[:, 1:])
+    return {
+        field.name: _VaryingRows(RowEdges(low, high), ends)
+        for field, low, high, ends in zip(varying, first, last, offsets, strict=True)
+    }
+
+
+def _rows_of(field: Field, placement: RowPlacement) -> _VaryingRows:
+    edges = row_edges(field, placement)
+    offsets = np.zeros(len(placement) + 1, np.int64)
+    np.cumsum(edges.last - edges.first, out=offsets[1:])
+    return _VaryingRows(edges, offsets)
+
+
+def _joined(
+    fields: Sequence[Field],
+    placement: RowPlacement,
+    kept: dict[str, _VaryingRows],
+    joiner: PieceJoiner,
+    piece_bytes: int,
+) -> Iterator[U8]:
+    for field in fields:
+        if field.dense:
+            yield from _joined_dense(field, placement, joiner, piece_bytes)
+        else:
+            rows = kept.pop(field.name, None) or _rows_of(field, placement)
+            yield from _joined_varying(field, placement, rows, joiner, piece_bytes)
+    yield from joiner.rest()
+
+
+def _joined_dense(field: Field, placement: RowPlacement, joiner: PieceJoiner, piece_bytes: int) -> Iterator[U8]:
+    nbytes = len(placement) * field.row_bytes
+    if places_best(len(placement), nbytes):
+        slots = placement.slot_of_row.astype(np.int64)
+        memory, lows, highs = value_bounds(field, placement, RowEdges(slots, slots + 1))
+        yield from joiner.add_ranges(memory.data, lows, highs)
+    else:
+        yield from joiner.rest()
+        yield from _gathered_dense(field, placement, piece_bytes, None)
+    for gap in _padding(nbytes):
+        yield from joiner.add(gap.data)
+
+
+def _joined_varying(
+    field: Field, placement: RowPlacement, rows: _VaryingRows, joiner: PieceJoiner, piece_bytes: int
+) -> Iterator[U8]:
+    for shapes in _scattered_shapes(field, placement, piece_bytes) if field.varied else ():
+        yield from joiner.add(shapes.data)
+    for offsets in _padded(_bytes(rows.offsets), piece_bytes):
+        yield from joiner.add(offsets.data)
+    nbytes = int(rows.offsets[-1]) * field.row_bytes
+    if places_best(len(placement), nbytes):
+        memory, lows, highs = value_bounds(field, placement, rows.edges)
+        yield from joiner.add_ranges(memory.data, lows, highs)
+    else:
+        yield from joiner.rest()
+        yield from _gathered_varying(field, placement, rows, piece_bytes, None)
+    for gap in _padding(nbytes):
+        yield from joiner.add(gap.data)
 
 
 def _scattered_dense(
@@ -172,34 +255,42 @@ def _scattered_dense(
         yield from _cut_all(value_ranges(field, placement, RowEdges(first, first + 1)), piece_bytes)
         yield from _padding(len(placement) * field.row_bytes)
         return
+    yield from _gathered_dense(field, placement, piece_bytes, room)
+    yield from _padding(len(placement) * field.row_bytes)
+
+
+def _gathered_dense(field: Field, placement: RowPlacement, piece_bytes: int, room: Room | None) -> Iterator[U8]:
     at_once = max(1, piece_bytes // max(1, field.row_bytes))
     for start in range(0, len(placement), at_once):
         values = gather_dense(field, placement.select(slice(start, start + at_once)), room)
         yield from _cut(values, piece_bytes)
-    yield from _padding(len(placement) * field.row_bytes)
 
 
 def _scattered_varying(
     field: Field,
     placement: RowPlacement,
-    edges: RowEdges,
+    rows: _VaryingRows,
     piece_bytes: int,
     ranges_from: int,
     room: Room | None,
 ) -> Iterator[U8]:
-    offsets = np.zeros(len(placement) + 1, np.int64)
-    np.cumsum(edges.last - edges.first, out=offsets[1:])
     if field.varied:
         yield from _scattered_shapes(field, placement, piece_bytes)
-    yield from _padded(_bytes(offsets), piece_bytes)
-    ends = offsets * field.row_bytes
-    if 0 < ranges_from * len(placement) <= int(ends[-1]):
-        yield from _cut_all(value_ranges(field, placement, edges), piece_bytes)
+    yield from _padded(_bytes(rows.offsets), piece_bytes)
+    nbytes = int(rows.offsets[-1]) * field.row_bytes
+    if 0 < ranges_from * len(placement) <= nbytes:
+        yield from _cut_all(value_ranges(field, placement, rows.edges), piece_bytes)
     else:
-        for start, stop in _groups(ends, piece_bytes):
-            values = gather_values(field, placement, edges, start, stop, room)
-            yield from _cut(values, piece_bytes) if room is None else (values,)
-    yield from _padding(int(ends[-1]))
+        yield from _gathered_varying(field, placement, rows, piece_bytes, room)
+    yield from _padding(nbytes)
+
+
+def _gathered_varying(
+    field: Field, placement: RowPlacement, rows: _VaryingRows, piece_bytes: int, room: Room | None
+) -> Iterator[U8]:
+    for start, stop in _groups(rows.offsets * field.row_bytes, piece_bytes):
+        values = gather_values(field, placement, rows.edges, start, stop, room)
+        yield from _cut(values, piece_bytes) if room is None else (values,)
 
 
 def _scattered_shapes(field: Field, placement: RowPlacement, piece_bytes: int) -> Iterator[U8]:

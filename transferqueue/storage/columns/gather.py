@@ -10,6 +10,7 @@ order:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -201,14 +202,19 @@ def gather_dense(field: Field, placement: RowPlacement, room: Room | None = None
     return copy_ranges(stretch, starts, starts + row, room(rows * row))
 
 
-def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:
-    """The values of all rows, in order, as views of their blocks; rows that touch are one view. edges: in steps of `Field.row_bytes` (of
-    dense rows: their slots). `BatchEnded` as of `load`."""
+def value_bounds(field: Field, placement: RowPlacement, edges: RowEdges) -> tuple[U8, I64, I64]:
+    """Where the values of all rows lie, in order: a memory, and starts and ends in it; rows that touch are one range. edges: in steps of
+    `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of `load`."""
     placement.blocks.live_memory()
     spans, step = placement.blocks.spans(field), field.row_bytes
     low, stretch = placement.blocks.stretch()
     base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row]
-    lows, highs = join(base + edges.first * step, base + edges.last * step)
+    return stretch, *join(base + edges.first * step, base + edges.last * step)
+
+
+def value_ranges(field: Field, placement: RowPlacement, edges: RowEdges) -> list[U8]:
+    """The values that `value_bounds` names, as views of their blocks."""
+    stretch, lows, highs = value_bounds(field, placement, edges)
     return [stretch[low:high] for low, high in zip(lows.tolist(), highs.tolist(), strict=True)]
 
 
@@ -222,13 +228,25 @@ def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEd
     if placement.run is not None:
         offsets = _offsets_of_run(field, placement, spans, *placement.run)
         return RowEdges(offsets[:-1], offsets[1:])
-    blocks, slots = placement.block_of_row, placement.slot_of_row
+    first, last = edges_of_all([field], placement)
+    return RowEdges(first[0], last[0])
+
+
+def edges_of_all(fields: Sequence[Field], placement: RowPlacement) -> RowEdges:
+    """`row_edges` of columns (at least one) of rows that are no run, in a few steps for all: each int64 ``[fields, rows]``."""
+    placement.blocks.live_memory()
+    spans, blocks = [placement.blocks.spans(field) for field in fields], placement.block_of_row
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)
-    at = ((placement.blocks.addresses - low + spans.offsets) // 8)[blocks] + slots
-    first, last = numbers[at], numbers[at + 1]
-    if (first < 0).any() or (last < first).any() or (last > spans.counts[blocks]).any():
-        _refuse_offsets(field)
+    starts = (np.stack([each.offsets for each in spans]) + (placement.blocks.addresses - low)) // 8
+    at = starts[:, blocks] + placement.slot_of_row
+    first = numbers[at]
+    at += 1
+    last = numbers[at]
+    counts = np.stack([each.counts for each in spans])[:, blocks]
+    wrong = (first < 0) | (last < first) | (last > counts)
+    if wrong.any():
+        _refuse_offsets(fields[int(wrong.any(axis=1).argmax())])
     return RowEdges(first, last)
 
 

@@ -22,7 +22,7 @@ from typing import Final
 import xxhash
 
 from transferqueue.errors import Unreachable
-from transferqueue.limits import KIB
+from transferqueue.limits import KIB, MIB
 from transferqueue.transport.bulk import protocol
 from transferqueue.transport.control.zeromq import RECONNECT_MS
 from transferqueue.transport.system.wakeup import Wakeup
@@ -34,6 +34,11 @@ _HEAD_STEP_BYTES: Final = 64 * KIB
 _RECEIVE_AT_ONCE: Final = 256 * KIB
 """Content is received in steps of this size, unless less of it is left. A receiver that is woken by each packet spends more on wake-ups than on bytes,
 and so does the sender that wakes it: 20 µs each on a virtual machine whose core was idle."""
+_RECEIVE_AT_ONCE_LATER: Final = MIB
+"""Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the window holds waits for timers."""
+_GROWN_BYTES: Final = 4 * MIB
+HOPE_S: Final = 0.001
+"""So long a head is waited for together with the content behind it."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost machine is noticed within half a minute, also on an idle connection."""
 
@@ -62,6 +67,7 @@ class BulkStream:
         self._head = bytearray()
         self._head_bytes = protocol.PRELUDE_BYTES
         self._content_left = -1  # unknown before the head has arrived
+        self._has_hoped = False
         self._digest = xxhash.xxh3_64()
 
     @property
@@ -102,16 +108,32 @@ class BulkStream:
             while self._content_left > 0:
                 self._content_left -= receiver.fill(self._read)
         except BlockingIOError:
-            self._wake_at(self._content_left)
+            self._wake_at(self._content_left if self._content_left > 0 else self._hoped(receiver))
             return False
-        self._wake_at(1)
         protocol.check_content(self._head, self._digest.digest())
         self._expect_head()
+        if not receiver.coming:
+            self._wake_at(1)
         return True
 
+    def _hoped(self, receiver: protocol.MessageReceiver) -> int:
+        """How many bytes to wait for while no head has arrived."""
+        return 1 if self._head or self._has_hoped else receiver.coming
+
+    @property
+    def hopes(self) -> bool:
+        """Whether a head is waited for with content that may come later. Wait `HOPE_S`, then `give_up_hope`."""
+        return self._content_left < 0 and self._wakes_at > 1
+
+    def give_up_hope(self) -> None:
+        """Have any byte make the socket readable until the next message."""
+        self._has_hoped = True
+        self._wake_at(1)
+
     def _wake_at(self, left: int) -> None:
-        """Have the socket be readable when so many bytes have arrived, or `_RECEIVE_AT_ONCE`; what has arrived can be received at any time."""
-        nbytes = max(1, min(left, _RECEIVE_AT_ONCE))
+        """Have the socket be readable when so many bytes have arrived, or one step; what has arrived can be received at any time."""
+        step = _RECEIVE_AT_ONCE if self.moved < _GROWN_BYTES else _RECEIVE_AT_ONCE_LATER
+        nbytes = max(1, min(left, step))
         if nbytes != self._wakes_at:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
             self._wakes_at = nbytes
@@ -259,10 +281,15 @@ class TcpBulkClient:
         stream = self._live
         while not stream.receive(receiver):
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
-            if not self._wait(stream.socket, wanted, deadline - time.monotonic()):
-                if time.monotonic() < deadline:
+            now = time.monotonic()
+            until = min(deadline, now + HOPE_S) if stream.hopes else deadline
+            if not self._wait(stream.socket, wanted, until - now):
+                now = time.monotonic()
+                if now < until:
                     return False  # interrupted
-                return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
+                if now >= deadline:
+                    return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
+                stream.give_up_hope()
             stream.flush()
         return True
 
