@@ -42,6 +42,7 @@ def command(*options: str) -> list[str]:
         ({"seconds": 0.5}, r"seconds=0.5 of chaos cannot be run; give 1 to 86400"),
         ({"seed": -1}, r"seed=-1 is out of range; give 0 to"),
         ({"durability": "memory"}, r"durability 'memory' cannot be judged.*only process and disk outlive"),
+        ({"spill": True}, r"durability 'process' and spill do not go together"),
     ],
 )
 def test_a_run_that_cannot_be_is_refused(wrong: dict[str, Any], message: str) -> None:
@@ -90,6 +91,14 @@ def test_a_seed_decides_every_fault_and_another_others() -> None:
 def test_a_server_is_left_alone_between_its_faults() -> None:
     hurt = [fault.at for fault in plan(settings(600, 3, "process", False)) if fault.target == SERVER]
     assert min(later - earlier for earlier, later in itertools.pairwise(hurt)) >= SERVER_GAP_S
+
+
+def test_a_server_whose_rows_end_with_it_is_not_killed() -> None:
+    run = settings(300, 3, None, tcp=False, spill=True)
+    assert run.command == "transferqueue chaos --seconds 300 --seed 3 --spill"
+    hurt = [fault for fault in plan(run) if fault.target == SERVER]
+    assert {fault.kind for fault in hurt} == {"freeze", "disk_full"}
+    assert all(fault.for_s for fault in hurt), "they end while it lives"
 
 
 # ---------------------------------------------------------------- the bytes
@@ -245,14 +254,19 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
 @pytest.mark.parametrize("least_s", sizes(6, 20))
 @pytest.mark.parametrize(
     "options",
-    [pytest.param(("--seed", "5"), marks=pytest.mark.long), ("--seed", "6", "--tcp", "--durability", "disk")],
+    [
+        pytest.param(("--seed", "5"), marks=pytest.mark.long),
+        pytest.param(("--seed", "7", "--spill"), marks=pytest.mark.long),
+        ("--seed", "6", "--tcp", "--durability", "disk"),
+    ],
 )
 def test_a_short_run_keeps_every_promise(options: tuple[str, ...], least_s: int, tmp_path: Path) -> None:
     """How many rows are leased in a time depends on what else the machine does: a run without any is followed by a longer one."""
     for seconds in (least_s, 4 * least_s, 10 * least_s):
-        if reported(seconds, options, tmp_path / "report.json")["verified"]:
+        found = reported(seconds, options, tmp_path / "report.json")
+        if found["verified"] and found.get("spilled_blocks", 1):
             return
-    pytest.fail("no run has leased a row")
+    pytest.fail("no run has leased a row, or spilled one")
 
 
 def reported(seconds: int, options: tuple[str, ...], out: Path) -> dict[str, float]:

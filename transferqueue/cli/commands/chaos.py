@@ -18,6 +18,7 @@ EXAMPLES = (
         "transferqueue chaos --tcp --durability disk",
         "with remote workers behind a bad network, and a server that syncs",
     ),
+    ("transferqueue chaos --spill", "with rows that go to a disk and come back"),
     ("transferqueue chaos --out run.json --keep DIR", "the record as JSON; event logs and output of all processes"),
 )
 
@@ -26,8 +27,20 @@ def chaos(
     seconds: Annotated[float, typer.Option(min=1, help="For how long faults come.")] = 180.0,
     seed: Annotated[int, typer.Option(min=0, help="Decides which faults, on whom, when.")] = 1,
     durability: Annotated[
-        str, typer.Option(metavar="LEVEL", help="Of the server, which is killed too: process or disk.")
-    ] = "process",
+        str | None,
+        typer.Option(
+            metavar="LEVEL",
+            show_default="process",
+            help="Of the server, which is killed too: process or disk.",
+        ),
+    ] = None,
+    spill: Annotated[
+        bool,
+        typer.Option(
+            "--spill",
+            help="A server with little memory and a disk for cold blocks, which is full at times. It is frozen, and not killed: these rows end with it.",
+        ),
+    ] = False,
     tcp: Annotated[
         bool,
         typer.Option(
@@ -59,7 +72,7 @@ def chaos(
         file_to_write("--out", out)
     if keep is not None:
         folder_to_write("--keep", keep)
-    run = settings(seconds, seed, durability, tcp)
+    run = settings(seconds, seed, durability, tcp, spill)
     began = Measurement()
     say(f"{run.command}")
     report = run_chaos(run, say, keep)

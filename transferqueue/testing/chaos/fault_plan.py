@@ -29,31 +29,49 @@ PROXY: Final = "proxy"
 
 _KINDS: Final = {"kill": 13, "freeze": 6, "freeze_beyond": 2.5, "server": 3.2, "fill": 0.8}
 _SERVER_KINDS: Final = {"kill": 6, "freeze": 2, "disk_full": 2, "restart": 1}
+_SPILL_KINDS: Final = {**_KINDS, "fill": 6}
+_SPILL_SERVER_KINDS: Final = {"freeze": 2, "disk_full": 3}
+"""Rows on a disk end with their server, so that is not killed."""
+FILL_S: Final = (0.8, 2.0)
+SPILL_FILL_S: Final = (1.5, 4.0)
+"""For so long nobody takes rows of the flood."""
+DISK_FULL_S: Final = (0.3, 3.0)
+"""For so long the disk of a server that spills is full. One with a journal dies of that, and has a new disk in its next life."""
 _CUTS: Final = {"delay": 1.0, "stall": 1.0, "reset": 1.5, "flip": 1.0}
 _CUT_WEIGHT: Final = 4.0
 
 
 class ChaosSettings(NamedTuple):
-    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy."""
+    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy. spill: the server keeps nothing through a
+    crash, and has little memory and a disk for cold blocks."""
 
     seconds: float
     seed: int
     durability: Level = Level.PROCESS
     tcp: bool = False
+    spill: bool = False
 
     @property
     def command(self) -> str:
         """The command that repeats the run."""
         tcp = " --tcp" if self.tcp else ""
-        return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} --durability {self.durability.value}{tcp}"
+        level = "--spill" if self.spill else f"--durability {self.durability.value}"
+        return f"transferqueue chaos --seconds {self.seconds:g} --seed {self.seed} {level}{tcp}"
 
 
-def settings(seconds: float, seed: int, durability: str, tcp: bool) -> ChaosSettings:
+def settings(seconds: float, seed: int, durability: str | None, tcp: bool, spill: bool = False) -> ChaosSettings:
     """Check the options of the command; `UsageError` for values that no run can have."""
     if not 1 <= seconds <= 86_400:
         raise UsageError(f"seconds={seconds:g} of chaos cannot be run; give 1 to 86400")
     if not 0 <= seed < 1 << 32:
         raise UsageError(f"seed={seed} is out of range; give 0 to {(1 << 32) - 1}")
+    if spill and durability is not None:
+        raise UsageError(
+            f"durability {durability!r} and spill do not go together: a server that outlives crashes does not spill; give one of them"
+        )
+    if spill:
+        return ChaosSettings(seconds, seed, Level.MEMORY, tcp, spill)
+    durability = durability or Level.PROCESS.value
     if durability not in [level for level in Level if level.survives_crash]:
         raise UsageError(
             f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk outlive that; "
@@ -92,15 +110,18 @@ def plan(run: ChaosSettings) -> list[Fault]:
 
 
 def _draw(chance: random.Random, run: ChaosSettings, at: float) -> Fault:
-    kind = _choose(chance, {**_KINDS, "cut": _CUT_WEIGHT} if run.tcp else _KINDS)
+    kinds = _SPILL_KINDS if run.spill else _KINDS
+    kind = _choose(chance, {**kinds, "cut": _CUT_WEIGHT} if run.tcp else kinds)
     if kind == "server":
-        kind = _choose(chance, _SERVER_KINDS)
+        kind = _choose(chance, _SPILL_SERVER_KINDS if run.spill else _SERVER_KINDS)
+        if kind == "disk_full" and run.spill:
+            return Fault(at, kind, SERVER, chance.uniform(*DISK_FULL_S))
         return Fault(at, kind, SERVER, chance.uniform(*WITHIN_S) if kind == "freeze" else 0.0)
     if kind == "cut":
         kind = _choose(chance, _CUTS)
         return Fault(at, kind, PROXY, chance.uniform(*WITHIN_S) if kind in ("delay", "stall") else 0.0)
     if kind == "fill":
-        return Fault(at, kind, "drainer", chance.uniform(0.8, 2.0))
+        return Fault(at, kind, "drainer", chance.uniform(*(SPILL_FILL_S if run.spill else FILL_S)))
     target = chance.choice(roles(run))
     if kind == "kill":
         return Fault(at, kind, target)

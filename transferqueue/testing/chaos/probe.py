@@ -1,7 +1,7 @@
 """The probe: the one process that no fault touches. It calls the server all the time, and so records when the server answers.
 
 Lines of its event log: ``call`` with the time at which each answered call began; ``again`` where there was no answer; ``audit`` with the
-server's own account; ``turns`` with how long the server's turns took; ``broken``. The parent sends it the lines ``seal`` and
+server's own account; ``spill`` with what went to a disk, at the end; ``turns`` with how long the server's turns took; ``broken``. The parent sends it the lines ``seal`` and
 ``end``, and reads its reports on the tables.
 """
 
@@ -42,6 +42,7 @@ class Probe:
                 self._ask(queue, calls)
                 calls += 1
             self._context.log.write("audit", queue.audit()["tables"])
+            self._context.log.write("spill", queue.stats()["server"]["spill"])
             self._turns(queue)
 
     def _command(self) -> str:

@@ -75,6 +75,8 @@ class Report(msgspec.Struct, frozen=True):
     redelivery_s: Spread
     redelivery_remote_s: Spread
     turns: dict[str, Longest]
+    spill: dict[str, Any] | None = None
+    """What the server says of its disk at the end; None: it has none."""
 
     @property
     def kept(self) -> bool:
@@ -93,6 +95,10 @@ class Report(msgspec.Struct, frozen=True):
         yield f"rows leased again     {_spread(self.redelivery_s)}"
         if self.redelivery_remote_s.samples:
             yield f"  of remote workers   {_spread(self.redelivery_remote_s)}"
+        if self.spill is not None:
+            yield "spilled               {spilled_blocks:,} blocks, {spilled_bytes:,} bytes; {loaded_blocks:,} came back".format_map(
+                self.spill
+            )
         yield from (f"longest {kind:<13} {_turn(longest)}" for kind, longest in self.turns.items())
         yield f"lost {self.lost}, duplicate effects {self.duplicates}, bounds broken {self.bounds_broken}"
         yield from (f"violation: {violation}" for violation in self.violations)
@@ -112,6 +118,7 @@ class Report(msgspec.Struct, frozen=True):
             "duplicates": self.duplicates,
             "bounds_broken": self.bounds_broken,
             "violations": len(self.violations),
+            **({name: self.spill[name] for name in ("spilled_blocks", "loaded_blocks")} if self.spill else {}),
         }
         times = {
             "server_recovery": self.server_recovery_s,
@@ -155,6 +162,7 @@ def report(run: ChaosSettings, faults: Sequence[Fault], logs: Sequence[ReadLog],
         redelivery_s=Spread.of(recovery.of_leases(faults, logs, remote=False)),
         redelivery_remote_s=Spread.of(recovery.of_leases(faults, logs, remote=True)),
         turns=longest_turns(logs),
+        spill=account.spill,
     )
 
 

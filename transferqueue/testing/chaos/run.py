@@ -268,6 +268,8 @@ class Chaos:
             self._server.ask_to_stop()
             return True
         if fault.kind == "disk_full":
+            if fault.for_s:
+                self._loop.at(time.monotonic() + fault.for_s, self._server.empty_disk)
             return self._server.fill_disk()
         if fault.kind == "freeze":
             self._loop.at(time.monotonic() + fault.for_s, partial(self._server.signal, signal.SIGCONT))
@@ -279,6 +281,7 @@ class Chaos:
         """End all faults, stop the producers, seal the tables, and wait until all rows are done."""
         self._draining = True
         self._server.signal(signal.SIGCONT)
+        self._server.empty_disk()
         for process in self._loop.processes.values():
             process.signal(signal.SIGCONT)
         for role in _SOURCES & self._loop.processes.keys():

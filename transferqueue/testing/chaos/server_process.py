@@ -21,6 +21,10 @@ from transferqueue.testing.chaos.fault_plan import ChaosSettings
 from transferqueue.transport.bulk.one_sided import Carrier
 
 ARENA_BYTES: Final = 64 << 20
+SPILL_ARENA_BYTES: Final = 16 << 20
+"""So little that blocks go to the disk all the time: the flood puts as much in a second."""
+SPILL_BYTES: Final = 48 << 20
+"""So little that this is full, too, when nobody takes rows for a few seconds."""
 STOP_S: Final = 30.0
 DISK_BYTES: Final = 4096
 """Smaller than any journal: with this limit on the size of a file, the next write to the journal fails as on a full disk."""
@@ -35,11 +39,21 @@ class ServerUnderTest:
         self._state: Final = directory / "state"
         self._command: Final = [
             *(sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--supervise"),
-            *("--durability", run.durability.value, "--state", str(self._state), "--arena-bytes", str(ARENA_BYTES)),
+            *(self._spilling() if run.spill else self._durable(run)),
             *(() if tcp is None else ("--tcp", f"127.0.0.1:{tcp}", "--keys", str(directory / "keys"))),
             *(("--plain-bytes",) if tcp is not None and Carrier.chosen().one_sided else ()),
         ]
+        self._outlives: Final = run.durability.survives_crash
+        self._file_bytes: tuple[int, int] | None = None
+        """The limit on the size of a file of the serving process, before `fill_disk`."""
         self.start()
+
+    def _durable(self, run: ChaosSettings) -> list[str]:
+        return ["--durability", run.durability.value, "--state", str(self._state), "--arena-bytes", str(ARENA_BYTES)]
+
+    def _spilling(self) -> list[str]:
+        spill = ["--spill-dir", str(self.directory / "spill"), "--spill-bytes", str(SPILL_BYTES)]
+        return ["--arena-bytes", str(SPILL_ARENA_BYTES), *spill]
 
     def start(self) -> None:
         """Start the server. It prints "ready" to the descriptor `output`."""
@@ -71,13 +85,20 @@ class ServerUnderTest:
         return False
 
     def fill_disk(self) -> bool:
-        """Forbid the serving process to let files grow: its next commit fails as on a full disk. Needs no privilege."""
+        """Forbid the serving process to let files grow: its next commit, or block that is spilled, fails as on a full disk. Needs no privilege."""
         pid = self.serving_pid
         if pid is None:
             return False
-        _, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        least, most = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+        self._file_bytes = self._file_bytes or (least, most)
         resource.prlimit(pid, resource.RLIMIT_FSIZE, (DISK_BYTES, most))
         return True
+
+    def empty_disk(self) -> None:
+        """End `fill_disk`, for a server that lived through it."""
+        pid = self.serving_pid
+        if pid is not None and self._file_bytes is not None:
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, self._file_bytes)
 
     def ports(self) -> list[int]:
         """All TCP ports at which the serving process listens."""
@@ -100,7 +121,10 @@ class ServerUnderTest:
             self.process.stdout.close()
 
     def remove(self) -> None:
-        """Kill the server if it runs, and remove its state and its arena in shared memory."""
+        """Kill the server if it runs, and remove its state and its arena in shared memory. One without a state directory removes its arena itself."""
+        if not self._outlives and self.process.poll() is None:
+            with suppress(subprocess.TimeoutExpired):
+                self.stop()
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait(STOP_S)

@@ -11,6 +11,7 @@ Rules:
 - A row whose producer was frozen between its reserve and its put may be over the staleness bound when it arrives. The server
   drops it then, as the table declares. It may drop no other row, and must report exactly as many.
 - The server's last audit must agree to the row: as many rows put as the event logs know of, and none live.
+- Of what a server spilled nothing may be left on the disk then, and nothing have been lost.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import bisect
 import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from transferqueue.testing.chaos.log import ReadLog
 from transferqueue.testing.chaos.roles import FLOOD, PACED, STALENESS_MAX
@@ -130,6 +131,11 @@ class Account:
                 self.tasks[known[1]].read(log)
         self._clock = Clock(logs)
         self._audits = {name: rows for log in logs for line in log.of("audit") for name, rows in line[2].items()}
+        self.spill: dict[str, Any] | None = next((line[2] for log in logs for line in log.of("spill")), None)
+        if self.spill is not None and (self.spill["blocks"] or self.spill["lost_blocks"]):
+            self.violations.append(
+                f"all rows are done, and blocks are left on the disk, or were lost there: {self.spill}"
+            )
         self.stale = 0
         self.rows = {table: self._check(puts_of(logs, table), table) for table in (PACED, FLOOD)}
 
