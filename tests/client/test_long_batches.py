@@ -152,6 +152,38 @@ def test_a_loop_that_forgets_to_ack_is_told_once(caplog: pytest.LogCaptureFixtur
         assert "batch.ack(...)" in said
 
 
+def test_a_cancelled_ack_of_a_block_ends_its_batch(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether it was carried out or not: nobody is told to work inside a block, and no row waits for the collector."""
+
+    async def work() -> tuple[int, int, int]:
+        async with tq.aconnect("embedded") as queue:
+            table = await queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+            await table.put(x=[0])
+            kept = []
+
+            async def block() -> None:
+                async with table.lease("a", rows=1, timeout_s=20) as batch:
+                    kept.append(batch)
+                    await asyncio.sleep(0)
+
+            for steps in range(6):  # before the ack, in it, and after it
+                task = asyncio.ensure_future(block())
+                while not kept:  # noqa: ASYNC110  (each turn counts here)
+                    await asyncio.sleep(0)
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait([task])
+                assert kept.pop().ended
+                await table.put(x=[0])
+            counts = (await table.stats())["tasks"]["a"]
+            return counts["leases"], counts["failed"], counts["done"] + counts["ready"]
+
+    with caplog.at_level(logging.WARNING, "transferqueue.client"):
+        assert asyncio.run(work()) == (0, 0, 7)
+    assert not caplog.records
+
+
 def test_a_loop_that_acks_is_told_nothing(caplog: pytest.LogCaptureFixture) -> None:
     with tq.connect("embedded") as queue, caplog.at_level(logging.WARNING, "transferqueue.client"):
         table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])

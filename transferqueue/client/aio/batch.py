@@ -133,6 +133,13 @@ class AsyncBatch(BatchBase):
             except LeaseExpired as late:
                 if not self._is_passed_over(late):
                     raise
+            except TransferQueueError:
+                raise
+            except (
+                BaseException
+            ) as interrupted:  # the ack may be on its way: a release that comes after it changes nothing
+                await self._release_after(interrupted)
+                raise
             return False
         if error is None or self._is_passed_over(error):
             return error is not None
