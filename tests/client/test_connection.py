@@ -11,6 +11,7 @@ import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +89,45 @@ def test_nothing_listens(tmp_path: Path) -> None:
         Connection(dial(address), address).open(m.Hello(bytes(16)), timeout_s=0.2)
     assert time.monotonic() - started < AT_ONCE_S
     assert threading.active_count() == before
+
+
+@pytest.mark.parametrize("listens", ["nothing", "what closes every connection"])
+def test_a_client_that_waits_for_its_server_sleeps(
+    listens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It says nothing before it is greeted, so nothing that it has not said for long is due. Behind a tunnel whose other end is gone, connections
+    are accepted and closed."""
+    ahead, turns = [0.0], 0
+    turn = io_thread.IoThread._turn
+
+    def counted(io: io_thread.IoThread) -> None:
+        nonlocal turns
+        turns += 1
+        turn(io)
+
+    monkeypatch.setattr(io_thread.IoThread, "_turn", counted)
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        accepting = threading.Thread(target=_close_all, args=(closing,), daemon=True)
+        accepting.start()
+        address = (
+            f"ipc://{tmp_path}/nobody.sock" if listens == "nothing" else f"tcp://127.0.0.1:{closing.getsockname()[1]}"
+        )
+        connection = Connection(dial(address), address, lambda: time.monotonic() + ahead[0])
+        opening = Caller(lambda: connection.open(m.Hello(bytes(16)), timeout_s=0.8))
+        for passed in (RESEND_S, RESEND_S + HEARTBEAT_S + 0.5):  # its Hello was sent twice, and is not due again
+            time.sleep(0.15)
+            ahead[0] = passed
+            connection._io.wakeup.set()
+        assert isinstance(opening.outcome(), Unreachable)
+        closing.shutdown(socket.SHUT_RDWR)
+        accepting.join(20)
+    assert turns < 200, "it turned all the time"
+
+
+def _close_all(closing: socket.socket) -> None:
+    with suppress(OSError):
+        while True:
+            closing.accept()[0].close()
 
 
 def test_a_server_may_start_later(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ class IoThread:
             if self.returning is not None:
                 self._settle_pins(*self.returning)
             self.channel.look()
-            if self.channel.is_lost:  # look for the server sooner than at the next heartbeat
+            if self.channel.is_lost and self.calls.session:  # look for the server sooner than at the next heartbeat
                 self.check_at = min(self.check_at, self.outbox.spoke_at + SERVER_CHECK_S)
             if self.channel.ways != self.ways:
                 self._found_way(self.clock())
@@ -136,7 +136,7 @@ class IoThread:
             now = self.clock()
             if self.has_work() or now >= self.check_at:
                 self._send_what_is_due(now)
-                self.check_at = self._next_check()
+                self.check_at = self._next_check(now)
             if self.keeper.has_new:  # perhaps added by a thread that saw the time of the next check before it was set
                 self.check_at = min(self.check_at, self.keeper.next_due() or self.check_at)
         except PeerError as error:
@@ -214,9 +214,9 @@ class IoThread:
             if (gone := self.server.check(now)) is not None:
                 self._end(gone)
 
-    def _next_check(self) -> float:
-        """When the next heartbeat, resend or renewal is due."""
-        due = self.outbox.spoke_at + self._silence_s()
+    def _next_check(self, now: float) -> float:
+        """When the next heartbeat, resend or renewal is due. Before it is greeted this client sends no heartbeat."""
+        due = (self.outbox.spoke_at if self.calls.session else now) + self._silence_s()
         for other in (self.calls.next_late(), self.keeper.next_due(), self.unpins_at):
             if other is not None:
                 due = min(due, other)
