@@ -73,6 +73,31 @@ def test_a_block_that_is_pinned_while_it_is_written_stays(bench):
     assert isinstance(bench.producer.take(call), m.Granted)
 
 
+@pytest.mark.parametrize("why", ["pinned", "failed"])
+def test_whoever_waits_for_memory_goes_on_waiting_for_it_though_blocks_were_written_in_vain(bench, why):
+    """So little memory is in use that nothing leaves for anybody else."""
+    for number in range(10):
+        bench.put(number)
+    call = bench.producer.post(m.Grant(7 * PAGE_BYTES, wait_s=50.0))
+    assert bench.jobs
+    if why == "pinned":
+        held = bench.worker.ask(lease(10, 1.0))
+        bench.settle()
+        assert bench.stats()["blocks"] == 0
+        blocks = np.array([at.block for part in held.content.parts for at in part.blocks], "<i8")
+        bench.worker.post(m.Unpin(blocks.tobytes(), np.ones(blocks.size, "<i8").tobytes()))
+    else:
+        bench.space.fails_writes = "No space left on device"
+        bench.settle()
+        bench.space.fails_writes = ""
+        due = bench.coordinator.next_deadline()
+        assert due is not None
+        assert due <= bench.now + SPILL_PAUSE_S
+        bench.pass_time(SPILL_PAUSE_S)
+    bench.settle()
+    assert isinstance(bench.producer.take(call), m.Granted)
+
+
 def test_a_lease_that_does_not_wait_has_its_rows_loaded_for_the_next_one(bench):
     for number in range(40):
         bench.put(number)

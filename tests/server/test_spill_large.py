@@ -40,6 +40,7 @@ class Pipeline:
         assert not isinstance(made, m.Failed), made
         self.seen = {task.name: [] for task in tasks}
         self.waiting, self.clients = {}, []
+        self.disk_fails = 0.0
 
     def add_producer(self):
         self._begin(self._produce)
@@ -70,12 +71,13 @@ class Pipeline:
                         del waiting[actor]
             for _ in range(self.chance.randint(1, 3)):
                 if self.bench.jobs:
+                    self.bench.space.fails_writes = "no space" if self.chance.random() < self.disk_fails else ""
                     self.bench.work()
                     moved = True
             if self._is_over():
                 break
             if not moved:
-                for client, _ in waiting.values():
+                for client in (*self.clients, self.bench.producer, self.bench.worker):
                     client.post(m.Heartbeat())
                 self.bench.pass_time(LOAD_STUCK_S)
             assert self.bench.now < served_at + IDLE_S, f"nobody is served any more: {self.explain()}"
@@ -191,19 +193,21 @@ def test_results_take_no_memory_that_blocks_left_for_others_that_come_back(bench
 
 
 def one_course(bench, monkeypatch, chance):
-    """Producers and workers on one table, of everything at random."""
-    limit_disk(bench, monkeypatch, chance.choice((8, 16, 20, 32, 48, 96)))
+    """Producers and workers on one table, of everything at random, and a disk that fails at times."""
+    limit_disk(bench, monkeypatch, chance.choice((8, 16, 20, 24, 32, 33, 40, 48, 64, 96)))
     largest = chance.choice((1, 2, 3, 4, 6, 9, 12))
     results = chance.choice((0, 0, 1, 2))
-    blocks = [chance.randint(1, min(largest, 3) if results else largest) for _ in range(60)]
+    sizes_of_blocks = (1, largest, chance.randint(1, largest))
+    blocks = [min(chance.choice(sizes_of_blocks), 3 if results else largest) for _ in range(60)]
     pipeline = Pipeline(bench, chance, blocks, results)
-    for _ in range(chance.randint(1, 3)):
+    for _ in range(chance.randint(1, 5)):
         pipeline.add_producer()
     if chance.random() < 0.5:
-        pipeline.run(until=lambda: bool(bench.stats()["paused"]) and not bench.jobs)
+        pipeline.run(until=lambda: (bool(bench.stats()["paused"]) and not bench.jobs) or not pipeline.waiting)
     for task in pipeline.seen:
-        for _ in range(chance.randint(1, 2)):
-            pipeline.add_worker(task, 1 if results == 2 else chance.randint(1, 2))
+        for _ in range(chance.randint(1, 2 if results else 4)):
+            pipeline.add_worker(task, chance.randint(1, {0: 7, 1: 2, 2: 1}[results]))
+    pipeline.disk_fails = chance.choice((0.0, 0.0, 0.1))
     pipeline.run()
     pipeline.end()
 

@@ -253,6 +253,8 @@ class Spiller:
         self.counters.spilled_bytes += sum(place.nbytes for place in kept)
         if others := [place for place in answer.places if place.block not in spilled]:
             self._space.free(others)
+        if not kept:  # no memory was freed, and whoever waits for some may have other extents written
+            self._wake_memory()
         self._report_if_empty()
 
     def _pause(self, why: str, now: float) -> None:
@@ -270,10 +272,11 @@ class Spiller:
                 return
 
     def _begins_load(self, numbers: list[int], nbytes: int, now: float) -> bool:
-        """Load a group of blocks, together or, if the free memory lies in pieces, in parts. Returns whether there was memory for all."""
+        """Load a group of blocks: together or, if the free memory lies in pieces, or nothing can leave until some space on the disk is free, in parts.
+        Returns whether there was memory for all."""
         if (offset := self._take(nbytes)) is None:
-            is_in_pieces = len(numbers) > 1 and self._fits(nbytes)
-            return is_in_pieces and all(self._begins_load(*half, now) for half in self.cold.halves(numbers))
+            in_parts = len(numbers) > 1 and (self.paused or self._fits(nbytes))
+            return bool(in_parts) and all(self._begins_load(*half, now) for half in self.cold.halves(numbers))
         extent, offsets = self.cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
         job = self._new_job(now)
         self._loads[job] = extent
