@@ -408,7 +408,11 @@ def _columns(
     for number, (part, one) in enumerate(zip(parts, asked, strict=True)):
         landed = [fetch.landed[number]] if fetch is not None else []
         blocks = MappedBlocks(landed, [block.memory for block in landed], fields)
-        placement = RowPlacement(blocks, np.zeros(len(one.slot_of_row), np.int32), one.slot_of_row)
+        if one.count and one.slot_of_row is None:
+            placement = RowPlacement.of_run(blocks, 0, 0, one.count)
+        else:
+            slots = np.zeros(0, np.int32) if one.slot_of_row is None else one.slot_of_row
+            placement = RowPlacement(blocks, np.zeros(len(slots), np.int32), slots)
         held.append(blocks)
         columns |= {name: Column(fields[name], placement) for name in part.fields}
     return columns, held

@@ -60,12 +60,12 @@ class ClientTransfer(Protocol):
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is. lie_apart: whether they are no
-    consecutive slots of one block."""
+    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is; None: they are the rows of the
+    reply, in order. lie_apart: whether they are no consecutive slots of one block."""
 
     wanted: b.RowSelection
     count: int
-    slot_of_row: NDArray[np.int32]
+    slot_of_row: NDArray[np.int32] | None
     lie_apart: bool = False
 
 
@@ -79,7 +79,7 @@ def rows_of(
         codec.decode_ascending(part.slot_of_row, "<i4", rows),
     )
     keys = blocks.astype(np.int64) << 32 | slots
-    index = np.arange(len(keys), dtype=np.int32)
+    index = None
     ordered = np.sort(keys)
     if (ordered[1:] == ordered[:-1]).any():
         _, first, back = np.unique(keys, return_index=True, return_inverse=True)

@@ -270,7 +270,7 @@ def parts_of(
         else:
             counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room, join)
         stored = None
-        if len(part.blocks) == 1:
+        if len(part.blocks) == 1 and (ranges_from or placement.run is not None):  # else every piece is a copy
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]

@@ -208,7 +208,8 @@ def value_bounds(field: Field, placement: RowPlacement, edges: RowEdges) -> tupl
     placement.blocks.live_memory()
     spans, step = placement.blocks.spans(field), field.row_bytes
     low, stretch = placement.blocks.stretch()
-    base = (placement.blocks.addresses - low + spans.values)[placement.block_of_row]
+    base = placement.blocks.addresses - low + spans.values
+    base = base if len(base) == 1 else base[placement.block_of_row]
     return stretch, *join(base + edges.first * step, base + edges.last * step)
 
 
@@ -235,15 +236,17 @@ def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEd
 def edges_of_all(fields: Sequence[Field], placement: RowPlacement) -> RowEdges:
     """`row_edges` of columns (at least one) of rows that are no run, in a few steps for all: each int64 ``[fields, rows]``."""
     placement.blocks.live_memory()
-    spans, blocks = [placement.blocks.spans(field) for field in fields], placement.block_of_row
+    spans = [placement.blocks.spans(field) for field in fields]
     low, stretch = placement.blocks.stretch()
     numbers = _numbers(stretch)
     starts = (np.stack([each.offsets for each in spans]) + (placement.blocks.addresses - low)) // 8
-    at = starts[:, blocks] + placement.slot_of_row
+    counts = np.stack([each.counts for each in spans])
+    if len(placement.blocks.shapes) > 1:
+        starts, counts = starts[:, placement.block_of_row], counts[:, placement.block_of_row]
+    at = starts + placement.slot_of_row
     first = numbers[at]
     at += 1
     last = numbers[at]
-    counts = np.stack([each.counts for each in spans])[:, blocks]
     wrong = (first < 0) | (last < first) | (last > counts)
     if wrong.any():
         _refuse_offsets(fields[int(wrong.any(axis=1).argmax())])
