@@ -352,6 +352,19 @@ def test_a_buffer_is_used_again_when_no_view_of_it_is_left() -> None:
     assert buffers.kept == 3 * MIB, "small ones are not worth keeping"
 
 
+def test_a_free_buffer_serves_batches_that_differ_a_little() -> None:
+    """Ragged rows do. A new buffer costs more than what is received into it."""
+    buffers = BufferPool(kept_bytes=64 * MIB)
+    address = buffers.take(9 * MIB).__array_interface__["data"][0]
+    for nbytes in (10 * MIB, 9 * MIB - 1, 8 * MIB, 7 * MIB):
+        assert buffers.take(nbytes).__array_interface__["data"][0] == address
+        assert buffers.kept == 10 * MIB
+    for nbytes in (10 * MIB + 1, 4 * MIB):
+        assert buffers.take(nbytes).__array_interface__["data"][0] != address, "too small, or much too large"
+    assert len(buffers.take(2 << 30)) == 2 << 30
+    assert buffers.kept == (10 + 12 + 4) * MIB, "the largest are not kept"
+
+
 def test_rows_that_share_a_value_cross_once(between: Between, table: tq.Table) -> None:
     down = []
 
