@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import msgspec
 import pytest
 from rich.text import Text
 
@@ -223,6 +224,25 @@ def test_terms_say_policies_as_they_are_written() -> None:
     assert "30 put = 20 live + 8 done + 2 dropped (stale 2)" in text
     assert "train takes 512 rows a step" in text
     assert policy_text(Fifo()) == "Fifo"
+
+
+def test_a_row_that_ended_is_shown_without_empty_parts() -> None:
+    over = msgspec.structs.replace(
+        LIFE,
+        state="done",
+        key=None,
+        tags={},
+        group_id=-1,
+        policy_version=-1,
+        tokens=-1,
+        priority=0.0,
+        fields={},
+        tasks={},
+    )
+    lines = plain(row_lines(over, {}, 80)).split("\n")
+    empty = [number for number, line in enumerate(lines) if not line.strip()]
+    assert len(empty) == 1
+    assert lines[empty[0] + 1].split()[:2] == ["when", "what"] or "forgotten" in lines[empty[0] + 1]
 
 
 def test_a_rows_whole_life() -> None:

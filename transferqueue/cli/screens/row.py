@@ -23,16 +23,14 @@ _UNSET: Final = -1
 
 
 def row_lines(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
-    """Lines of the whole screen. labels: labels of the open sessions."""
-    return [
-        *_head(life, labels, width),
-        Text(),
-        *_fields(life, width),
-        Text(),
-        *_tasks(life, labels, width),
-        Text(),
-        *_events(life, labels, width),
+    """Lines of the whole screen; a row that ended has neither fields nor tasks any more. labels: labels of the open sessions."""
+    parts = [
+        _head(life, labels, width),
+        _fields(life, width) if life.fields else [],
+        _tasks(life, labels, width) if life.tasks else [],
+        _events(life, labels, width),
     ]
+    return [line for part in parts if part for line in (*part, Text())][:-1]
 
 
 def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
@@ -44,7 +42,8 @@ def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
     if life.age_s is not None:
         by = f" by {_who(life.put_by, labels)}" if life.put_by else ""
         pieces.append(Text(f"put {units.span(life.age_s)} ago{by}"))
-    return [*flow(pieces, width, indent=2), *flow([Text("  "), *_facts(life)], width, indent=2)]
+    facts = _facts(life)
+    return [*flow(pieces, width, indent=2), *(flow([Text("  "), *facts], width, indent=2) if facts else [])]
 
 
 def _facts(life: RowLife) -> list[Text]:
