@@ -113,6 +113,15 @@ def test_a_block_is_read_whole_and_in_part(bench):
     assert len(bench.exchange) == 0, "both are over"
 
 
+def test_a_read_of_no_row_is_refused(bench):
+    at = bench.put(x=np.arange(60).reshape(20, 3), y=[np.arange(row) for row in range(20)])
+    for fields in (["x"], ["y"], ["x", "y"]):
+        bench.say(bench.read(at, wanted=[], fields=fields))
+        error = refused(bench)
+        assert (type(error).__name__, str(error)) == ("ProtocolError", "a part of a bulk read names no row")
+    assert len(bench.exchange) == 0
+
+
 def test_what_was_not_named_to_a_session_cannot_be_read(bench):
     at = bench.put(x=np.arange(6))
     for changes in ({"block": 2}, {"extent": 9}, {"offset": 64}, {"nbytes": at.nbytes + 64}, {"ticket": bytes(16)}):

@@ -155,6 +155,18 @@ def test_content_that_changed_on_the_way_is_noticed(house):
     assert "content of a bulk message does not match" in str(house.desks.bad[0])
 
 
+def test_after_damaged_content_any_byte_is_heard(house):
+    sent = FRAME[: 400 * KIB]
+    head, _ = protocol.message(protocol.WriteFrame(1, 0), [sent])
+    with socket.create_connection(("127.0.0.1", house.number)) as raw:
+        raw.sendall(head + bytes(1000))
+        house.until(lambda: heads(house) and not is_readable(house))
+        raw.sendall(bytes(len(sent) - 1000))
+        house.until(lambda: house.desks.bad)
+        raw.sendall(b"x")
+        assert is_readable(house)
+
+
 def test_who_does_not_read_is_clogged_and_not_listened_to_until_it_reads(house, line):
     line.send(protocol.message(protocol.FlowAck(1, 0)))
     (peer,) = house.until(lambda: heads(house))
@@ -312,6 +324,18 @@ def test_what_does_not_come_is_not_waited_for_long(more):
             assert line.receive(desk, PATIENCE_S)
         assert [head.frames for head in desk.heads] == [1, 2]
         assert time.monotonic() - began < PATIENCE_S / 2
+
+
+def test_an_interrupt_that_is_seen_after_a_hope_has_ended_ends_the_wait(monkeypatch):
+    """As on a machine where the thread got no core for a while."""
+    monkeypatch.setattr(tcp, "HOPE_S", 0.0)
+    with receiving(FRAME_BYTES) as (line, desk, far):
+        began = time.monotonic()
+        line.interrupt()
+        assert not line.receive(desk, 5.0)
+        assert time.monotonic() - began < 4.0
+        far.sendall(protocol.message(protocol.FlowAck(1, 1))[0])
+        assert line.receive(desk, PATIENCE_S), "and the connection can be used"
 
 
 def test_after_the_last_of_what_was_to_come_any_byte_is_news():

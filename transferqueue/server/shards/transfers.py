@@ -315,6 +315,8 @@ def _placement(shard: int, part: b.RowSelection, fields: dict[str, Field], backi
         shapes.append(BlockLocation(at.block, shard, at.extent, at.offset, at.nbytes, at.rows, names, at.counts))
     memory = backing.read([Range(at.extent, at.offset, at.nbytes) for at in part.blocks])
     slots = _numbers(part.slot_of_row)
+    if not len(slots):
+        raise ProtocolError("a part of a bulk read names no row")
     blocks = _numbers(part.block_of_row) if part.block_of_row else np.zeros(len(slots), np.int32)
     return RowPlacement(MappedBlocks(shapes, memory, fields), blocks, slots)
 

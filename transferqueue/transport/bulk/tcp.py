@@ -110,10 +110,10 @@ class BulkStream:
         except BlockingIOError:
             self._wake_at(self._content_left if self._content_left > 0 else self._hoped(receiver))
             return False
+        if not receiver.coming:
+            self._wake_at(1)  # before the check: what comes after damaged content is heard at once, too
         protocol.check_content(self._head, self._digest.digest())
         self._expect_head()
-        if not receiver.coming:
-            self._wake_at(1)
         return True
 
     def _hoped(self, receiver: protocol.MessageReceiver) -> int:
@@ -283,11 +283,11 @@ class TcpBulkClient:
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
             now = time.monotonic()
             until = min(deadline, now + HOPE_S) if stream.hopes else deadline
-            if not self._wait(stream.socket, wanted, until - now):
-                now = time.monotonic()
-                if now < until:
-                    return False  # interrupted
-                if now >= deadline:
+            is_ready = self._wait(stream.socket, wanted, until - now)
+            if is_ready is None:
+                return False
+            if not is_ready:
+                if time.monotonic() >= deadline:
                     return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
                 stream.give_up_hope()
             stream.flush()
@@ -304,13 +304,15 @@ class TcpBulkClient:
         waiting.poll(math.ceil(seconds * 1000))
         return not self._wakeup.clear()
 
-    def _wait(self, connection: socket.socket, wanted: int, timeout_s: float) -> bool:
-        """Wait until the socket is ready. False after `timeout_s`, or after `interrupt`, which is then cleared."""
+    def _wait(self, connection: socket.socket, wanted: int, timeout_s: float) -> bool | None:
+        """Wait until the socket is ready. False after `timeout_s`, and None after `interrupt`, which is then cleared."""
         waiting = select.poll()
         waiting.register(connection, wanted)
         waiting.register(self._wakeup, select.POLLIN)
         ready = waiting.poll(max(0, math.ceil(timeout_s * 1000)))
-        return bool(ready) and not self._wakeup.clear()
+        if ready and self._wakeup.clear():
+            return None
+        return bool(ready)
 
     def close(self) -> None:
         """Close the connection; unsent bytes are lost."""
