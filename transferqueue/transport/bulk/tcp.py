@@ -37,7 +37,7 @@ and so does the sender that wakes it: 20 µs each on a virtual machine whose cor
 _RECEIVE_AT_ONCE_LATER: Final = MIB
 """Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the window holds waits for timers."""
 _GROWN_BYTES: Final = 4 * MIB
-HOPE_S: Final = 0.001
+HOPE_S: Final = 0.002
 """So long a head is waited for together with the content behind it."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost machine is noticed within half a minute, also on an idle connection."""
@@ -281,9 +281,8 @@ class TcpBulkClient:
         stream = self._live
         while not stream.receive(receiver):
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
-            now = time.monotonic()
-            until = min(deadline, now + HOPE_S) if stream.hopes else deadline
-            is_ready = self._wait(stream.socket, wanted, until - now)
+            left_s = deadline - time.monotonic()
+            is_ready = self._wait(stream.socket, wanted, min(left_s, HOPE_S) if stream.hopes else left_s)
             if is_ready is None:
                 return False
             if not is_ready:
