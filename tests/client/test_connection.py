@@ -22,9 +22,9 @@ from tests.client.test_interrupted_finalizers import until
 from tests.wire.test_versions import OLD_REFUSAL
 from transferqueue.client.session import io_thread
 from transferqueue.client.session.connection import Connection
-from transferqueue.client.session.io_thread import HEARTBEAT_PACES, heartbeat_s
+from transferqueue.client.session.io_thread import HEARTBEAT_PACES, IoThread, heartbeat_s
 from transferqueue.errors import Disconnected, Forked, NotFound, ProtocolError, Unreachable, UsageError, VersionMismatch
-from transferqueue.limits import HEARTBEAT_S, RESEND_S, SESSION_SILENCE_S
+from transferqueue.limits import HEARTBEAT_S, RESEND_S, SESSION_SILENCE_S, UNPIN_S
 from transferqueue.transport import Wakeup, dial
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import encode_fields
@@ -343,6 +343,26 @@ def test_pins_that_return_soon_after_their_reply_wake_nobody(
     assert connection._io.wakeup not in woken
     assert server.next(m.Unpin).request.counts == struct.pack("<q", 1), "and they return all the same"
     assert connection._io.wakeup not in woken
+
+
+def test_after_a_reply_whose_pins_do_not_return_an_idle_client_sleeps(
+    server: ScriptedServer, connection: Connection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks once for pins, and not again before the heartbeat; pins that return later wake it."""
+    turned: list[float] = []
+    turn = IoThread._turn
+    monkeypatch.setattr(IoThread, "_turn", lambda io: (turned.append(time.monotonic()), turn(io)))
+    answer, _ = connection.start(LEASE)
+    server.answer(server.next(m.LeaseRequest).id, LEASED)
+    assert answer() == LEASED
+    assert until(lambda: connection._io.unpins_at is None)
+    quiet = len(turned)
+    time.sleep(4 * UNPIN_S)
+    assert len(turned) == quiet
+    began = time.monotonic()
+    connection.unpin([11])
+    assert server.next(m.Unpin).request.counts == struct.pack("<q", 1)
+    assert time.monotonic() - began < RESEND_S
 
 
 def test_what_is_handed_back_may_be_gone_already_but_other_refusals_are_told(
