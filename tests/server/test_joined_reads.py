@@ -17,7 +17,7 @@ from transferqueue.server.shards.block_checks import BlockChecks
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.transfers import _Frame, frames_of, parts_of
 from transferqueue.storage import Column, MappedBlocks, RowPlacement
-from transferqueue.storage.columns import byte_stream
+from transferqueue.storage.columns import byte_stream, ranges
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.storage.memory.buffer_pool import BufferPool
@@ -87,6 +87,7 @@ def test_what_was_put_arrives(monkeypatch: pytest.MonkeyPatch, seed: int, frame_
     rows = int(rng.choice([1, 7, 60]))
     monkeypatch.setattr(transfers, "FRAME_BYTES", frame_bytes)
     monkeypatch.setattr(byte_stream, "EDGES_KEPT", int(rng.choice([0, 3 * rows, 1 << 18])))
+    monkeypatch.setattr(ranges, "PLACED_RANGES_MAX", int(rng.choice([5, 512])))  # more of short rows are gathered alone
     fields = {field.name: field for field in rng.permutation(np.array(FIELDS, object))[: rng.integers(1, 8)]}
     puts = [{name: [value(rng, field) for _ in range(rows)] for name, field in fields.items()} for _ in range(3)]
     with opened_shard() as shard:
