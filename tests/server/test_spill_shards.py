@@ -240,6 +240,22 @@ def two():
     two.close()
 
 
+def test_of_two_that_are_as_full_the_one_with_less_on_its_disk_is_granted(two):
+    """Otherwise all that goes to disks may go to one of them."""
+    two.put(1, 2)
+    two.settle()
+    used = {number: two.coordinator.shards.remote[number].used for number in (1, 2)}
+    while used[2] < used[1]:
+        two.put(2, 1)
+        used[2] += PAGE_BYTES
+    while used[1] < used[2]:
+        two.put(1, 1)
+        used[1] += PAGE_BYTES
+    assert len(two.on_disk(1)) > len(two.on_disk(2))
+    two.coordinator.memory.allocator.allocate(PAGE_BYTES)  # the coordinator's own arena is full
+    assert two.producer.ask(m.Grant(PAGE_BYTES, use="results")).shard == 2
+
+
 def test_a_request_over_two_shards_waits_for_both(two):
     rows = [*two.on_disk(1)[:5], *two.on_disk(2)[:5]]
     call = two.read(rows)

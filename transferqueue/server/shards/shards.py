@@ -271,13 +271,13 @@ class ShardRegistry:
         """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the ledger."""
         if not self.remote:
             return [self.own]
-        ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
-            (not _near(session, shard), _fill(shard), number, shard)
+        ranked: list[tuple[bool, float, float, int, OwnShardMemory | RemoteShard]] = [
+            (not _near(session, shard), _fill(shard), _fill_of_disk(shard), number, shard)
             for number, shard in self.remote.items()
             if not shard.draining
         ]
-        ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
-        ordered = [shard for *_, shard in sorted(ranked, key=lambda entry: entry[:3])]
+        ranked.append((session.remote, _fill(self.own), _fill_of_disk(self.own), self._last + 1, self.own))
+        ordered = [shard for *_, shard in sorted(ranked, key=lambda entry: entry[:4])]
         return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
@@ -383,6 +383,10 @@ def _room_for_rows(shard: OwnShardMemory | RemoteShard) -> int:
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:
     return shard.used / shard.allocator.capacity
+
+
+def _fill_of_disk(shard: OwnShardMemory | RemoteShard) -> float:
+    return shard.backlog.on_disk / shard.backlog.disk_bytes if shard.backlog is not None else 0.0
 
 
 def _near(session: OpenSession, shard: RemoteShard) -> bool:
