@@ -1,5 +1,6 @@
 """The bulk endpoint without its sockets: who may touch what, how much it holds, and how transfers end."""
 
+import time
 import tracemalloc
 
 import numpy as np
@@ -8,7 +9,8 @@ import pytest
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import BULK_STALL_S, BULK_TRANSFERS_MAX, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
 from transferqueue.schema import Field
-from transferqueue.server.shards.bulk_endpoint import ShardTransfers
+from transferqueue.server.shards import bulk_endpoint, transfers
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import block_writers
 from transferqueue.storage.inputs.prepare import prepare
@@ -16,6 +18,7 @@ from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
+from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.wire import messages as m
 
 SESSION, EXTENT, SHARD = 7, 3, 0
@@ -341,6 +344,27 @@ def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
     assert b"".join(content) == rows[order].tobytes()
     assert len(content) == 8
     assert len(addresses) == 1
+
+
+@pytest.mark.parametrize(("turn_s", "frames"), [(60.0, 4), (0.0, 1)])
+def test_a_transfer_that_is_alone_sends_a_few_frames_a_turn_unless_they_take_long(bench, monkeypatch, turn_s, frames):
+    """Who asks meanwhile waits for a turn."""
+    monkeypatch.setattr(transfers, "FRAME_BYTES", 4 * KIB)
+    monkeypatch.setattr(bulk_endpoint, "TURN_S", turn_s)
+    endpoint = BulkEndpoint(bench.backing, bench.tickets)
+    line = TcpBulkClient("127.0.0.1", endpoint.listen(["tcp://127.0.0.1:0"]), epoch=1)
+    try:
+        assert line.open(5.0)
+        order = np.random.default_rng(3).permutation(64)
+        line.send(b.message(bench.read(bench.put(x=np.zeros((64, KIB), np.uint8)), wanted=order)))
+        sent, late = [0], time.monotonic() + 20.0
+        while sent[-1] < 6 * 4 * KIB and time.monotonic() < late:
+            endpoint._turn(time.monotonic())
+            sent.append(endpoint.sent_bytes["stream"])
+        assert max(np.diff(sent)) == frames * 4 * KIB
+    finally:
+        line.close()
+        endpoint.stop()
 
 
 @pytest.mark.parametrize("scattered", [False, True])

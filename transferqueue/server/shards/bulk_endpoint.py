@@ -78,6 +78,8 @@ GATHERED_KEPT_BYTES: Final = 16 * MIB
 """Free buffers that frames were gathered into, of two windows: fresh pages cost as much as the gather itself."""
 FRAMES_PER_TURN: Final = 4
 """Frames of a transfer that is alone before the endpoint looks for messages: a look costs a tenth of a frame."""
+TURN_S: Final = 0.003
+"""A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a look is cheap then."""
 JOIN_BUFFERS: Final = 16
 """Buffers of one frame each that are kept: of two windows."""
 _TRIES: Final = 16
@@ -526,7 +528,7 @@ class BulkEndpoint:
             self._send()
             self._exchange.prepare()
             self._send()
-            if not has_sent:
+            if not has_sent or time.monotonic() - now >= TURN_S:
                 break
 
     def _send(self) -> None:
