@@ -106,6 +106,17 @@ def test_rows_of_all_columns_share_pieces_of_one_size(
         assert len(found[-1]) <= piece_bytes
 
 
+def test_columns_without_a_byte_cut_no_piece_short(shard: Shard) -> None:
+    fields = [Field("a", "uint8", (30,)), Field("b", "float32", (0,)), Field("c", "str"), Field("d", "uint8", (30,))]
+    full = np.arange(20 * 30, dtype=np.uint8).reshape(20, 30)
+    put = shard.put({"a": full, "b": np.zeros((20, 0), np.float32), "c": [""] * 20, "d": full}, fields)
+    placement = shard.column("a", put, [(0, at) for at in (4, 11, 2, 3)])._placement
+    assert placement is not None
+    _, pieces = column_stream(fields, placement, 100, join=JoinBuffers(1).join)
+    sizes = [len(piece) for piece in pieces]
+    assert set(sizes[:-1]) == {100}
+
+
 def test_damaged_offsets_name_their_column(shard: Shard) -> None:
     field, values = COLUMNS["ragged"]
     fields = [Field(name, field.dtype, field.shape) for name in "abc"]

@@ -41,7 +41,7 @@ from transferqueue.storage.columns.ranges import Room, places_best
 from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
-"""Row edges of one stream that are kept (16 bytes each); those beyond are read twice."""
+"""Row edges of one stream that are kept (24 bytes each, with their offsets); those beyond are read twice."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
@@ -218,7 +218,7 @@ def _joined(
 
 def _joined_dense(field: Field, placement: RowPlacement, joiner: PieceJoiner, piece_bytes: int) -> Iterator[U8]:
     nbytes = len(placement) * field.row_bytes
-    if places_best(len(placement), nbytes):
+    if not nbytes or places_best(len(placement), nbytes):
         slots = placement.slot_of_row.astype(np.int64)
         memory, lows, highs = value_bounds(field, placement, RowEdges(slots, slots + 1))
         yield from joiner.add_ranges(memory.data, lows, highs)
@@ -237,7 +237,7 @@ def _joined_varying(
     for offsets in _padded(_bytes(rows.offsets), piece_bytes):
         yield from joiner.add(offsets.data)
     nbytes = int(rows.offsets[-1]) * field.row_bytes
-    if places_best(len(placement), nbytes):
+    if not nbytes or places_best(len(placement), nbytes):
         memory, lows, highs = value_bounds(field, placement, rows.edges)
         yield from joiner.add_ranges(memory.data, lows, highs)
     else:
