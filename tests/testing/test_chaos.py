@@ -10,13 +10,14 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import pytest
 
 from tests.scale import only_long, sizes
 from transferqueue.errors import UsageError
 from transferqueue.observe.measurement_record import load_record
+from transferqueue.testing.chaos import run as run_module
 from transferqueue.testing.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
@@ -327,3 +328,29 @@ def test_the_end_of_a_run_removes_no_directory_but_its_own(tmp_path: Path, monke
     server.remove()
     assert (tmp_path / "here" / "precious").exists()
     assert (tmp_path / "run" / "state" / "arena").is_symlink()
+
+
+def test_event_logs_are_read_when_all_processes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an early end they go on putting and leasing: rows would seem to be nobody's, since a log is read before they are put."""
+    order: list[str] = []
+
+    class Brief:
+        faults = violations = ()
+
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Self:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            order.append("gone")
+
+        def go(self) -> None:
+            order.append("ran")
+
+    monkeypatch.setattr(run_module, "Chaos", Brief)
+    monkeypatch.setattr(run_module, "read_logs", lambda _: order.append("read"))
+    monkeypatch.setattr(run_module, "report", lambda *_: None)
+    run_module.chaos(settings(1.0, 0, None, tcp=False), lambda _: None)
+    assert order == ["ran", "gone", "read"]

@@ -63,7 +63,8 @@ def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = 
     try:
         with Chaos(run, directory, say) as chaos_run:
             chaos_run.go()
-            return report(run, chaos_run.faults, read_logs(directory / "events"), chaos_run.violations)
+        # Now that all processes are gone: what one has written must not be read later than what another has.
+        return report(run, chaos_run.faults, read_logs(directory / "events"), chaos_run.violations)
     finally:
         if keep is not None:
             shutil.copytree(directory / "events", keep / "events", dirs_exist_ok=True)
