@@ -135,9 +135,8 @@ class AsyncBatch(BatchBase):
                     raise
             except TransferQueueError:
                 raise
-            except (
-                BaseException
-            ) as interrupted:  # the ack may be on its way: a release that comes after it changes nothing
+            except BaseException as interrupted:
+                # The ack may be on its way: a release that comes after it changes nothing.
                 await self._release_after(interrupted)
                 raise
             return False

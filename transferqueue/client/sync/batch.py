@@ -136,9 +136,8 @@ class Batch(BatchBase):
                     raise
             except TransferQueueError:
                 raise
-            except (
-                BaseException
-            ) as interrupted:  # the ack may be on its way: a release that comes after it changes nothing
+            except BaseException as interrupted:
+                # The ack may be on its way: a release that comes after it changes nothing.
                 self._release_after(interrupted)
                 raise
             return False
