@@ -97,13 +97,14 @@ def test_a_client_that_waits_for_its_server_sleeps(
 ) -> None:
     """It says nothing before it is greeted, so nothing that it has not said for long is due. Behind a tunnel whose other end is gone, connections
     are accepted and closed."""
-    ahead, turns = [0.0], 0
+    ahead, turns, turned = [0.0], 0, threading.Event()
     turn = io_thread.IoThread._turn
 
     def counted(io: io_thread.IoThread) -> None:
         nonlocal turns
         turns += 1
         turn(io)
+        turned.set()
 
     monkeypatch.setattr(io_thread.IoThread, "_turn", counted)
     with socket.create_server(("127.0.0.1", 0)) as closing:
@@ -114,8 +115,10 @@ def test_a_client_that_waits_for_its_server_sleeps(
         )
         connection = Connection(dial(address), address, lambda: time.monotonic() + ahead[0])
         opening = Caller(lambda: connection.open(m.Hello(bytes(16)), timeout_s=0.8))
-        for passed in (RESEND_S, RESEND_S + HEARTBEAT_S + 0.5):  # its Hello was sent twice, and is not due again
-            time.sleep(0.15)
+        for sent, passed in enumerate((RESEND_S, RESEND_S + HEARTBEAT_S + 0.5), 1):  # then its Hello is not due again
+            while sum(1 + hello.tries for hello in connection._io.calls.unanswered()) < sent:
+                assert turned.wait(20)
+                turned.clear()
             ahead[0] = passed
             connection._io.wakeup.set()
         assert isinstance(opening.outcome(), Unreachable)

@@ -8,8 +8,8 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Coroutine, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
+from contextlib import asynccontextmanager, suppress
 from types import FrameType
 from typing import Any
 
@@ -23,6 +23,7 @@ from transferqueue.client.session.calls import PendingCall
 from transferqueue.client.session.channel_role import Hold
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
+from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.transport.control.unix_socket import HEARD_AFTER
 from transferqueue.wire import messages as m
 
@@ -37,6 +38,17 @@ def address() -> Iterator[str]:
 
 def connection_of(queue: tq.AsyncQueue) -> Connection:
     return queue._client.connection
+
+
+@asynccontextmanager
+async def reading(address: str) -> AsyncIterator[tuple[tq.AsyncQueue, Connection, DrivableChannel]]:
+    """A queue with a table, and what its event loop reads from."""
+    async with tq.aconnect(address) as queue:
+        await queue.create_table("t", tasks=TASKS)
+        connection = connection_of(queue)
+        channel = connection._io.role.drivable
+        assert channel is not None
+        yield queue, connection, channel
 
 
 def test_a_loop_wakes_no_thread_for_its_calls(address: str) -> None:
@@ -307,12 +319,8 @@ def test_after_an_interrupted_read_the_loop_leaves_the_channel_to_the_thread_tha
     """The thread registers a new connection then, and both would change what is polled."""
 
     async def work() -> set[int]:
-        async with tq.aconnect(address) as queue:
-            await queue.create_table("t", tasks=TASKS)
-            connection = connection_of(queue)
+        async with reading(address) as (queue, connection, channel):
             role = connection._io.role
-            channel = role.drivable
-            assert channel is not None
             take, end_driving = role.take, channel.end_driving
             comes, go_on, used_by = threading.Event(), threading.Event(), set[int]()
 
@@ -351,11 +359,7 @@ def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
     """What was read is nowhere else than in the channel, and this thread has it and does nothing: the I/O thread has the loop give it back."""
 
     async def work() -> list[str]:
-        async with tq.aconnect(address) as queue:
-            await queue.create_table("t", tasks=TASKS)
-            connection = connection_of(queue)
-            channel = connection._io.role.drivable
-            assert channel is not None
+        async with reading(address) as (queue, connection, channel):
             hear, told = channel.hear, list[str]()
 
             def first() -> None:
