@@ -300,7 +300,7 @@ def test_a_server_that_stops_ends_all_waits(server: ScriptedServer, connection: 
     server.next(m.LeaseRequest)
     server.answer(0, m.Failed("Disconnected", "the server was stopped"))
     assert isinstance(caller.outcome(), Disconnected)
-    with pytest.raises(Disconnected, match="was stopped"):
+    with pytest.raises(Disconnected, match=rf"^{server.address} ended this session: the server was stopped$"):
         connection.call(m.ListTables())
 
 

@@ -400,7 +400,7 @@ class Coordinator:
     def stop(self) -> None:
         """Stop watching processes. Tell every session that the server stops, unless sessions outlive it."""
         if not self._durability.sessions_stay:
-            self._fail_everyone(_failed(Disconnected(f"the server at {self.identity.address} was stopped")))
+            self._fail_everyone(_failed(Disconnected("the server was stopped")))
         self.workers.close()
         for session in self.sessions:
             session.process.close(self.identity.lock_directory)

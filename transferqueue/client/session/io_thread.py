@@ -287,6 +287,7 @@ class IoThread:
         pending = self.calls.answered(answer)
         reply = outcome(answer.reply)
         if isinstance(reply, Disconnected):
+            reply = Disconnected(f"{self.address} ended this session: {reply}")
             if pending is not None:
                 pending.settle(reply)
             self._end(reply)
