@@ -196,7 +196,7 @@ worth a moment; the call returns within half a second."""
 STALLED_S: Final = 0.25
 """Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
-"""A server whose lock was free this long does not resume its sessions."""
+"""A server that keeps no state is gone when its lock was free, or the host of its tcp address refused connections, for this long."""
 COPIED_BYTES_MAX: Final = 16 * KIB
 """Rows of one reply up to this size are copied out of the arena. That takes 2 microseconds; to map their pages, to touch them and to drop
 them takes 10 to 50."""

@@ -1,7 +1,8 @@
 """Finds out whether the server lives, while nothing else is sent.
 
-For a server of this machine the kernel says so. A server of another machine is probed if a call waits and no reply has come for long. A
-server that keeps a journal is started again: until then each call waits as long as it may.
+For a server with a socket file the kernel says so, by the server's lock. Over tcp the kernel of its host says so: it refuses connections to a
+port where no process listens (decision 69). A host that says nothing may be cut off: then the server is asked if a call waits and no reply
+has come for long. A server that keeps a journal is started again: until then each call waits as long as it may.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from transferqueue.client.session.calls import PendingCall, PendingCalls
 from transferqueue.client.session.outbox import Outbox
 from transferqueue.errors import Disconnected
 from transferqueue.limits import ANSWER_S, SERVER_GONE_S, SESSION_SILENCE_S
-from transferqueue.transport import ClientChannel, is_served
+from transferqueue.transport import ClientChannel, TcpAddress, is_served, parse_address
+from transferqueue.transport.control.port_probe import PortProbe
 from transferqueue.wire import messages as m
 
 
@@ -24,30 +26,36 @@ class ServerWatch:
         self.durable = False
         self.heard_at = now
         """When the latest frame came."""
+        place = parse_address(channel.address)
+        self._port = PortProbe(place) if isinstance(place, TcpAddress) else None
         self._gone_since: float | None = None
-        self._probed_at = -math.inf
+        self._asked_at = -math.inf
 
     def check(self, now: float) -> Disconnected | None:
         """Why the session is over, if the server is gone; else None. Called at each heartbeat."""
         if self.durable:
             return None
         served = is_served(self._channel.address)
-        if served is None:
-            return self._probe(now)
-        if served:
+        if served is None and self._is_refused():
+            served = False
+        if served is not False:
             self._gone_since = None
-        elif self._gone_since is None:
+            return self._ask(now) if served is None else None
+        if self._gone_since is None:
             self._gone_since = now
-        elif now - self._gone_since >= SERVER_GONE_S:
-            return Disconnected(f"the server at {self._address} is gone; start it, and connect again")
-        return None
+        if now - self._gone_since < SERVER_GONE_S:
+            return None
+        return Disconnected(f"the server at {self._address} is gone; start it, and connect again")
 
-    def _probe(self, now: float) -> Disconnected | None:
+    def _is_refused(self) -> bool:
+        return self._port is not None and self._channel.is_lost and bool(self._port.is_refused())
+
+    def _ask(self, now: float) -> Disconnected | None:
         silent_s = now - self.heard_at
         if not len(self._calls) or silent_s < SESSION_SILENCE_S:
             return None
-        if self._probed_at < self.heard_at:
-            self._probed_at = now
+        if self._asked_at < self.heard_at:
+            self._asked_at = now
             self._outbox.call(PendingCall(m.ListTables()), now)
         elif silent_s >= SESSION_SILENCE_S + ANSWER_S:
             return Disconnected(f"the server at {self._address} has been silent for {silent_s:.0f} s; connect again")

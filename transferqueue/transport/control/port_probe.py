@@ -1,0 +1,53 @@
+"""Asks the host of a tcp server that was lost whether a process listens there. ZeroMQ tries again for ever and does not say why it fails."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from typing import Final
+
+from transferqueue.transport.address import TcpAddress
+
+ANSWER_S: Final = 0.05
+"""How long `is_refused` waits. A host of the same network answers in less."""
+CONNECT_S: Final = 1.0
+
+
+class PortProbe:
+    """Connects to `place` in a thread of its own, since the name of the host may have to be looked up. Not thread-safe."""
+
+    def __init__(self, place: TcpAddress) -> None:
+        self._place: Final = place
+        self._asking: threading.Thread | None = None
+        self._refused: bool | None = None
+
+    def is_refused(self) -> bool | None:
+        """Whether the host refuses connections, which its kernel does while no process listens; a process that is paused, or too busy to answer,
+        still listens. None: the host says nothing, or has not yet; ask again in a second. Blocks for at most `ANSWER_S`."""
+        if self._asking is None:
+            self._refused = None
+            self._asking = threading.Thread(target=self._ask, name=f"transferqueue probe {self._place}", daemon=True)
+            self._asking.start()
+        self._asking.join(ANSWER_S)
+        if self._asking.is_alive():
+            return None
+        self._asking = None
+        return self._refused
+
+    def _ask(self) -> None:
+        """Try each address that the name stands for: it is refused if all of them refuse."""
+        host = self._place.host.strip("[]")
+        family = socket.AF_INET6 if self._place.host.startswith("[") else socket.AF_INET
+        try:
+            for _, _, _, _, place in socket.getaddrinfo(host, self._place.port, family, socket.SOCK_STREAM):
+                with socket.socket(family, socket.SOCK_STREAM) as trial:
+                    trial.settimeout(CONNECT_S)
+                    try:
+                        trial.connect(place)
+                    except ConnectionRefusedError:
+                        continue
+                self._refused = False
+                return
+        except OSError:
+            return
+        self._refused = True
