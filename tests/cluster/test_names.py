@@ -165,6 +165,7 @@ def _began(pid):
         ({"max_restarts": -2}, "max_restarts -2 is no count"),
         ({"arena_bytes": "much"}, "size 'much' is not a size"),
         ({"name": "a/b"}, "has a slash"),
+        ({"shard_bytes": "1GiB"}, "shard_bytes '1GiB' is about shards, and there are none"),
     ],
 )
 def test_a_deployment_that_cannot_be_is_refused_before_ray_is_asked(wrong, said):

@@ -134,6 +134,10 @@ def deploy_ray(
         _checked_deploy(named, durability, state, arena_bytes, snapshots, port, max_restarts), coordinators
     )
     check_shards(shards, durability)
+    if shard_bytes is not None and shards == 0:
+        raise UsageError(
+            f"shard_bytes {shard_bytes!r} is about shards, and there are none; give shards too, or leave it out"
+        )
     shard_arena_bytes = parse_bytes(shard_bytes) if shard_bytes is not None else 0
     ray = join_ray(start=True)
     wanted = dict(resources or {})

@@ -34,7 +34,8 @@ import msgspec
 
 from transferqueue.errors import AddressInUse, Corruption, UsageError, listing
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import ARENA_BYTES_DEFAULT
+from transferqueue.limits import ARENA_BYTES_DEFAULT, PAGE_BYTES
+from transferqueue.schema import align
 from transferqueue.server.durability import recovery
 from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
@@ -53,6 +54,7 @@ from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.transport import FileLock
+from transferqueue.transport.system.file_system import memory_file_system
 from transferqueue.transport.system.private_files import private_directory, sync_directory, write_private
 from transferqueue.wire import messages as m
 
@@ -143,6 +145,13 @@ class StateDirectory:
         self.sessions_stay: Final = True
         self.path: Final = private_directory(path.absolute(), "state directory")
         self.level: Final = level
+        if level.survives_reboot and (kind := memory_file_system(self.path)):
+            _log.warning(
+                "state directory %s is in memory (%s): nothing in it survives a reboot, as durability %s promises; name a directory on a disk",
+                self.path,
+                kind,
+                level,
+            )
         self._synced_blocks = 0
         self._synced_at = 0.0
         with ExitStack() as made:
@@ -151,7 +160,7 @@ class StateDirectory:
             previous = self._examine(accept_loss)
             self.rebooted: Final = isinstance(previous, LostAtReboot) or (previous is not None and previous.rebooted)
             if isinstance(previous, PreviousState):
-                journal = self._continue(previous, made)
+                journal = self._continue(previous, arena_bytes, made)
                 ledger, tail = previous.ledger, previous.tail
             else:
                 journal = self._begin(arena_bytes, shared, made)
@@ -264,12 +273,20 @@ class StateDirectory:
         self._write_about(journal, file.name if file.parent == self.path else str(file))
         return journal
 
-    def _continue(self, previous: PreviousState, made: ExitStack) -> SqliteJournal:
+    def _continue(self, previous: PreviousState, arena_bytes: int | None, made: ExitStack) -> SqliteJournal:
         journal = SqliteJournal(self.path / recovery.JOURNAL, self.level)
         made.callback(journal.close)
         if (journal.turn, journal.digest) != (previous.journal.turn, previous.journal.digest_of(previous.journal.turn)):
             raise Corruption(f"journal {journal.path} changed while it was read; stop whatever else writes there")
         self.arena, self.allocator = self._attach(previous), previous.allocator
+        if arena_bytes is not None and align(arena_bytes, PAGE_BYTES) != self.allocator.capacity:
+            _log.warning(
+                "state directory %s: its arena stays at %d bytes, and arena_bytes=%d changes nothing; for another size restore a snapshot into a "
+                "new state directory",
+                self.path,
+                self.allocator.capacity,
+                arena_bytes,
+            )
         made.callback(self.arena.close)
         self._take_head(journal)
         self._write_about(journal, os.readlink(self.path / recovery.LINK))

@@ -68,10 +68,14 @@ def serve(
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
     chosen = Carrier.chosen(carrier)
+    if not ports:
+        _check_without_tcp(keys, Carrier.STREAM if carrier is None else chosen)
     spill = spill_policy(spill_dir, spill_bytes)
     allow_many_files()
     with Signals() as signals:
         keyring = _keyring(keys, ports)
+        if plain_bytes and keyring is None:
+            _log.warning("--plain-bytes changes nothing: this server has no keys, so it encrypts nothing")
         storage = _storage(level, state, arena_bytes, accept_loss)
         server = ServerProcess(
             socket_file,
@@ -158,6 +162,20 @@ def _storage(
             raise UsageError("accept_loss is about what a state directory held; give --durability and --state with it")
         return served_arena(arena_bytes)
     return StateDirectory(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
+
+
+def _check_without_tcp(keys: Path | None, carrier: Carrier) -> None:
+    """Refuse what is about tcp addresses alone."""
+    if keys is not None:
+        raise UsageError(
+            f"keys {str(keys)!r} refused: clients at tcp addresses need them, and this server has none (its socket file is for its user "
+            "alone); give --tcp too, or leave --keys out"
+        )
+    if carrier.one_sided:
+        raise UsageError(
+            f"bytes={str(carrier)!r} refused: clients at tcp addresses read memory so, and this server has none (clients at its socket file map its "
+            "memory); give --tcp too, or leave --bytes out"
+        )
 
 
 def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | None:

@@ -34,6 +34,7 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.transport.system.file_system import memory_file_system
 from transferqueue.transport.system.private_files import private_directory
 from transferqueue.wire import messages as m
 
@@ -138,6 +139,12 @@ class SpillFile:
     def __init__(self, directory: Path, nbytes: int, arena: Callable[[], U8], stir: Callable[[], object]) -> None:
         private_directory(directory, "spill directory")
         _check_space(directory, nbytes)
+        if kind := memory_file_system(directory):
+            _log.warning(
+                "spill directory %s is in memory (%s): blocks that go there free no memory; name a directory on a disk",
+                directory,
+                kind,
+            )
         self._directory: Final = directory
         self._nbytes: Final = nbytes // PAGE_BYTES * PAGE_BYTES
         self._allocator: Final = Allocator(nbytes + min((LENGTHS - 1) * nbytes, LENGTH_MORE_MAX))

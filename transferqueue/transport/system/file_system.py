@@ -1,0 +1,22 @@
+"""Whether a directory lies on a device or in memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+_IN_MEMORY: Final = frozenset({"tmpfs", "ramfs", "devtmpfs", "hugetlbfs"})
+_MOUNTS: Final = Path("/proc/self/mountinfo")
+
+
+def memory_file_system(directory: Path) -> str:
+    """The kind of the file system that `directory` is in, such as tmpfs, if it keeps its files in memory; "" for any other."""
+    device = directory.stat().st_dev
+    number = f"{os.major(device)}:{os.minor(device)}"
+    for mount in _MOUNTS.read_text().splitlines():
+        place, _, source = mount.partition(" - ")
+        if place.split()[2] == number:
+            kind = source.split()[0]
+            return kind if kind in _IN_MEMORY else ""
+    return ""
