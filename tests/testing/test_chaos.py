@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +23,7 @@ from transferqueue.testing.chaos import run as run_module
 from transferqueue.testing.chaos.fault_plan import FLOODERS, PROXY, SERVER, SERVER_GAP_S, Fault, plan, settings
 from transferqueue.testing.chaos.log import ProcessLog, ReadLog, read_logs
 from transferqueue.testing.chaos.payload import LARGE_WORDS, SMALL_WORDS, Payload
+from transferqueue.testing.chaos.proxy import LoopbackHosts, Proxy
 from transferqueue.testing.chaos.recovery import of_leases, of_server
 from transferqueue.testing.chaos.run import Chaos
 from transferqueue.testing.chaos.server_process import ServerUnderTest
@@ -69,6 +72,20 @@ def test_what_ucx_ends_over_tcp_is_a_fault_and_any_other_abort_is_a_violation(
         (tmp_path / f"{FLOODERS[0]}.log").write_text(said)
         run._ended(cast("ManagedProcess", SimpleNamespace(role=FLOODERS[0])), -signal.SIGABRT)
     assert (bool(run.violations), [fault.kind for fault in run.faults]) == (judged, [] if judged else ["abort of UCX"])
+
+
+def test_two_runs_at_once_take_no_port_of_each_other() -> None:
+    """The next life of a server may get a port that the server of another run had, whose proxy still listens there."""
+
+    async def forward(port: int) -> None:
+        proxies = [Proxy(1, LoopbackHosts.of_one_run()) for _ in range(8)]
+        for proxy in proxies:
+            await proxy._forward(port)
+        for proxy in proxies:
+            proxy._listening[port].close()
+
+    with socket.create_server((LoopbackHosts.of_one_run().server, 0)) as listening:
+        asyncio.run(forward(listening.getsockname()[1]))
 
 
 # ---------------------------------------------------------------- the plan

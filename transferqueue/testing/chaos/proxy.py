@@ -1,7 +1,8 @@
 """A TCP proxy that acts as a bad network: on command it delays, stalls, resets, or changes bytes.
 
 It listens at another host of the loopback network, at the ports of the server. Clients take the port for bulk
-transfers from the server and the host from their own address, so both kinds of connection pass through the proxy.
+transfers from the server and the host from their own address, so both kinds of connection pass through the proxy. Each run has its own two
+hosts: all ports there are its own, also between two lives of its server, whatever other runs do.
 Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (forward this one too), ``delay``, ``stall``, ``reset``, ``flip``.
 """
 
@@ -10,15 +11,14 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import secrets
 import socket
 import struct
 from contextlib import suppress
-from typing import Final
+from typing import Final, NamedTuple
 
 import msgspec
 
-PROXY_HOST: Final = "127.0.0.2"
-SERVER_HOST: Final = "127.0.0.1"
 CHUNK_BYTES: Final = 1 << 16
 DELAY_S: Final = 0.03
 FLIPPED: Final = 3
@@ -26,11 +26,26 @@ FLIPPED: Final = 3
 _RESET: Final = struct.pack("ii", 1, 0)
 
 
-class Proxy:
-    """Forwards connections until its commands end."""
+class LoopbackHosts(NamedTuple):
+    """Where the server and the proxy of one run listen."""
 
-    def __init__(self, seed: int) -> None:
+    server: str
+    proxy: str
+
+    @classmethod
+    def of_one_run(cls) -> LoopbackHosts:
+        """Hosts of this machine alone that nobody else uses: two of sixteen million, by chance. All of 127.0.0.0/8 is loopback."""
+        network = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
+        host = 2 * secrets.randbelow(127) + 1
+        return cls(f"{network}.{host}", f"{network}.{host + 1}")
+
+
+class Proxy:
+    """Forwards connections from the one host to the other until its commands end."""
+
+    def __init__(self, seed: int, hosts: LoopbackHosts) -> None:
         self._chance = random.Random(seed)
+        self._hosts = hosts
         self._listening: dict[int, asyncio.Server] = {}
         self._writers: set[asyncio.StreamWriter] = set()
         self._delay_s = 0.0
@@ -69,11 +84,13 @@ class Proxy:
 
     async def _forward(self, port: int) -> None:
         if port not in self._listening:
-            self._listening[port] = await asyncio.start_server(lambda r, w: self._link(port, r, w), PROXY_HOST, port)
+            self._listening[port] = await asyncio.start_server(
+                lambda r, w: self._link(port, r, w), self._hosts.proxy, port
+            )
 
     async def _link(self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            server_reader, server_writer = await asyncio.open_connection(SERVER_HOST, port)
+            server_reader, server_writer = await asyncio.open_connection(self._hosts.server, port)
         except OSError:  # no server runs now
             writer.close()
             return
@@ -111,6 +128,6 @@ class Proxy:
             writer.transport.abort()
 
 
-def run_proxy(seed: int, commands: int) -> None:
+def run_proxy(seed: int, hosts: LoopbackHosts, commands: int) -> None:
     """Run the proxy: the work of its process."""
-    asyncio.run(Proxy(seed).run(commands))
+    asyncio.run(Proxy(seed, hosts).run(commands))

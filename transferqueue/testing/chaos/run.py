@@ -16,7 +16,6 @@ from typing import Final, Self
 
 import msgspec
 
-from transferqueue.testing.chaos import proxy
 from transferqueue.testing.chaos.fault_plan import (
     DRAINERS,
     FLOODERS,
@@ -34,6 +33,7 @@ from transferqueue.testing.chaos.probe import Probe
 from transferqueue.testing.chaos.process_context import ProcessContext, ServerEndpoint
 from transferqueue.testing.chaos.process_loop import ProcessLoop
 from transferqueue.testing.chaos.processes import ManagedProcess, Pipe
+from transferqueue.testing.chaos.proxy import LoopbackHosts, run_proxy
 from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import run_role
 from transferqueue.testing.chaos.server_process import ServerUnderTest
@@ -89,9 +89,10 @@ class Chaos:
         self._rows: dict[str, int] = {}
         self._draining = self._server_restarts = False
         (directory / "events").mkdir()
-        self._port = _free_port() if run.tcp else None
-        self._remote = self._token() if run.tcp else None
-        self._server = ServerUnderTest(directory, run, self._port)
+        self._hosts: Final = LoopbackHosts.of_one_run()
+        port = _free_port(self._hosts.server) if run.tcp else None
+        self._remote = self._token(port) if port is not None else None
+        self._server = ServerUnderTest(directory, run, None if port is None else f"{self._hosts.server}:{port}")
         self._local = ServerEndpoint(self._server.address)
 
     def __enter__(self) -> Self:
@@ -120,17 +121,18 @@ class Chaos:
 
     # ------------------------------------------------------------ start
 
-    def _token(self) -> ServerEndpoint:
+    def _token(self, port: int) -> ServerEndpoint:
         keys = self._directory / "keys"
         keyring.add(keys, "remote", "admin")
-        address = f"tcp://{proxy.PROXY_HOST}:{self._port}"
+        address = f"tcp://{self._hosts.proxy}:{port}"
         return ServerEndpoint(address, write_token(keyring.token_of(keys, "remote", address)))
 
     def _start(self) -> None:
         self._loop.watch_descriptor(self._server.output, self._read_server)
         self._loop.watch_descriptor(self._pipes["news"].parent_end, self._read_probe)
         if self._run.tcp:
-            self._fork(PROXY, lambda: proxy.run_proxy(self._run.seed, self._pipes["network"].child_end))
+            commands = self._pipes["network"].child_end
+            self._fork(PROXY, lambda: run_proxy(self._run.seed, self._hosts, commands))
         self._await(lambda: self._ready, "the server did not listen")
         self._start_role(_PROBE)
         self._await(lambda: self._probed, "the probe got no answer")
@@ -308,6 +310,6 @@ class Chaos:
             )
 
 
-def _free_port() -> int:
-    with socket.create_server((proxy.SERVER_HOST, 0)) as listening:
+def _free_port(host: str) -> int:
+    with socket.create_server((host, 0)) as listening:
         return int(listening.getsockname()[1])

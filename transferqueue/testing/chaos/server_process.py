@@ -31,16 +31,16 @@ DISK_BYTES: Final = 4096
 
 
 class ServerUnderTest:
-    """``transferqueue serve --supervise`` in `directory`. tcp: a TCP port to listen at too, with keys; None: none."""
+    """``transferqueue serve --supervise`` in `directory`. tcp: ``host:port`` to listen at too, with keys; None: none."""
 
-    def __init__(self, directory: Path, run: ChaosSettings, tcp: int | None) -> None:
+    def __init__(self, directory: Path, run: ChaosSettings, tcp: str | None) -> None:
         self.directory: Final = directory
         self.address: Final = f"ipc://{directory}/run/q.sock"
         self._state: Final = directory / "state"
         self._command: Final = [
             *(sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--supervise"),
             *(self._spilling() if run.spill else self._durable(run)),
-            *(() if tcp is None else ("--tcp", f"127.0.0.1:{tcp}", "--keys", str(directory / "keys"))),
+            *(() if tcp is None else ("--tcp", tcp, "--keys", str(directory / "keys"))),
             *(("--plain-bytes",) if tcp is not None and Carrier.chosen().one_sided else ()),
         ]
         self._outlives: Final = run.durability.survives_crash
