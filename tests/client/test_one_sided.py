@@ -312,3 +312,15 @@ def test_a_package_that_cannot_be_loaded_is_named(installed: Callable[[str, str]
     installed("nixl", "raise ImportError('libucp.so.0: cannot open shared object file')")
     with pytest.raises(UsageError, match=r"nixl:cma.*cannot be loaded.*libucp.so.0"):
         NixlAgent(Carrier.NIXL_CMA)
+
+
+def test_every_build_that_failed_says_why(installed: Callable[[str, str], None]) -> None:
+    """`nixl` alone would say that it found no build, which is no help."""
+    installed("nixl", "raise RuntimeError('no build of nixl is installed')")
+    installed("nixl_cu12", "raise AttributeError('compiled for numpy 1')")
+    with pytest.raises(
+        UsageError,
+        match=r"cannot be loaded on this machine \(nixl_cu12: AttributeError: compiled for numpy 1; nixl: RuntimeError: no build of nixl is installed\)",
+    ) as raised:
+        NixlAgent(Carrier.NIXL_CMA)
+    assert raised.value.__cause__ is not None

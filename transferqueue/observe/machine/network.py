@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Final
@@ -12,6 +14,17 @@ from transferqueue.observe.machine.result import Check, fail, ok, warn
 _STREAM: Final = "stream"
 _TRANSPORTS: Final = {"nixl:tcp": "TCP, for tests", "nixl:cma": "CMA on one host, for tests"}
 _SUBJECT: Final = "columns cross by"
+LOAD_S: Final = 60.0
+_LOAD: Final = """
+import os, sys
+from transferqueue.transport.bulk.one_sided import load_nixl
+try:
+    load_nixl()
+except ImportError as error:
+    print(*str(error).splitlines(), file=sys.stderr, flush=True)
+    os._exit(1)
+os._exit(0)  # what NIXL brings may crash when it is unloaded
+"""
 
 
 def network_checks(devices: Path | None = None) -> list[Check]:
@@ -38,6 +51,12 @@ def carrier(name: str, active: list[str], variable: str = "TRANSFERQUEUE_BYTES")
         return fail(subject, f"{name}, and the package nixl is not installed", f"install it, or {use_stream}")
     if name == "nixl" and not active:
         return fail(subject, "nixl, and there is no RDMA device with an active port", use_stream)
+    if failure := load_failure():
+        return fail(
+            subject,
+            f"{name}, and nixl {version} cannot be loaded: {failure}",
+            f"install it as that says, or {use_stream}",
+        )
     return ok(subject, f"nixl {version} over {_TRANSPORTS.get(name) or ', '.join(active)}")
 
 
@@ -46,3 +65,15 @@ def _nixl() -> str | None:
         return metadata.version("nixl")
     except metadata.PackageNotFoundError:
         return None
+
+
+def load_failure() -> str:
+    """Why a process cannot load NIXL; "" if it can. Takes seconds. In a process of its own, since NIXL and what it brings stay in one."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", _LOAD], check=False, capture_output=True, text=True, timeout=LOAD_S
+        )
+    except subprocess.TimeoutExpired:
+        return f"it took longer than {LOAD_S:g} s"
+    said = done.stderr.strip().splitlines()
+    return "" if done.returncode == 0 else said[-1] if said else f"the process ended with code {done.returncode}"

@@ -303,12 +303,18 @@ def _failed(error: Exception) -> Unreachable:
 def load_nixl() -> Any:
     """The classes of NIXL. `nixl` has several builds, and looks for the CUDA of torch to choose one. Where torch has none it imports it: seconds and 200 MB, in
     each process with an agent. So where one build is installed, that one is loaded. `nixl` chooses among several, if that one fails, and where torch
-    or `nixl` are loaded already."""
+    or `nixl` are loaded already. `ImportError` says of each that was tried why it failed."""
     builds = [name for name in _BUILDS if _is_installed(name)]
+    before = ""
     if len(builds) == 1 and not {"torch", "nixl"} & sys.modules.keys():
-        with suppress(Exception):
+        try:
             return import_module(f"{builds[0]}._api")
-    return import_module("nixl._api")
+        except Exception as error:  # noqa: BLE001  (it is for another numpy or CUDA, and `nixl` may know better; else this is the reason)
+            before = f"{builds[0]}: {type(error).__name__}: {error}; "
+    try:
+        return import_module("nixl._api")
+    except Exception as error:
+        raise ImportError(f"{before}nixl: {type(error).__name__}: {error}") from error
 
 
 def _is_installed(name: str) -> bool:
@@ -328,7 +334,7 @@ def _nixl(carrier: Carrier) -> Any:
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
         api = load_nixl()
-    except (ImportError, OSError) as error:
+    except ImportError as error:
         raise UsageError(
             f"bytes={str(carrier)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
             f"says: {INSTALL}"
