@@ -206,6 +206,8 @@ DEVICE_IDLE_S: Final = 30.0
 """A process that copied nothing to a device for this long gives its registered pages up, so that the arena's owner may return free ones."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
+SMALL_EXTENTS_SHARE: Final = 16
+"""In a small arena, at most one part in this many of it: an idle producer keeps the extent open, and others want memory, too."""
 
 STRANGERS_MAX: Final = 256
 """Connections to one listening socket of a server that have not identified themselves. A further one closes the oldest silent one, so a

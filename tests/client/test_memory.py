@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 
 import numpy as np
 import pytest
@@ -50,6 +50,18 @@ def test_small_puts_use_memory_again_too(table: tq.Table) -> None:
         table.put(x=[np.full(100_000, value, np.uint8)] * 2, timeout_s=20)
         with table.lease("a", rows=2) as batch:
             assert [np.unique(row).tolist() for row in batch["x"]] == [[value]] * 2
+
+
+def test_idle_producers_of_small_puts_leave_a_small_arena_to_others() -> None:
+    """Each keeps memory open for its next put, as long as it is connected."""
+    with ExitStack() as stack:
+        queue = stack.enter_context(tq.connect(arena_bytes="4MiB"))
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])
+        for value in range(8):
+            producer = stack.enter_context(tq.connect(queue.address))
+            producer.table("t").put(x=[np.full(100, value, np.uint8)], timeout_s=0)
+        table.put(x=[*image(1)[:1]], timeout_s=0)
+        assert len(table.read(range(9))) == 9
 
 
 def fill(table: tq.Table, row: np.ndarray) -> int:

@@ -10,19 +10,28 @@ import pytest
 
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome, WriteGrants, WriteRegion
 from transferqueue.client.session.calls import Deadline
-from transferqueue.limits import ALIGNMENT, MIB, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.limits import (
+    ALIGNMENT,
+    GIB,
+    KIB,
+    MIB,
+    PAGE_BYTES,
+    SMALL_EXTENT_BYTES,
+    SMALL_EXTENTS_BYTES,
+    SMALL_EXTENTS_SHARE,
+)
 from transferqueue.wire import messages as m
 
 
 class Node:
     """Grants extents one after the other and notes which come back."""
 
-    def __init__(self) -> None:
+    def __init__(self, arena_bytes: int = GIB) -> None:
         self.granted: list[m.Grant] = []
         self.returned: list[int] = []
         self.returned_at: list[list[int]] = []
         """What had come back at each request for another one."""
-        self.grants = WriteGrants(self.take_back)
+        self.grants = WriteGrants(self.take_back, arena_bytes)
 
     def take_back(self, request: m.Request) -> None:
         assert isinstance(request, m.ReturnGrant)
@@ -50,6 +59,21 @@ def test_small_pieces_follow_each_other_in_one_extent() -> None:
     assert node.granted[0].nbytes == SMALL_EXTENTS_BYTES
     assert [region.offset - regions[0].offset for region in regions] == [0, 128, 256]
     assert all(region.offset % ALIGNMENT == 0 and region.nbytes == 100 for region in regions)
+
+
+@pytest.mark.parametrize("arena_bytes", [1, PAGE_BYTES, 100 * KIB, 4 * MIB, 5 * MIB, 16 * MIB, GIB])
+def test_an_open_extent_takes_a_small_part_of_its_arena(arena_bytes: int) -> None:
+    """A producer that is idle keeps it. The puts that share it waste at most a quarter of it."""
+    node = Node(arena_bytes)
+    node.region(1)
+    shared = node.granted[0].nbytes
+    assert shared % PAGE_BYTES == 0
+    assert shared <= max(PAGE_BYTES, arena_bytes // SMALL_EXTENTS_SHARE)
+    assert shared == SMALL_EXTENTS_BYTES or arena_bytes < SMALL_EXTENTS_SHARE * SMALL_EXTENTS_BYTES
+    node.region(shared // 4 - 1)
+    assert len(node.granted) == 1
+    node.region(shared // 4).done(CommitOutcome.COMMITTED)
+    assert [granted.nbytes for granted in node.granted] == [shared, shared // 4]
 
 
 def test_a_large_piece_has_an_extent_of_its_size_which_its_commit_closes() -> None:

@@ -58,7 +58,7 @@ class OwnedServer(Protocol):
 class ClientSession:
     """One session, shared by its handles: its connection, memory, write grants, and known tables.
 
-    memory: of the coordinator's own shard. dial: connects to a remote shard that is not mapped; None: there are none.
+    memory: of the coordinator's own shard, whose arena has `arena_bytes`. dial: connects to a remote shard that is not mapped; None: there are none.
     seat: the number of this coordinator among those of its deployment.
     """
 
@@ -70,7 +70,7 @@ class ClientSession:
         server: OwnedServer | None,
         *,
         dial: Callable[[m.ShardEndpoint], RemoteMemory] | None = None,
-        grants: WriteGrants | None = None,
+        arena_bytes: int,
         seat: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -82,7 +82,7 @@ class ClientSession:
         """Whether the server wants the checksum of each block."""
         self.memory: Final = memory
         self.shards: Final = ShardClients(memory, dial or _no_way, connection.unpin)
-        self.grants: Final = grants or WriteGrants(connection.post)
+        self.grants: Final = WriteGrants(connection.post, arena_bytes)
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
@@ -174,6 +174,7 @@ def open_client(
         memory,
         server,
         dial=lambda at: remote_shard_memory(at, welcome, keys, connection, carriers),
+        arena_bytes=welcome.arena_bytes,
         seat=welcome.seat,
         checksums=welcome.checksums,
     )

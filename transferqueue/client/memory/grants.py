@@ -2,7 +2,8 @@
 
 Rules:
 
-1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it at its end.
+1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it at its end. In an arena
+   below 16 MiB smaller ones do, too: there an open extent has at most a part in `SMALL_EXTENTS_SHARE` of the arena, since idle clients keep theirs.
 2. Smaller puts take regions of an open extent, one after the other: one round trip each, and no page wasted. An extent without
    room for a put is retired before the next one is asked for: the wait for that may be one for this memory. The newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
@@ -26,7 +27,7 @@ from typing import Final
 
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation, request_reply
-from transferqueue.limits import ALIGNMENT, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES
+from transferqueue.limits import ALIGNMENT, PAGE_BYTES, SMALL_EXTENT_BYTES, SMALL_EXTENTS_BYTES, SMALL_EXTENTS_SHARE
 from transferqueue.schema import align
 from transferqueue.wire import messages as m
 
@@ -85,17 +86,16 @@ class WriteRegion:
 class WriteGrants:
     """The extents that a session may write into. Safe from any thread. return_extent: sends the request that returns one.
 
-    whole_from: bytes of a put that has an extent to itself. shared: bytes of the extents that smaller puts share.
+    arena_bytes: of the coordinator's own arena.
     """
 
-    def __init__(
-        self,
-        return_extent: Callable[[m.Request], object],
-        whole_from: int = SMALL_EXTENT_BYTES,
-        shared: int = SMALL_EXTENTS_BYTES,
-    ) -> None:
+    def __init__(self, return_extent: Callable[[m.Request], object], arena_bytes: int) -> None:
         self._return_extent = return_extent
-        self._whole_from, self._shared = whole_from, shared
+        share = max(arena_bytes // SMALL_EXTENTS_SHARE // PAGE_BYTES, 1) * PAGE_BYTES
+        self._shared = min(share, SMALL_EXTENTS_BYTES)
+        """Bytes of the extents that small puts share."""
+        self._whole_from = self._shared * SMALL_EXTENT_BYTES // SMALL_EXTENTS_BYTES
+        """Bytes of a put that has an extent to itself."""
         self._guard = threading.RLock()
         self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque(), INTERNED: deque()}
         self._open_max = OPEN_MAX
