@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 from contextlib import ExitStack
+
+import pytest
 
 from transferqueue.transport import TcpAddress
 from transferqueue.transport.control.port_probe import PortProbe
@@ -27,6 +30,19 @@ def test_a_port_where_nobody_listens_is_refused() -> None:
         assert answer(asked) is False, "it listens, though it accepts nothing"
     assert answer(asked) is True, "each answer is a new one"
     assert answer(probe(port, "localhost")) is True
+
+
+def test_without_a_thread_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        asked = probe(listening.getsockname()[1])
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as system:
+        system.setattr(threading.Thread, "start", refuse)
+        assert asked.is_refused() is None
+    assert answer(asked) is True
 
 
 def test_a_host_that_does_not_answer_refuses_nothing() -> None:

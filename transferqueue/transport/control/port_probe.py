@@ -26,8 +26,12 @@ class PortProbe:
         still listens. None: the host says nothing, or has not yet; ask again in a second. Blocks for at most `ANSWER_S`."""
         if self._asking is None:
             self._refused = None
-            self._asking = threading.Thread(target=self._ask, name=f"transferqueue probe {self._place}", daemon=True)
-            self._asking.start()
+            asking = threading.Thread(target=self._ask, name=f"transferqueue probe {self._place}", daemon=True)
+            try:
+                asking.start()
+            except RuntimeError:  # the interpreter ends, or the system has no more threads
+                return None
+            self._asking = asking
         self._asking.join(ANSWER_S)
         if self._asking.is_alive():
             return None
