@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.limits import Limits, parse_bytes
+from transferqueue.limits import Limits, parse_bytes, parse_switch
 
 
 @pytest.mark.parametrize(
@@ -36,3 +36,13 @@ def test_what_is_no_size(text: Any) -> None:
 def test_what_is_no_number_of_rows(rows: Any) -> None:
     with pytest.raises(UsageError, match=r"limit rows=.* is not a positive number of rows"):
         Limits(rows=rows)
+
+
+def test_a_switch_of_the_environment_is_on_or_off_and_nothing_else() -> None:
+    found = [parse_switch("SWITCH", value, default=True) for value in (None, "", "0", "1")]
+    assert found == [True, True, False, True]
+    for value in ("false", "no", "2", " 0"):
+        with pytest.raises(
+            UsageError, match=rf"^SWITCH='{value}' is neither 0 nor 1; set it to one of them, or unset it$"
+        ):
+            parse_switch("SWITCH", value, default=True)

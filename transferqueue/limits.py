@@ -299,6 +299,15 @@ def check_path(kind: str, path: object) -> str:
     return text
 
 
+def parse_switch(variable: str, value: str | None, *, default: bool) -> bool:
+    """What an environment variable says that turns something on (1) or off (0); `default` if it is unset or empty. `UsageError` for any other value."""
+    if not value:
+        return default
+    if value not in ("0", "1"):
+        raise UsageError(f"{variable}={value!r} is neither 0 nor 1; set it to one of them, or unset it")
+    return value == "1"
+
+
 SIZE_BYTES_MAX: Final = (1 << 62) - 1
 """The largest size of anything: offsets and counts are signed 64-bit integers, and so must be the sum of two."""
 COUNT_MAX: Final = SIZE_BYTES_MAX

@@ -23,6 +23,7 @@ from transferqueue.adapters.transfer_queue.controller import Controller
 from transferqueue.adapters.transfer_queue.direct_questions import DirectQuestions, QuestionServer
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
+from transferqueue.limits import parse_switch
 from transferqueue.storage.elements.dtypes import imported_module
 
 ACTOR: Final = "TransferQueueController"
@@ -146,7 +147,7 @@ def _unknown(name: str) -> Any:
 
 
 def _ray_wanted() -> bool:
-    return os.environ.get(LOCAL) != "1" and importlib.util.find_spec("ray") is not None
+    return not parse_switch(LOCAL, os.environ.get(LOCAL), default=False) and importlib.util.find_spec("ray") is not None
 
 
 def _local(config: Mapping[str, Any]) -> DropInConnection:

@@ -55,3 +55,12 @@ def test_a_word_turns_the_search_off(name: str, server: Served, monkeypatch: pyt
         before = table.stats()["bytes"]
         table.put(image=tq.Repeat([IMAGE], ROWS), ids=IDS)  # who says it is still heard
         assert table.stats()["bytes"] - before < IMAGE.nbytes + 8 * 1024
+
+
+def test_a_word_that_is_none_is_refused_before_anything_is_opened(
+    server: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRANSFERQUEUE_FIND_REPEATS", "off")
+    for address in (server.ipc, "embedded"):
+        with pytest.raises(tq.UsageError, match="TRANSFERQUEUE_FIND_REPEATS='off' is neither 0 nor 1"):
+            tq.connect(address)

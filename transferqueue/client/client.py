@@ -27,6 +27,7 @@ from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
+from transferqueue.limits import parse_switch
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
@@ -37,6 +38,7 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
 
 Data = Literal["auto", "remote"]
+FIND_REPEATS: Final = "TRANSFERQUEUE_FIND_REPEATS"
 """auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
 
 
@@ -123,8 +125,8 @@ class ClientSession:
 
 
 def finds_repeats() -> bool:
-    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0."""
-    return os.environ.get("TRANSFERQUEUE_FIND_REPEATS") != "0"
+    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0. `UsageError` if it is neither 0 nor 1."""
+    return parse_switch(FIND_REPEATS, os.environ.get(FIND_REPEATS), default=True)
 
 
 def open_client(
@@ -143,6 +145,7 @@ def open_client(
     known_as: the address that others connect to, if it is not `address` (a name that leads there). asked_s: see `Connection.open`.
     """
     _check_data(address, data)
+    finds_repeats()  # before anything is opened
     deadline = Deadline(time.monotonic, timeout_s)
     client = secrets.token_bytes(16)
     lock = session_lock(address, client.hex())
