@@ -58,8 +58,10 @@ def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
         pass  # the calls keep it: the I/O thread, which is woken, sends it again
     finally:
         if role.driver is pending:
-            if role.suspect or channel.is_behind or channel.peek() is not None:  # it reads now and then when it sends
+            if role.suspect or channel.is_behind:
                 io.wakeup.set()
+            elif channel.peek() is not None and not (pending.by_loop and channel.leave_to_loop()):
+                io.wakeup.set()  # it reads when it sends
             elif io.loop_frames is not None and not pending.by_loop:
                 io.wakeup.set()  # the I/O thread reads from now on, not the loop
             role.driver = None

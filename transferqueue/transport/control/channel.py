@@ -32,6 +32,9 @@ class DrivableChannel(Protocol):
     def is_behind(self) -> bool:
         """Whether frames wait to be written, or there is no connection."""
 
+    def leave_to_loop(self) -> bool:
+        """Have the event loop that reads be woken for what is left in `peek`, until it calls `hear`. False: no loop reads."""
+
     def hear(self) -> None:
         """Read what has come, for `peek`."""
 

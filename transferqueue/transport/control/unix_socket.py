@@ -26,12 +26,12 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
-from transferqueue.errors import Disconnected, Unreachable, UsageError
+from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import BYTES_QUEUED_MAX, FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
 from transferqueue.transport.address import IpcAddress
+from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
-from transferqueue.transport.system.wakeup import Wakeup
 
 _log: Final = logging.getLogger("transferqueue.server")
 REDIAL_S: Final = 0.01
@@ -204,10 +204,11 @@ def _parse(came: bytes, arrived: Callable[[bytes], object]) -> int:
     return at
 
 
-class UnixChannel:
+class UnixChannel(PolledChannel):
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
         self.address = str(place)
         self.ways, self.is_lost = 0, False
         self._path = str(place.path)
@@ -215,17 +216,8 @@ class UnixChannel:
         self._stream: FrameStream | None = None
         self._sent = 0
         self._kept: deque[bytes] = deque()
-        self._arrived: deque[bytes] = deque()
-        self._readable = self._closed = self._waits_to_write = False
+        self._waits_to_write = False
         self._pause_s, self._dial_at = REDIAL_S, 0.0
-        self._poll = select.epoll()
-        """The socket and the wake-up."""
-        self._sleeper = select.epoll()
-        """The wake-up; and `_poll`, unless a caller drives or an event loop reads."""
-        self._sleeper.register(self._poll, select.EPOLLIN)
-        self._watched: Wakeup | None = None
-        self._frames: select.epoll | None = None
-        """The socket alone, for an event loop that reads; None: none does."""
         self._refused_with = 0
         self._dial()
 
@@ -240,8 +232,7 @@ class UnixChannel:
 
     def send(self, frame: bytes) -> None:
         """Write a frame, or queue it."""
-        if self._closed:
-            raise Disconnected(f"the channel to {self.address} is closed")
+        self._check_open()
         if self._stream is None:
             self._check(len(self._kept) >= FRAMES_QUEUED_MAX)
             self._kept.append(frame)
@@ -274,14 +265,6 @@ class UnixChannel:
                 f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
             )
 
-    def recv_nowait(self) -> bytes | None:
-        """The next frame, or None."""
-        if self._closed:
-            raise Disconnected(f"the channel to {self.address} is closed")
-        if not self._arrived and self._readable:
-            self._hear()
-        return self._arrived.popleft() if self._arrived else None
-
     def _hear(self) -> None:
         """Read all frames that have arrived."""
         self._readable = True
@@ -293,41 +276,20 @@ class UnixChannel:
         if self._arrived:
             self._pause_s = REDIAL_S  # the server answers: it does not just disconnect every client
 
-    def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Block until a frame, the wake-up or the timeout."""
-        self.sleep(wakeup, timeout_s)
-        self.look()
+    @property
+    def _connection(self) -> int | None:
+        return None if self._stream is None else self._stream.socket.fileno()
 
-    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """See `transferqueue.transport.ClientChannel`."""
-        if self._closed:
-            return
-        if self._watched is not wakeup:
-            for polled in (self._poll, self._sleeper):
-                if self._watched is not None:
-                    polled.unregister(self._watched)
-                polled.register(wakeup, select.EPOLLIN)
-            self._watched = wakeup
-        self._sleeper.poll(self._patience_s(timeout_s))
+    @property
+    def is_behind(self) -> bool:
+        """See `DrivableChannel`."""
+        return self._stream is None or bool(self._stream.unsent)
 
-    def _patience_s(self, timeout_s: float | None) -> float | None:
-        if self._arrived:
-            return 0.0
-        if self._stream is None:
-            left_s = max(0.0, self._dial_at - self._clock())
-            return left_s if timeout_s is None else min(left_s, timeout_s)
-        return timeout_s
+    def _due_s(self) -> float | None:
+        return None if self._stream is not None else max(0.0, self._dial_at - self._clock())
 
-    def look(self) -> None:
-        """See `transferqueue.transport.ClientChannel`."""
-        if self._closed:
-            return
-        for number, events in self._poll.poll(0):
-            if self._watched is not None and number == self._watched.fileno():
-                self._watched.clear()
-            else:
-                self._happened(events)
-        if self._stream is None and not self._closed and self._clock() >= self._dial_at:
+    def _tend(self) -> None:
+        if self._stream is None and self._clock() >= self._dial_at:
             self._dial()
         self._watch_writing()
 
@@ -337,66 +299,9 @@ class UnixChannel:
             self._poll.modify(self._stream.socket, select.EPOLLIN | (select.EPOLLOUT if self._waits_to_write else 0))
 
     def _happened(self, events: int) -> None:
-        self._readable = self._readable or bool(events & ~select.EPOLLOUT)
+        super()._happened(events)
         if events & select.EPOLLOUT and self._stream is not None:
             self._stream.flush()
-
-    # ------------------------------------------------------------ a caller that drives
-
-    def begin_driving(self) -> bool:
-        """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something else is to be done."""
-        if self._stream is None or self._stream.unsent or self._arrived or self._readable:
-            return False
-        self._sleeper.modify(self._poll, 0)
-        if self._frames is not None:
-            self._frames.modify(self._stream.socket, 0)
-        return True
-
-    def end_driving(self) -> None:
-        """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
-        if self._closed:
-            return
-        if self._frames is None:
-            self._sleeper.modify(self._poll, select.EPOLLIN)
-        elif self._stream is not None:
-            self._frames.modify(self._stream.socket, select.EPOLLIN)
-
-    def have_loop_read(self, frames: select.epoll | None) -> None:
-        """See `DrivableChannel`."""
-        if frames is self._frames or self._closed:
-            return
-        if self._stream is not None and self._frames is not None:
-            self._frames.unregister(self._stream.socket)
-        self._frames = frames
-        if self._stream is not None and frames is not None:
-            frames.register(self._stream.socket, select.EPOLLIN)
-        self._sleeper.modify(self._poll, select.EPOLLIN if frames is None else 0)
-
-    @property
-    def is_behind(self) -> bool:
-        """See `DrivableChannel`."""
-        return self._stream is None or bool(self._stream.unsent)
-
-    def hear(self) -> None:
-        """See `DrivableChannel`."""
-        if not self._closed:
-            self._hear()
-
-    def wait_for_frame(self, timeout_s: float | None) -> bool:
-        """Block until something can be read. False: something else happened, or the timeout is over."""
-        if self._arrived:  # `send` reads now and then
-            return True
-        events = self._poll.poll(timeout_s, 2)
-        if self._stream is None or events != [(self._stream.socket.fileno(), select.EPOLLIN)]:
-            return False
-        self._readable = True
-        return True
-
-    def peek(self) -> bytes | None:
-        """The frame that `recv_nowait` would return."""
-        if not self._arrived and self._readable:
-            self._hear()
-        return self._arrived[0] if self._arrived else None
 
     def reset(self) -> None:
         """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""
@@ -413,9 +318,7 @@ class UnixChannel:
             self._later()
             return
         self._stream = FrameStream(connected)
-        self._poll.register(connected, select.EPOLLIN)
-        if self._frames is not None:
-            self._frames.register(connected, select.EPOLLIN)
+        self._attach(connected.fileno())
         self._waits_to_write = False
         self.ways, self.is_lost = self.ways + 1, False
         kept, self._kept = self._kept, deque()
@@ -433,19 +336,15 @@ class UnixChannel:
         lost, self._stream = self._stream, None
         if lost is None:
             return
-        for polled in (self._poll, self._frames):
-            if polled is not None:
-                polled.unregister(lost.socket)
+        self._detach(lost.socket.fileno())
         lost.close()
 
     def close(self) -> None:
         """Disconnect; unsent frames are lost."""
         if self._stream is not None:
             self._stream.close()
-        self._stream, self._closed = None, True
-        self._arrived.clear()
-        self._sleeper.close()
-        self._poll.close()
+        self._stream = None
+        super().close()
 
 
 def _connected(path: str) -> socket.socket:
