@@ -15,6 +15,14 @@ from pathlib import Path
 from typing import Any, Self
 
 import transferqueue as tq
+from transferqueue.limits import MIB
+from transferqueue.server.files import private_arena
+from transferqueue.server.process.assembly import ServerProcess
+from transferqueue.server.process.embedded import EmbeddedServer
+from transferqueue.transport import IpcAddress, TcpAddress
+from transferqueue.transport.security import keyring
+from transferqueue.transport.security.keyring import Keyring
+from transferqueue.transport.security.keys import write_token
 
 
 class Served:
@@ -49,6 +57,27 @@ def served(directory: Path, arena_bytes: str = "1GiB") -> Iterator[Served]:
         yield server
     finally:
         server.stop()
+
+
+@contextmanager
+def in_this_process(way: str, directory: Path) -> Iterator[str]:
+    """What a client of another process would connect to: the address, "ipc" or "tcp", or the join token, "keyed", of a server in a thread of
+    this process."""
+    keys = directory / "keys"
+    if way == "keyed":
+        keyring.add(keys, "main", "admin")
+    server = ServerProcess(
+        IpcAddress(directory / "run" / "q.sock"),
+        private_arena(256 * MIB),
+        [TcpAddress("127.0.0.1", 0)],
+        keyring=Keyring(keys) if way == "keyed" else None,
+    )
+    running = EmbeddedServer(server)
+    tcp = server.tcp_addresses[0]
+    try:
+        yield {"ipc": server.address, "tcp": tcp}.get(way) or write_token(keyring.token_of(keys, "main", tcp))
+    finally:
+        running.stop()
 
 
 class Fronted:

@@ -7,12 +7,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 
 import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.client.deployments import in_this_process
 from tests.client.test_interrupted_finalizers import Interrupts, every_step, until
 from transferqueue.client.session.connection import Connection
 from transferqueue.limits import HEARTBEAT_S
@@ -25,10 +27,10 @@ OTHER_WAKES = CALLS // 4
 """A heartbeat a second, and what a busy machine adds."""
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with tq.connect() as server:  # its socket file: what a client in another process connects to
-        yield server.address
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with in_this_process(request.param, tmp_path) as found:
+        yield found
 
 
 @pytest.fixture
@@ -63,6 +65,7 @@ class Sleeps:
         setattr(channel, "sleep", counted)  # noqa: B010  (mypy lets no method be replaced)
 
 
+@pytest.mark.parametrize("address", ["ipc", "tcp", "keyed"], indirect=True)
 def test_a_caller_alone_wakes_no_other_thread(queue: tq.Queue) -> None:
     connection = connection_of(queue)
     queue.tables()
@@ -194,6 +197,7 @@ def test_two_threads_share_a_connection(queue: tq.Queue) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_interrupts")
+@pytest.mark.parametrize("address", ["ipc", "tcp", "keyed"], indirect=True)
 def test_an_interrupt_at_any_step_of_a_call_leaves_the_connection_usable(queue: tq.Queue) -> None:
     """Rows that an interrupted lease got come back, and further calls are answered."""
     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])

@@ -10,6 +10,7 @@ import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from tests.client.deployments import in_this_process
 from tests.client.test_driving import CALLS, OTHER_WAKES, Sleeps
 from tests.client.test_interrupted_finalizers import Interrupts, until
 from transferqueue.client.session.calls import PendingCall
@@ -30,10 +32,10 @@ from transferqueue.wire import messages as m
 TASKS = [tq.Task("train", needs=["x"], lease_s=1)]
 
 
-@pytest.fixture
-def address() -> Iterator[str]:
-    with tq.connect() as server:  # its socket file: what a client in another process connects to
-        yield server.address
+@pytest.fixture(params=["ipc", "tcp"])
+def address(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+    with in_this_process(request.param, tmp_path) as found:
+        yield found
 
 
 def connection_of(queue: tq.AsyncQueue) -> Connection:
@@ -51,6 +53,7 @@ async def reading(address: str) -> AsyncIterator[tuple[tq.AsyncQueue, Connection
         yield queue, connection, channel
 
 
+@pytest.mark.parametrize("address", ["ipc", "tcp", "keyed"], indirect=True)
 def test_a_loop_wakes_no_thread_for_its_calls(address: str) -> None:
     async def work() -> int:
         async with tq.aconnect(address) as queue:

@@ -11,28 +11,29 @@ without keys listens at loopback only.
 from __future__ import annotations
 
 import ipaddress
-import math
+import select
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Final, NamedTuple
 
 import zmq
 
-from transferqueue.errors import AddressInUse, Disconnected, Unreachable, UsageError
+from transferqueue.errors import AddressInUse, Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX
 from transferqueue.transport.address import TcpAddress
+from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import Strangers
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KEY_PROPERTY, ZapHandler
-from transferqueue.transport.system.wakeup import Wakeup
 
 RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
 RECONNECT_MS_MAX: Final = 500
-REDIAL_MS: Final = 50
+REDIAL_S: Final = 0.05
 """After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as it does after bytes that
 are no frames, or a key that does not fit. Then the channel connects again."""
 HANDSHAKE_MS: Final = 10_000
@@ -41,101 +42,113 @@ PING_MS: Final = 5_000
 """ZeroMQ pings a tcp connection that is silent this long, and reconnects if no answer comes."""
 
 
-class ZmqChannel:
+class ZmqChannel(PolledChannel):
     """The client's end. See `transferqueue.transport.ClientChannel`."""
 
-    def __init__(self, place: TcpAddress, keys: ClientKeys | None = None) -> None:
+    def __init__(
+        self, place: TcpAddress, keys: ClientKeys | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        super().__init__()
         self.address = str(place)
         self.doubt = _doubt(place, keys)
+        self.ways, self.is_lost = 0, False
+        self._clock = clock
+        self._redial_at: float | None = None
+        """When to connect again, unless ZeroMQ reports until then that it does; None: it does, or there is no need."""
         self._context, self._socket = _open(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         secure(self._socket, keys)
         self._socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
         self._socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         )
-        self._poller.register(self._events, zmq.POLLIN)
-        self._watched: Wakeup | None = None
-        self.ways, self.is_lost = 0, False
-        self._is_given_up = False
+        self._number = self._socket.fileno()
+        self._attach(self._number)
+        self._sleeper.register(self._events.fileno(), select.EPOLLIN)
         try:
             self._socket.connect(self.address)
         except zmq.ZMQError as error:
             self.close()
             raise UsageError(f"address {self.address!r} cannot be connected to: {error.strerror}") from error
+        self._hear()
+        self._hear_events()
 
     def send(self, frame: bytes) -> None:
         """Queue a frame; ZeroMQ's own thread sends it."""
-        try:
-            self._socket.send(frame, zmq.NOBLOCK)
-        except zmq.Again:
-            raise Unreachable(
-                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
-            ) from None
-        except zmq.ZMQError as error:
-            raise Disconnected(f"the channel to {self.address} is closed") from error
+        self.send_some((frame,))
 
     def send_some(self, frames: Sequence[bytes]) -> int:
-        """Queue the first frame."""
-        self.send(frames[0])
-        return 1
+        """Queue frames until the queue is full."""
+        self._check_open()
+        count = 0
+        with suppress(zmq.Again):
+            for frame in frames:
+                self._socket.send(frame, zmq.NOBLOCK)
+                count += 1
+        self._hear()
+        if not count:
+            raise Unreachable(
+                f"{self.address} has taken none of the last {FRAMES_QUEUED_MAX} messages; nothing reads there"
+            )
+        return count
 
-    def recv_nowait(self) -> bytes | None:
-        """The next frame, or None."""
-        try:
-            parts = _receive(self._socket, parts_max=1)
-        except zmq.ZMQError as error:
-            raise Disconnected(f"the channel to {self.address} is closed") from error
-        return parts[0] if parts else None
+    def _hear(self) -> None:
+        """Receive all frames that have arrived. Each use of the socket but this takes the signal of a frame that has come out of its descriptor,
+        so each ends with this."""
+        while not self._closed and _has_come(self._socket):
+            self._arrived.append(self._socket.recv(zmq.NOBLOCK))
+            while self._socket.getsockopt(zmq.RCVMORE):  # of a message with more parts only the first
+                self._socket.recv(zmq.NOBLOCK)
+        self._readable = False
 
-    def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Block until a frame, the wake-up or the timeout."""
-        if self._watched is not wakeup:
-            if self._watched is not None:
-                self._poller.unregister(self._watched)
-            self._poller.register(wakeup, zmq.POLLIN)
-            self._watched = wakeup
-        timeout_ms = None if timeout_s is None else math.ceil(timeout_s * 1000)
-        if self._is_given_up:
-            timeout_ms = REDIAL_MS if timeout_ms is None else min(timeout_ms, REDIAL_MS)
-        ready = self._poller.poll(timeout_ms)
-        if self._is_given_up and not ready:
+    @property
+    def _connection(self) -> int | None:
+        return self._number
+
+    @property
+    def is_behind(self) -> bool:
+        """See `DrivableChannel`."""
+        return self.is_lost or not self.ways
+
+    def _due_s(self) -> float | None:
+        due_at = self._redial_at
+        return None if due_at is None else max(0.0, due_at - self._clock())
+
+    def _tend(self) -> None:
+        """Hear what became of the connection, and connect again where ZeroMQ has given up."""
+        if self._readable:  # perhaps for no frame: nothing else takes the signal away
+            self._hear()
+        self._hear_events()
+        if self._redial_at is not None and self._clock() >= self._redial_at:
             self._dial_again()
-        for source, _ in ready:
-            if source is self._events:
-                self._hear_events()
-            elif source == wakeup.fileno():
-                wakeup.clear()
 
     def _hear_events(self) -> None:
-        with suppress(zmq.Again):
-            while True:
-                event, _ = self._events.recv_multipart(zmq.NOBLOCK)
-                number = int.from_bytes(event[:2], sys.byteorder)
-                self._is_given_up = number == zmq.EVENT_DISCONNECTED
-                if number != zmq.EVENT_CONNECT_RETRIED:
-                    self.is_lost = number == zmq.EVENT_DISCONNECTED
-                    self.ways += not self.is_lost
+        while _has_come(self._events):
+            event, _ = self._events.recv_multipart(zmq.NOBLOCK)
+            number = int.from_bytes(event[:2], sys.byteorder)
+            self._redial_at = self._clock() + REDIAL_S if number == zmq.EVENT_DISCONNECTED else None
+            if number != zmq.EVENT_CONNECT_RETRIED:
+                self.is_lost = number == zmq.EVENT_DISCONNECTED
+                self.ways += not self.is_lost
+
+    def reset(self) -> None:
+        """Disconnect, and connect again at once: a caller was interrupted in the middle of a frame."""
+        self._hear_events()
+        self.is_lost = True
+        self._dial_again()
 
     def _dial_again(self) -> None:
-        self._is_given_up = False
+        self._redial_at = None
         with suppress(zmq.ZMQError):  # ZeroMQ may have dropped the connection already
             self._socket.disconnect(self.address)
         self._socket.connect(self.address)
-
-    def sleep(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """`wait`: only one thread uses this channel."""
-        self.wait(wakeup, timeout_s)
-
-    def look(self) -> None:
-        """`wait` has done it."""
+        self._hear()
 
     def close(self) -> None:
         """Close the connection; unsent frames are lost."""
         self._context.destroy(linger=0)
+        super().close()
 
 
 class KeyedPeer(NamedTuple):
@@ -269,15 +282,6 @@ def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]
     return context, socket
 
 
-def _receive(socket: zmq.Socket[bytes], parts_max: int) -> list[bytes] | None:
-    """The parts of one message; None if there is none. Of a message with more parts only the first, so that a peer cannot make parts
-    pile up."""
-    try:
-        parts = [socket.recv(zmq.NOBLOCK)]
-    except zmq.Again:
-        return None
-    while socket.getsockopt(zmq.RCVMORE):
-        part = socket.recv(zmq.NOBLOCK)
-        if len(parts) <= parts_max:
-            parts.append(part)
-    return parts if len(parts) <= parts_max else parts[:1]
+def _has_come(socket: zmq.Socket[bytes]) -> bool:
+    """Whether a message can be received. If not, the next one makes the socket's descriptor readable."""
+    return bool(int(socket.getsockopt(zmq.EVENTS)) & zmq.POLLIN)
