@@ -4,6 +4,9 @@ Each socket has high-water marks that bound its queues, closes at once (LINGER 0
 the connection that sent it. Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and
 affects no other.
 
+A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may take that away. So each
+use ends with receiving until nothing is left (decision 63).
+
 A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key (`KeyedPeer`). A server
 without keys listens at loopback only.
 """
@@ -94,8 +97,8 @@ class ZmqChannel(PolledChannel):
         return count
 
     def _hear(self) -> None:
-        """Receive all frames that have arrived. Each use of the socket but this takes the signal of a frame that has come out of its descriptor,
-        so each ends with this."""
+        """Receive all frames that have arrived. Every other use of the socket ends with this, since it may have taken away what its descriptor
+        says of a frame that has come."""
         while not self._closed and _has_come(self._socket):
             self._arrived.append(self._socket.recv(zmq.NOBLOCK))
             while self._socket.getsockopt(zmq.RCVMORE):  # of a message with more parts only the first
