@@ -66,8 +66,8 @@ class ZmqChannel(PolledChannel):
         self._events = self._socket.get_monitor_socket(
             zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CONNECT_RETRIED
         )
-        self._number = self._socket.fileno()
-        self._attach(self._number)
+        self._descriptor = self._socket.fileno()
+        self._attach(self._descriptor)
         self._sleeper.register(self._events.fileno(), select.EPOLLIN)
         try:
             self._socket.connect(self.address)
@@ -107,7 +107,7 @@ class ZmqChannel(PolledChannel):
 
     @property
     def _connection(self) -> int | None:
-        return self._number
+        return self._descriptor
 
     @property
     def is_behind(self) -> bool:
