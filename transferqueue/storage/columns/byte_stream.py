@@ -16,7 +16,7 @@ need not be:
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
+from itertools import chain, repeat
 from typing import Any, Final, NamedTuple
 
 import numpy as np
@@ -27,6 +27,8 @@ from transferqueue.schema import Field, Slice, align, layout
 from transferqueue.storage.columns.cut import CutStream, cut_stream
 from transferqueue.storage.columns.gather import (
     RowEdges,
+    ValueBounds,
+    bounds_of_all,
     edges_of_all,
     gather_dense,
     gather_values,
@@ -42,6 +44,9 @@ from transferqueue.storage.elements.dtypes import I64, U8
 
 EDGES_KEPT: Final = 1 << 18
 """Row edges of one stream that are kept (24 bytes each, with their offsets); those beyond are read twice."""
+BOUNDS_TOGETHER_ROWS_MAX: Final = 4096
+"""The places of the values of so few rows are computed for all columns at once, and kept, another 24 bytes each: between two frames, when little of the
+interpreter is in the cache, each step costs several times what it costs at the start."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
@@ -154,11 +159,12 @@ def _scattered(
     room: Room | None,
     join: Join | None,
 ) -> Stream:
-    kept = _kept_rows(fields, placement)
+    is_joined = join is not None and not ranges_from
+    kept = _kept_rows(fields, placement, with_bounds=is_joined)
     counts = [
-        0 if field.dense else int((kept.get(field.name) or _rows_of(field, placement)).offsets[-1]) for field in fields
+        0 if field.dense else (kept.get(field.name) or _rows_of(field, placement)).offsets.item(-1) for field in fields
     ]
-    if join is not None and not ranges_from:
+    if join is not None and is_joined:
         return counts, _joined(fields, placement, kept, PieceJoiner(join, piece_bytes), piece_bytes)
 
     def pieces() -> Iterator[U8]:
@@ -173,23 +179,27 @@ def _scattered(
 
 
 class _VaryingRows(NamedTuple):
-    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0."""
+    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0. bounds: where the values lie, if that
+    was asked for together with those of other columns."""
 
     edges: RowEdges
     offsets: I64
+    bounds: ValueBounds | None = None
 
 
-def _kept_rows(fields: Sequence[Field], placement: RowPlacement) -> dict[str, _VaryingRows]:
+def _kept_rows(fields: Sequence[Field], placement: RowPlacement, *, with_bounds: bool) -> dict[str, _VaryingRows]:
     """The rows of the first columns that are not dense, of as many as are kept, by name."""
     varying = [field for field in fields if not field.dense][: EDGES_KEPT // len(placement)]
     if not varying:
         return {}
-    first, last = edges_of_all(varying, placement)
+    edges = edges_of_all(varying, placement)
     offsets = np.zeros((len(varying), len(placement) + 1), np.int64)
-    np.cumsum(last - first, axis=1, out=offsets[:, 1:])
+    np.cumsum(edges.last - edges.first, axis=1, out=offsets[:, 1:])
+    together = with_bounds and len(placement) <= BOUNDS_TOGETHER_ROWS_MAX
+    bounds = bounds_of_all(varying, placement, edges) if together else repeat(None)
     return {
-        field.name: _VaryingRows(RowEdges(low, high), ends)
-        for field, low, high, ends in zip(varying, first, last, offsets, strict=True)
+        field.name: _VaryingRows(RowEdges(low, high), ends, places)
+        for field, low, high, ends, places in zip(varying, *edges, offsets, bounds, strict=False)
     }
 
 
@@ -220,8 +230,8 @@ def _joined_dense(field: Field, placement: RowPlacement, joiner: PieceJoiner, pi
     nbytes = len(placement) * field.row_bytes
     if not nbytes or places_best(len(placement), nbytes):
         slots = placement.slot_of_row.astype(np.int64)
-        memory, lows, highs = value_bounds(field, placement, RowEdges(slots, slots + 1))
-        yield from joiner.add_ranges(memory.data, lows, highs)
+        memory, *bounds = value_bounds(field, placement, RowEdges(slots, slots + 1))
+        yield from joiner.add_ranges(memory.data, *bounds)
     else:
         yield from joiner.rest()
         yield from _gathered_dense(field, placement, piece_bytes, None)
@@ -238,8 +248,8 @@ def _joined_varying(
         yield from joiner.add(offsets.data)
     nbytes = int(rows.offsets[-1]) * field.row_bytes
     if not nbytes or places_best(len(placement), nbytes):
-        memory, lows, highs = value_bounds(field, placement, rows.edges)
-        yield from joiner.add_ranges(memory.data, lows, highs)
+        memory, *bounds = rows.bounds or value_bounds(field, placement, rows.edges)
+        yield from joiner.add_ranges(memory.data, *bounds)
     else:
         yield from joiner.rest()
         yield from _gathered_varying(field, placement, rows, piece_bytes, None)

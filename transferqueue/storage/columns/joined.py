@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
-import numpy as np
-
 from transferqueue.storage.elements.dtypes import I64, U8
 
 Join = Callable[[Sequence[memoryview]], U8]
@@ -32,23 +30,23 @@ class PieceJoiner:
             self._views.append(memory)
             self._left -= len(memory)
 
-    def add_ranges(self, memory: memoryview, lows: I64, highs: I64) -> Iterator[U8]:
-        """The next bytes: ``memory[lows[i]:highs[i]]`` of all ranges in order. A few steps for each piece, and one for each range."""
-        ends = np.cumsum(highs - lows)
-        done, start = 0, 0
-        while start < len(ends):
-            stop = int(np.searchsorted(ends, done + self._left, side="right"))  # up to here ranges fit whole
+    def add_ranges(self, memory: memoryview, lows: I64, highs: I64, ends: I64) -> Iterator[U8]:
+        """The next bytes: ``memory[lows[i]:highs[i]]`` of all ranges in order. ends: the bytes up to the end of each. A few steps for each piece, and
+        one for each range."""
+        done, start, ranges = 0, 0, len(ends)
+        while start < ranges:
+            stop = int(ends.searchsorted(done + self._left, "right"))  # up to here ranges fit whole
             if stop > start:
                 first, last = lows[start:stop].tolist(), highs[start:stop].tolist()
                 self._views += [memory[low:high] for low, high in zip(first, last, strict=True)]
-                self._left -= int(ends[stop - 1]) - done
-                done, start = int(ends[stop - 1]), stop
+                self._left -= ends.item(stop - 1) - done
+                done, start = ends.item(stop - 1), stop
                 if not self._left:
                     yield self._joined()
-            if start < len(ends) and int(ends[start]) - done > self._left:  # part of a range ends the piece
-                end = int(highs[start])
-                yield from self.add(memory[end - (int(ends[start]) - done) : end])
-                done, start = int(ends[start]), start + 1
+            if start < ranges and (rest := ends.item(start) - done) > self._left:  # part of a range ends the piece
+                end = highs.item(start)
+                done, start = done + rest, start + 1
+                yield from self.add(memory[end - rest : end])
 
     def rest(self) -> Iterator[U8]:
         """The last piece, which may be shorter."""

@@ -172,9 +172,9 @@ class MappedBlocks:
         spans, size = layout([self.fields[name] for name in names], shape.rows, counts)
         if size > self._sizes[0]:
             raise Corruption(f"a block with {', '.join(names)} is smaller than its layout")
-        for name, span, count in zip(names, spans, counts, strict=True):
-            numbers = np.array([[span.values], [span.offsets], [span.shapes], [count]], np.int64)
-            self._spans[name] = ColumnOffsets._make(numbers)
+        numbers = [(span.values, span.offsets, span.shapes, count) for span, count in zip(spans, counts, strict=True)]
+        places = np.array(numbers, np.int64).reshape(len(names), 4, 1)
+        self._spans.update(zip(names, map(ColumnOffsets._make, places), strict=True))
         return True
 
     def _lay_out_alike(self, names: Sequence[str], members: Sequence[int]) -> None:
