@@ -231,7 +231,7 @@ class ShardTransfers:
     def prepare(self) -> None:
         """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an earlier one
         meanwhile."""
-        self._for_reads(lambda _, read: read.prepare(), ())
+        self._for_reads(_prepare, ())
 
     def _for_reads(self, work: Callable[[bytes, ReadTransfer], object], clogged: Container[bytes]) -> None:
         for peer, transfer in list(self._transfers.items()):
@@ -407,6 +407,10 @@ class ShardTransfers:
         self.outbox.append((peer, b.message(b.TransferFailed(number, type(error).__name__, str(error)))))
 
 
+def _prepare(_: bytes, read: ReadTransfer) -> None:
+    read.prepare()
+
+
 class BulkEndpoint:
     """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. registered, clients: see
     `ShardTransfers`; both are closed with this."""
@@ -527,7 +531,8 @@ class BulkEndpoint:
             has_sent = bool(self._exchange.outbox)
             self._send()
             self._exchange.prepare()
-            self._send()
+            if self._exchange.outbox:
+                self._send()
             if not has_sent or time.monotonic() - now >= TURN_S:
                 break
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, PAGE_BYTES
+from transferqueue.server.shards.block_checks import PartCheck
 from transferqueue.server.shards.frame_digests import FrameDigests
 from transferqueue.server.shards.registered_arena import MetadataVersion, RegionUse, RegisteredArena
 from transferqueue.server.shards.staging import STAGED_FRAME_BYTES, StagedRead
@@ -200,10 +201,10 @@ class _RangesBuilder:
             self.ranges.append(b.ByteRange(memory_address(memory), 0))
         self._staged_bytes += len(memory)
 
-    def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
+    def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:
         for run in self._runs:
             digest = b.digest([memory.data for memory in run.memory])
             self.ranges[run.place] = b.ByteRange(memory_address(run.memory[0]), sum(map(len, run.memory)), digest)
         self._staged.end_frame()
         pieces = [piece.data for piece in self.pieces]
-        return FrameContent(self.begun, pieces, last, b.digest(pieces), tuple(self.ranges))
+        return FrameContent(self.begun, pieces, last, b.digest(pieces), tuple(self.ranges), compare)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Final, NamedTuple, Protocol
 
 import numpy as np
@@ -117,7 +118,7 @@ class ReadTransfer(ShardTransfer):
         self, read: b.ReadColumns, backing: Backing, sums: KnownSums, memory: GatherMemory
     ) -> Iterator[FrameContent]:
         parts = parts_of(read, backing, sums.blocks, memory.room, join=memory.join)
-        return frames_of(read, parts, lambda: _Frame(sums.digests))
+        return frames_of(read, parts, partial(_Frame, sums.digests))
 
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
@@ -158,7 +159,8 @@ class ReadTransfer(ShardTransfer):
         """The next frame; None: none may leave yet. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
         if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
-        self.prepare()
+        if self._next is None or self._checks:
+            self.prepare()
         content = self._next
         if content is None or not self.window.open or (self._checks and (content.last or self._lags)):
             return None
@@ -349,8 +351,8 @@ class FrameBuilder(Protocol):
     def add(self, part: ReadPart, piece: U8) -> U8:
         """Take what has room; returns the rest."""
 
-    def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
-        """The frame. part: of its last byte."""
+    def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:
+        """The frame. part: of its last byte. compare: of the parts that end with it."""
 
 
 class _Frame:
@@ -378,14 +380,16 @@ class _Frame:
         self.left -= len(taken)
         return piece[len(taken) :]
 
-    def content(self, part: ReadPart | None, *, last: bool) -> FrameContent:
+    def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:
         pieces = [piece.data for piece in self.pieces]
-        return FrameContent(self.begun, pieces, last, known_digest(part, self.pieces, self._digests))
+        return FrameContent(self.begun, pieces, last, known_digest(part, self.pieces, self._digests), compare=compare)
 
 
 def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests) -> bytes:
     """The checksum of these pieces in order: the kept one if they are one stretch of a block that has one."""
-    stretch = _stored(part, pieces) if sum(map(len, pieces)) >= DIGESTED_MIN_BYTES else None
+    stretch = None
+    if part is not None and part.stored is not None and len(pieces) == 1 and len(pieces[0]) >= DIGESTED_MIN_BYTES:
+        stretch = _stretch_of(part.stored, pieces[0])
     digest = None if stretch is None else digests.of(stretch)
     if digest is None:
         digest = b.digest([piece.data for piece in pieces])
@@ -394,11 +398,9 @@ def known_digest(part: ReadPart | None, pieces: list[U8], digests: FrameDigests)
     return digest
 
 
-def _stored(part: ReadPart | None, pieces: list[U8]) -> Range | None:
-    """Where the bytes of a frame lie, if they are one stretch of the only block of its part."""
-    if part is None or part.stored is None or len(pieces) != 1:
-        return None
-    (address, block), (piece,) = part.stored, pieces
+def _stretch_of(stored: tuple[int, Range], piece: U8) -> Range | None:
+    """Where these bytes of a frame lie, if that is in the stored block."""
+    address, block = stored
     ahead = memory_address(piece) - address
     inside = 0 <= ahead <= block.nbytes - len(piece)
     return Range(block.extent, block.offset + ahead, len(piece)) if inside else None
@@ -412,7 +414,7 @@ def frames_of(
     ended = list[PartCheck]()
 
     def content(*, last: bool) -> FrameContent:
-        found = frame.content(part, last=last)._replace(compare=tuple(ended))
+        found = frame.content(part, tuple(ended), last=last)
         ended.clear()
         return found
 

@@ -235,8 +235,8 @@ def _joined_dense(field: Field, placement: RowPlacement, joiner: PieceJoiner, pi
     else:
         yield from joiner.rest()
         yield from _gathered_dense(field, placement, piece_bytes, None)
-    for gap in _padding(nbytes):
-        yield from joiner.add(gap.data)
+    if nbytes % ALIGNMENT:
+        yield from joiner.add(_gap(nbytes))
 
 
 def _joined_varying(
@@ -244,17 +244,17 @@ def _joined_varying(
 ) -> Iterator[U8]:
     for shapes in _scattered_shapes(field, placement, piece_bytes) if field.varied else ():
         yield from joiner.add(shapes.data)
-    for offsets in _padded(_bytes(rows.offsets), piece_bytes):
-        yield from joiner.add(offsets.data)
-    nbytes = int(rows.offsets[-1]) * field.row_bytes
+    offsets = rows.offsets.data.cast("B")
+    yield from joiner.add(offsets, _gap(len(offsets)))
+    nbytes = rows.offsets.item(-1) * field.row_bytes
     if not nbytes or places_best(len(placement), nbytes):
         memory, *bounds = rows.bounds or value_bounds(field, placement, rows.edges)
         yield from joiner.add_ranges(memory.data, *bounds)
     else:
         yield from joiner.rest()
         yield from _gathered_varying(field, placement, rows, piece_bytes, None)
-    for gap in _padding(nbytes):
-        yield from joiner.add(gap.data)
+    if nbytes % ALIGNMENT:
+        yield from joiner.add(_gap(nbytes))
 
 
 def _scattered_dense(
@@ -337,6 +337,11 @@ def _padded(buffer: U8, piece_bytes: int) -> Iterator[U8]:
 def _cut(buffer: U8, piece_bytes: int) -> Iterator[U8]:
     for start in range(0, len(buffer), piece_bytes):
         yield buffer[start : start + piece_bytes]
+
+
+def _gap(nbytes: int) -> memoryview:
+    """The padding that follows so many bytes."""
+    return _ZEROS[: -nbytes % ALIGNMENT].data
 
 
 def _padding(nbytes: int) -> Iterator[U8]:

@@ -20,15 +20,17 @@ class PieceJoiner:
         self._views: list[memoryview] = []
         self._left = piece_bytes
 
-    def add(self, memory: memoryview) -> Iterator[U8]:
+    def add(self, *memories: memoryview) -> Iterator[U8]:
         """The next bytes."""
-        while len(memory) >= self._left:
-            self._views.append(memory[: self._left])
-            memory = memory[self._left :]
-            yield self._joined()
-        if len(memory):
-            self._views.append(memory)
-            self._left -= len(memory)
+        for memory in memories:
+            rest = memory
+            while len(rest) >= self._left:
+                self._views.append(rest[: self._left])
+                rest = rest[self._left :]
+                yield self._joined()
+            if len(rest):
+                self._views.append(rest)
+                self._left -= len(rest)
 
     def add_ranges(self, memory: memoryview, lows: I64, highs: I64, ends: I64) -> Iterator[U8]:
         """The next bytes: ``memory[lows[i]:highs[i]]`` of all ranges in order. ends: the bytes up to the end of each. A few steps for each piece, and

@@ -139,7 +139,8 @@ class TcpBulkServer:
         except Unreachable:
             self._drop(name)
             return False
-        self._note(name, peer)
+        if peer.stream.pending or name in self.clogged:
+            self._note(name, peer)
         return True
 
     def tick(self, desks: ReceiverFactory, now: float) -> None:

@@ -84,7 +84,9 @@ class BulkStream:
         """Queue a message, and send as much as the kernel takes now."""
         head, content = message
         self._leaving.append(memoryview(head))
-        self._leaving.extend(view for piece in content if (view := memoryview(piece)).nbytes)
+        for piece in content:
+            if (view := memoryview(piece)).nbytes:
+                self._leaving.append(view)
         self.flush()
 
     def flush(self) -> None:
