@@ -13,6 +13,7 @@ from transferqueue.server.shards import bulk_endpoint, transfers
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, ShardTransfers
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage import block_writers
+from transferqueue.storage.columns.joined import JOINED_BYTES
 from transferqueue.storage.inputs.prepare import prepare
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking
@@ -342,7 +343,7 @@ def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
             bench.say(b.FlowAck(head.transfer, head.number + 1))
         bench.exchange.prepare()
     assert b"".join(content) == rows[order].tobytes()
-    assert len(content) == 8
+    assert len(content) == -(-rows.nbytes // JOINED_BYTES)
     assert len(addresses) == 1
 
 
@@ -350,6 +351,7 @@ def test_rows_that_lie_apart_are_joined_in_one_buffer_by_who_keeps_up(bench):
 def test_a_transfer_that_is_alone_sends_a_few_frames_a_turn_unless_they_take_long(bench, monkeypatch, turn_s, frames):
     """Who asks meanwhile waits for a turn."""
     monkeypatch.setattr(transfers, "FRAME_BYTES", 4 * KIB)
+    monkeypatch.setattr(bulk_endpoint, "TURN_BYTES", 16 * KIB)
     monkeypatch.setattr(bulk_endpoint, "TURN_S", turn_s)
     endpoint = BulkEndpoint(bench.backing, bench.tickets)
     line = TcpBulkClient("127.0.0.1", endpoint.listen(["tcp://127.0.0.1:0"]), epoch=1)
@@ -382,7 +384,8 @@ def test_a_reader_that_stalls_holds_its_window_and_not_more(bench, scattered):
         held = tracemalloc.get_traced_memory()[0] - before
     finally:
         tracemalloc.stop()
-    assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES
+    frame_bytes = JOINED_BYTES if scattered else FRAME_BYTES
+    assert len(bench.exchange.outbox) == 3 * BULK_WINDOW_FRAMES * FRAME_BYTES // frame_bytes
     assert held < 3 * ((BULK_WINDOW_FRAMES + 2) * FRAME_BYTES if scattered else 2 * MIB)
     assert not bench.exchange.busy()
     bench.now = bench.exchange.next_deadline()

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from transferqueue.errors import Corruption, ProtocolError
-from transferqueue.limits import BULK_WINDOW_FRAMES
+from transferqueue.limits import BULK_WINDOW_FRAMES, FRAME_BYTES, KIB
 from transferqueue.transport.bulk import protocol
 from transferqueue.wire.versions import PROTOCOL
 
@@ -99,14 +99,27 @@ def test_a_window_lets_so_many_frames_go_and_no_more_until_some_were_taken():
         window.took(BULK_WINDOW_FRAMES + 1)
 
 
-def test_a_receiver_wants_every_frame_in_order_and_tells_in_time():
+@pytest.mark.parametrize("sizes", [[FRAME_BYTES], [256 * KIB], [0], [0, FRAME_BYTES, 300 * KIB, 1]])
+def test_a_window_closes_for_a_receiver_that_does_not_tell_and_stays_open_for_one_that_does(sizes):
+    sender, receiver = protocol.SendWindow(), protocol.ReceiveWindow()
+    for number in range(1000):
+        nbytes = sizes[number % len(sizes)]
+        assert sender.open
+        assert sender.send(nbytes) == number
+        receiver.take(number, nbytes)
+        if receiver.due(last=number == 999):
+            sender.took(receiver.taken)
+    assert sender.taken == 1000
+    while sender.open:
+        sender.send(sizes[sender.sent % len(sizes)])
+    assert sender.sent - sender.taken <= protocol.WINDOW_FRAMES_MAX
+    sender.took(sender.sent)
+    assert sender.open
+
+
+def test_a_receiver_wants_every_frame_in_order():
     intake = protocol.ReceiveWindow()
-    told = 0
-    for number in range(100):
-        assert number - told < BULK_WINDOW_FRAMES, "the sender's window would have closed"
-        intake.take(number)
-        if intake.due(last=number == 99):
-            told = intake.taken
-    assert told == 100
-    with pytest.raises(Corruption, match="frame 101 came where 100 was due"):
-        intake.take(101)
+    intake.take(0)
+    intake.take(1)
+    with pytest.raises(Corruption, match="frame 3 came where 2 was due"):
+        intake.take(3)

@@ -176,7 +176,7 @@ class FetchTransfer(_StreamTransfer):
         message = checked(head, self._number)
         self._arriving = None
         if isinstance(message, b.ReadFrame | b.RangesFrame) and message.transfer == self._number:
-            self._intake.take(message.number)
+            self._intake.take(message.number, nbytes if isinstance(message, b.ReadFrame) else FRAME_BYTES)
             for begun in message.begun:
                 self._begin(begun)
             self._place(message)

@@ -56,6 +56,7 @@ from transferqueue.server.shards.transfers import (
     ReadTransfer,
     WriteTransfer,
 )
+from transferqueue.storage.columns.joined import JOINED_BYTES
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.storage.memory.join_buffers import JoinBuffers
@@ -63,6 +64,7 @@ from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
 from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, keep_for_good
+from transferqueue.transport.bulk.protocol import WINDOW_BYTES
 from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
 from transferqueue.transport.system.threads import STOP_S, still_runs
@@ -76,12 +78,12 @@ EAGER_S: Final = 0.0005
 """Most reads of 4 MiB end earlier."""
 GATHERED_KEPT_BYTES: Final = 16 * MIB
 """Free buffers that frames were gathered into, of two windows: fresh pages cost as much as the gather itself."""
-FRAMES_PER_TURN: Final = 4
-"""Frames of a transfer that is alone before the endpoint looks for messages: a look costs a tenth of a frame."""
+TURN_BYTES: Final = 4 * MIB
+"""Of a transfer that is alone, before the endpoint looks for messages: a look costs a tenth of a frame of 1 MiB."""
 TURN_S: Final = 0.003
 """A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a look is cheap then."""
-JOIN_BUFFERS: Final = 16
-"""Buffers of one frame each that are kept: of two windows."""
+JOIN_BUFFERS: Final = 2 * WINDOW_BYTES // JOINED_BYTES
+"""Buffers of joined pieces that are kept: of two windows."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""
 
@@ -129,7 +131,9 @@ class ShardTransfers:
         self._transfers: dict[bytes, ReadTransfer | ExtentTransfer] = {}
         self._arriving: dict[bytes, tuple[b.ToShard, int, bytes]] = {}  # with size and checksum of its content
         self._sums = KnownSums(FrameDigests(), BlockChecks())
-        self._gathered = GatherMemory(BufferPool(GATHERED_KEPT_BYTES).take, JoinBuffers(JOIN_BUFFERS).join)
+        self._gathered = GatherMemory(
+            BufferPool(GATHERED_KEPT_BYTES).take, JoinBuffers(JOIN_BUFFERS, JOINED_BYTES).join
+        )
         self._drop_buffer = memoryview(bytearray(_DROPPED_BYTES))
         self._checked_at = tickets.revoked
 
@@ -526,14 +530,16 @@ class BulkEndpoint:
 
     def _advance(self, now: float) -> None:
         self._exchange.pull()
-        for _ in range(FRAMES_PER_TURN if len(self._exchange) == 1 else 1):
+        sent = self._exchange.sent_bytes
+        enough = sent["stream"] + (TURN_BYTES if len(self._exchange) == 1 else 1)
+        while True:
             self._exchange.advance(self._port.clogged)
             has_sent = bool(self._exchange.outbox)
             self._send()
             self._exchange.prepare()
             if self._exchange.outbox:
                 self._send()
-            if not has_sent or time.monotonic() - now >= TURN_S:
+            if not has_sent or sent["stream"] >= enough or time.monotonic() - now >= TURN_S:
                 break
 
     def _send(self) -> None:

@@ -88,6 +88,10 @@ class RangedRead(ReadTransfer):
         parts = _weighed(parts_of(read, backing, sums.blocks, staged.room, b.RANGE_BYTES_MIN), staged)
         return frames_of(read, parts, lambda: _RangesBuilder(registered, use, sums.digests, staged))
 
+    def _counted_bytes(self, content: FrameContent) -> int:
+        """As many as the longest: what counts are the ranges, which stay until they were read."""
+        return FRAME_BYTES
+
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         version = self._registered.version
         metadata = b""

@@ -17,7 +17,7 @@ from transferqueue.server.shards.frame_digests import DIGESTED_MIN_BYTES, FrameD
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.columns.byte_stream import column_stream, cut_column_stream
 from transferqueue.storage.columns.cut import cut_span
-from transferqueue.storage.columns.joined import Join
+from transferqueue.storage.columns.joined import JOINED_BYTES, Join
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.columns.ranges import Room
 from transferqueue.storage.elements.dtypes import U8
@@ -123,6 +123,10 @@ class ReadTransfer(ShardTransfer):
     def _head(self, number: int, content: FrameContent) -> b.ToClient:
         return b.ReadFrame(self.number, number, content.begun, last=content.last)
 
+    def _counted_bytes(self, content: FrameContent) -> int:
+        """For how many bytes the frame counts in the window."""
+        return sum(map(len, content.pieces))
+
     named_bytes = 0
     """Bytes of the ranges that the last frame names."""
 
@@ -164,7 +168,7 @@ class ReadTransfer(ShardTransfer):
         content = self._next
         if content is None or not self.window.open or (self._checks and (content.last or self._lags)):
             return None
-        head = self._head(self.window.send(), content)
+        head = self._head(self.window.send(self._counted_bytes(content)), content)
         self.check()  # after the checksum: the bytes were not granted to another session meanwhile
         self._next, self._ended = None, content.last
         return b.message(head, content.pieces, content.digest)
@@ -241,13 +245,14 @@ class WriteTransfer(ExtentTransfer):
 
 class ReadPart(NamedTuple):
     """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`. compare: what must
-    be compared before the read ends."""
+    be compared before the read ends. full_at: a frame with so many bytes is sent."""
 
     head: b.PartHead
     stored: tuple[int, Range] | None
     nbytes: int
     pieces: Iterator[U8]
     compare: list[PartCheck] = []  # noqa: RUF012
+    full_at: int = FRAME_BYTES
 
 
 def parts_of(
@@ -276,9 +281,9 @@ def parts_of(
             at = part.blocks[0]
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]
-        yield ReadPart(
-            b.PartHead(number, counts), stored, nbytes, pieces, _compared(part, placement, fields, cuts, checks)
-        )
+        full_at = FRAME_BYTES if join is None or placement.run is not None else min(FRAME_BYTES, JOINED_BYTES)
+        compare = _compared(part, placement, fields, cuts, checks)
+        yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces, compare, full_at)
 
 
 def _compared(
@@ -358,26 +363,24 @@ class FrameBuilder(Protocol):
 class _Frame:
     """A frame whose bytes are its content."""
 
-    __slots__ = ("_digests", "begun", "left", "pieces")
+    __slots__ = ("_digests", "begun", "full", "left", "pieces")
 
     def __init__(self, digests: FrameDigests) -> None:
         self.begun: list[b.PartHead] = []
         self.pieces: list[U8] = []
         self.left = FRAME_BYTES
+        self.full = False
         self._digests = digests
 
     @property
     def empty(self) -> bool:
         return not self.begun and not self.pieces
 
-    @property
-    def full(self) -> bool:
-        return not self.left or len(self.pieces) == b.PIECES_MAX
-
     def add(self, part: ReadPart, piece: U8) -> U8:
         taken = piece[: self.left]
         self.pieces.append(taken)
         self.left -= len(taken)
+        self.full = self.left <= FRAME_BYTES - part.full_at or len(self.pieces) == b.PIECES_MAX
         return piece[len(taken) :]
 
     def content(self, part: ReadPart | None, compare: tuple[PartCheck, ...], *, last: bool) -> FrameContent:

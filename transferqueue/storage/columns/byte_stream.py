@@ -37,7 +37,7 @@ from transferqueue.storage.columns.gather import (
     value_bounds,
     value_ranges,
 )
-from transferqueue.storage.columns.joined import Join, PieceJoiner
+from transferqueue.storage.columns.joined import JOINED_BYTES, Join, PieceJoiner
 from transferqueue.storage.columns.placement import RowPlacement
 from transferqueue.storage.columns.ranges import Room, places_best
 from transferqueue.storage.elements.dtypes import I64, U8
@@ -88,8 +88,8 @@ def column_stream(
 
     ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a block. 0: all are
     gathered, where they do not lie together. room: gives memory for what is gathered, which may then be a piece that is a quarter longer, or as
-    long as one row; None: each gather makes its own. join: gathers each piece at once, all of them `piece_bytes` long but the last and what is
-    gathered of many short rows; for ``ranges_from=0``. Raises as `gather.load`, now or while the pieces are taken.
+    long as one row; None: each gather makes its own. join: gathers pieces of `JOINED_BYTES` at once, but the last and what is gathered of many
+    short rows; for ``ranges_from=0``. Raises as `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
         return _scattered(fields, placement, piece_bytes, ranges_from, room, join)
@@ -165,7 +165,8 @@ def _scattered(
         0 if field.dense else (kept.get(field.name) or _rows_of(field, placement)).offsets.item(-1) for field in fields
     ]
     if join is not None and is_joined:
-        return counts, _joined(fields, placement, kept, PieceJoiner(join, piece_bytes), piece_bytes)
+        joiner = PieceJoiner(join, min(piece_bytes, JOINED_BYTES))
+        return counts, _joined(fields, placement, kept, joiner, piece_bytes)
 
     def pieces() -> Iterator[U8]:
         for field in fields:

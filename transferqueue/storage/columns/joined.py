@@ -5,10 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
+from transferqueue.limits import KIB
 from transferqueue.storage.elements.dtypes import I64, U8
 
 Join = Callable[[Sequence[memoryview]], U8]
 """Copies pieces, in order, into one memory."""
+
+
+JOINED_BYTES: Final = 256 * KIB
+"""Size of a joined piece. What is read, what is written, and what the kernel makes of it when it is sent fit the cache of a core together, and leave room
+for the interpreter: with pieces of 1 MiB a read of random rows took 7 % longer, and the steps between two pieces several times as long."""
 
 
 class PieceJoiner:

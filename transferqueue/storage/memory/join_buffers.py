@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 from collections.abc import Sequence
-from typing import Final
 
 import numpy as np
 
@@ -16,10 +15,13 @@ from transferqueue.storage.elements.dtypes import U8
 
 
 class JoinBuffers:
-    """At most `kept` buffers that are used again; beyond them each join has its own. Used by one thread."""
+    """At most `kept` buffers that are used again; beyond them each join has its own. Used by one thread.
 
-    def __init__(self, kept: int) -> None:
-        self._kept: Final = kept
+    nbytes: of each at the start, so that joins of so many bytes, or less, take no more memory than that: a buffer grows by an eighth.
+    """
+
+    def __init__(self, kept: int, nbytes: int = 0) -> None:
+        self._kept, self._nbytes = kept, nbytes
         self._buffers: list[io.BytesIO] = []
 
     def join(self, pieces: Sequence[memoryview]) -> U8:
@@ -32,7 +34,7 @@ class JoinBuffers:
                 return _fill(buffer, pieces)
             except BufferError:  # it has views
                 continue
-        buffer = io.BytesIO()
+        buffer = io.BytesIO(bytes(self._nbytes))
         if len(self._buffers) < self._kept:
             self._buffers.append(buffer)
         return _fill(buffer, pieces)

@@ -7,9 +7,9 @@ Rules (docs/decisions/0013):
 2. A message is a head and its content, which is bytes. The head begins with ``TQB`` and the protocol number, then the xxh3-64 of the rest
    of the head. The rest has the length and the xxh3-64 of the content. So the receiver can trust the head before the content has
    arrived, and receive the content where it belongs. Received content counts only after its checksum matched; otherwise `Corruption`.
-3. Bytes travel in frames of about `FRAME_BYTES`, numbered from 0. A gap is `Corruption`.
-4. At most `BULK_WINDOW_FRAMES` frames are sent beyond those that the receiver has acknowledged (`FlowAck`). So a stalled reader holds only
-   that much at the shard, and a stalled shard only that much at a writer.
+3. Bytes travel in frames of at most `FRAME_BYTES`, numbered from 0. A gap is `Corruption`.
+4. At most `BULK_WINDOW_FRAMES` of the longest frames, or as many bytes in shorter ones, are sent beyond those that the receiver has acknowledged
+   (`FlowAck`). So a stalled reader holds only that much at the shard, and a stalled shard only that much at a writer.
 5. Only the client retries. If a checksum failed, a frame was missing, or nothing arrived for `BULK_SILENCE_S`, it closes the connection
    and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe: blocks never change, and a repeated write
    writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
@@ -28,6 +28,7 @@ Rules (docs/decisions/0013):
 from __future__ import annotations
 
 import struct
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Annotated, Final, Protocol, TypeVar, dataclass_transform
 
@@ -74,8 +75,14 @@ RANGES_FRAME_BYTES: Final = 8 * MIB
 """A frame names about so many bytes: the shard hashes those that nobody has hashed in a millisecond."""
 METADATA_BYTES_MAX: Final = 4 * MIB
 """What an agent says about its registered memory: some hundred bytes for each of up to thousands of regions."""
-TAKEN_EVERY: Final = BULK_WINDOW_FRAMES // 2
-"""A receiver acknowledges after this many frames: before the window closes, but not after each frame."""
+WINDOW_BYTES: Final = BULK_WINDOW_FRAMES * FRAME_BYTES
+"""Bytes that may be on their way before the receiver acknowledges some."""
+COUNTED_BYTES_MIN: Final = 128 * KIB
+"""A frame of a read counts for as many bytes as its content has, and at least for so many; a frame of a write, or of ranges, for `FRAME_BYTES`."""
+WINDOW_FRAMES_MAX: Final = WINDOW_BYTES // COUNTED_BYTES_MIN
+"""Most frames that may be on their way."""
+TAKEN_EVERY_BYTES: Final = WINDOW_BYTES // 2
+"""A receiver acknowledges after so many bytes: before the window closes, but not after each frame."""
 _LENGTHS: Final = struct.Struct("<II8s")
 """What follows the checksum of a head: the length of the encoded head, then length and checksum of the content."""
 _DIGEST_BYTES: Final = 8
@@ -415,18 +422,22 @@ def _decode(decoder: msgspec.msgpack.Decoder[_Head], head: bytes) -> _Head:
 class SendWindow:
     """The sender's side of rule 4: whether a frame of a transfer may be sent now."""
 
-    __slots__ = ("sent", "taken")
+    __slots__ = ("_counted", "_on_the_way", "sent", "taken")
 
     def __init__(self) -> None:
         self.sent = self.taken = 0
+        self._counted: deque[int] = deque()
+        self._on_the_way = 0
 
     @property
     def open(self) -> bool:
         """Whether one more frame may be sent."""
-        return self.sent - self.taken < BULK_WINDOW_FRAMES
+        return self._on_the_way < WINDOW_BYTES
 
-    def send(self) -> int:
+    def send(self, nbytes: int = FRAME_BYTES) -> int:
         """Count one frame as sent, and return its number."""
+        self._counted.append(max(nbytes, COUNTED_BYTES_MIN))
+        self._on_the_way += self._counted[-1]
         self.sent += 1
         return self.sent - 1
 
@@ -434,26 +445,29 @@ class SendWindow:
         """The receiver has acknowledged `frames` frames in total. `ProtocolError` if that is more than were sent."""
         if frames > self.sent:
             raise ProtocolError(f"{frames} bulk frames were taken of {self.sent} that were sent")
-        self.taken = max(self.taken, frames)
+        while self.taken < frames:
+            self._on_the_way -= self._counted.popleft()
+            self.taken += 1
 
 
 class ReceiveWindow:
     """The receiver's side of rules 3 and 4: checks the order of frames, and tells when to acknowledge them."""
 
-    __slots__ = ("_acknowledged", "taken")
+    __slots__ = ("_unacknowledged", "taken")
 
     def __init__(self) -> None:
-        self.taken = self._acknowledged = 0
+        self.taken = self._unacknowledged = 0
 
-    def take(self, number: int) -> None:
+    def take(self, number: int, nbytes: int = FRAME_BYTES) -> None:
         """Count a received frame. `Corruption` if it is not the next one."""
         if number != self.taken:
             raise Corruption(f"bulk frame {number} came where {self.taken} was due: frames were lost on the way")
         self.taken += 1
+        self._unacknowledged += max(nbytes, COUNTED_BYTES_MIN)
 
     def due(self, *, last: bool) -> bool:
         """Whether to acknowledge now; if so, the frames count as acknowledged."""
-        due = last or self.taken - self._acknowledged >= TAKEN_EVERY
+        due = last or self._unacknowledged >= TAKEN_EVERY_BYTES
         if due:
-            self._acknowledged = self.taken
+            self._unacknowledged = 0
         return due

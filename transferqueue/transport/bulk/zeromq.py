@@ -16,14 +16,20 @@ import zmq
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
 from transferqueue.limits import (
     BULK_TRANSFERS_MAX,
-    BULK_WINDOW_FRAMES,
     FRAME_BYTES,
     FRAMES_DRAINED_MAX,
     KIB,
     MESSAGE_BYTES_MAX,
 )
 from transferqueue.transport.bulk.listener import ReceiverFactory
-from transferqueue.transport.bulk.protocol import PIECES_MAX, Message, MessageReceiver, Piece, deliver
+from transferqueue.transport.bulk.protocol import (
+    PIECES_MAX,
+    WINDOW_FRAMES_MAX,
+    Message,
+    MessageReceiver,
+    Piece,
+    deliver,
+)
 from transferqueue.transport.control.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KeySet, ZapHandler
@@ -31,7 +37,7 @@ from transferqueue.transport.system.wakeup import Wakeup
 
 _SHARED_BYTES: Final = 64 * KIB
 """Smaller pieces are copied into ZeroMQ: that costs less than sharing them."""
-_FRAMES_QUEUED: Final = 4 * BULK_TRANSFERS_MAX * BULK_WINDOW_FRAMES
+_FRAMES_QUEUED: Final = 2 * BULK_TRANSFERS_MAX * WINDOW_FRAMES_MAX
 """Messages that ZeroMQ queues for one peer. A peer that obeys its windows never reaches this."""
 
 Received = tuple[memoryview, list[memoryview]]
