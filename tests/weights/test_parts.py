@@ -13,7 +13,7 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import Served, served
 from tests.client.test_remote import Between
-from tests.weights.relays import GENEROUS_S, Crossed
+from tests.weights.relays import GENEROUS_S, Crossed, until
 from transferqueue.client.memory.mapped import MappedMemory
 from transferqueue.client.sync.weight_channel import WeightChannel
 
@@ -44,6 +44,11 @@ def expected(rank: int, of: int = TP) -> dict[str, Any]:
         "experts": MODEL["experts"][:, at["experts"]],
         "bias": MODEL["bias"],
     }
+
+
+def until_unpinned(queue: tq.Queue) -> None:
+    """A client returns pins within 20 ms, or with a call after that."""
+    until(lambda: sum(each["pins"] for each in queue.sessions().values()) == 0)
 
 
 def publish(channel: WeightChannel, other: WeightChannel, version: int = 1, at: int = 100) -> None:
@@ -105,7 +110,7 @@ def test_a_part_that_does_not_fit_is_refused_and_pins_nothing(
 ) -> None:
     with pytest.raises(error, match=why):
         queue.weights(channel).pull(only=only, timeout_s=GENEROUS_S)
-    assert sum(each["pins"] for each in queue.sessions().values()) == 0
+    until_unpinned(queue)
 
 
 def test_a_part_of_a_version_on_its_way_that_does_not_fit_is_refused(tmp_path: Path) -> None:
@@ -116,7 +121,7 @@ def test_a_part_of_a_version_on_its_way_that_does_not_fit_is_refused(tmp_path: P
         with tq.connect(server.tcp, data="remote") as queue:
             with pytest.raises(tq.SchemaError, match="stop is at most 320"):
                 queue.weights("policy").pull(only={"rows": tq.Slice(None, (0, 400))}, timeout_s=GENEROUS_S)
-            assert sum(each["pins"] for each in queue.sessions().values()) == 0
+            until_unpinned(queue)
 
 
 # ---------------------------------------------------------------- what comes
@@ -238,7 +243,7 @@ def test_a_version_that_is_retired_during_the_read_is_read_to_its_end(server: Se
         with pulled.result(GENEROUS_S) as weights:
             assert weights.version == 1
             assert all(np.array_equal(weights.numpy()[name], value) for name, value in expected(3).items())
-        assert sum(each["pins"] for each in queue.sessions().values()) == 0
+        until_unpinned(queue)
 
 
 @pytest.mark.slow
@@ -306,7 +311,7 @@ def test_bytes_that_were_damaged_are_never_given_to_a_reader_of_a_part(tmp_path:
                     tq.Corruption, match=r"block \d+ .* does not match the checksum that it was written with"
                 ):
                     queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S)
-                assert sum(each["pins"] for each in queue.sessions().values()) == 0
+                until_unpinned(queue)
             channel.publish(3, {"w": values})
             with queue.weights("policy").pull(only=mine, timeout_s=GENEROUS_S) as part:
                 assert np.array_equal(part.numpy()["w"], values[:, 512:])
