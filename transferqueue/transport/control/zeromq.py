@@ -176,7 +176,7 @@ class ZmqServer:
         self._strangers = Strangers(self.socket)
         self._last: tuple[bytes | KeyedPeer, zmq.Frame] | None = None
         self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
-        """Sockets to poll for reading: then call `recv_nowait` and `decide`."""
+        """Sockets to poll for reading: then call `recv_nowait`, and for any but the first `decide`."""
 
     def decide(self) -> bool:
         """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions may have to end."""
@@ -191,6 +191,7 @@ class ZmqServer:
     def admit(self, peer: bytes | KeyedPeer) -> None:
         """`peer` has a session: if it sent the frame received last, its connection is no stranger any more."""
         if self._last is not None and self._last[0] == peer:
+            self._strangers.hear()  # of a connection that was made since `decide`: it must not be counted as a stranger from now on
             self._strangers.admit(self._last[1])
 
     def listen(self, place: TcpAddress) -> str:
@@ -215,7 +216,8 @@ class ZmqServer:
         except zmq.Again:
             return None
         body, parts = first, 1
-        while self.socket.getsockopt(zmq.RCVMORE):
+        part = first
+        while part.more:
             part, parts = self.socket.recv(zmq.NOBLOCK, copy=False), parts + 1
             body = part if parts == 2 else body
         peer = first.bytes if self._gate is None else _named(first.bytes, body)
