@@ -45,8 +45,9 @@ def decode_rows(data: bytes) -> IntArray:
     if not rows.size:
         raise UsageError("the list of rows is empty; name at least one row")
     if rows.size > 1 and not (rows[1:] > rows[:-1]).all():
-        ids, times = np.unique(rows, return_counts=True)
-        if ids.size != rows.size:
+        ordered = np.sort(rows)
+        if (ordered[1:] == ordered[:-1]).any():
+            ids, times = np.unique(rows, return_counts=True)
             twice = int(ids[times > 1][0])
             raise UsageError(f"row {twice} is named {int(times.max())} times; name each row once in a request")
     return rows
