@@ -536,11 +536,10 @@ class BulkEndpoint:
             self._exchange.advance(self._port.clogged)
             has_sent = bool(self._exchange.outbox)
             self._send()
-            self._exchange.prepare()
-            if self._exchange.outbox:
-                self._send()
             if not has_sent or sent["stream"] >= enough or time.monotonic() - now >= TURN_S:
                 break
+        self._exchange.prepare()
+        self._send()
 
     def _send(self) -> None:
         while self._exchange.outbox:
