@@ -33,6 +33,7 @@ from transferqueue.transport.bulk.protocol import (
 from transferqueue.transport.control.zeromq import HANDSHAKE_MS, PING_MS, RECONNECT_MS, RECONNECT_MS_MAX
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KeySet, ZapHandler
+from transferqueue.transport.system.descriptors import zeromq_context
 from transferqueue.transport.system.wakeup import Wakeup
 
 _SHARED_BYTES: Final = 64 * KIB
@@ -195,7 +196,7 @@ class ZmqBulkServer:
 
 
 def _open(kind: int, largest: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    context = zmq.Context()
+    context = zeromq_context()
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, _FRAMES_QUEUED)

@@ -10,6 +10,7 @@ from transferqueue.errors import UsageError
 from transferqueue.transport.address import InprocAddress, IpcAddress, TcpAddress, parse_address
 from transferqueue.transport.control import inproc, unix_socket, zeromq
 from transferqueue.transport.security.keys import ClientKeys
+from transferqueue.transport.system.descriptors import check_descriptors
 from transferqueue.transport.system.file_lock import is_locked
 from transferqueue.transport.system.wakeup import Wakeup
 
@@ -98,11 +99,12 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
     """A channel to the server at `address`: ``ipc://``, ``tcp://`` or ``inproc:``.
 
     keys: for tcp, the server's public key and this client's pair; None: connect without encryption. Does not block: an ipc or tcp server
-    may start later. `UsageError` for an invalid address, `Unreachable` for an embedded server that does not run in this process.
+    may start later. `UsageError` for an invalid address, or if this process may open too few files; `Unreachable` for an embedded server that does not run in this process.
     """
     place = parse_address(address)
     if keys is not None and not isinstance(place, TcpAddress):
         raise UsageError(f"address {address!r} asks for no key: only tcp does; leave the key out")
+    check_descriptors(f"a connection to {address}")
     if isinstance(place, InprocAddress):
         return inproc.connect(place)
     if isinstance(place, TcpAddress) and (place.port == 0 or place.host == "*"):

@@ -32,6 +32,7 @@ from transferqueue.transport.control.strangers import Strangers
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KEY_PROPERTY, ZapHandler
+from transferqueue.transport.system.descriptors import zeromq_context
 
 RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
@@ -276,7 +277,7 @@ def _named(route: bytes, frame: zmq.Frame) -> bytes | KeyedPeer:
 
 
 def _open(kind: int) -> tuple[zmq.Context[zmq.Socket[bytes]], zmq.Socket[bytes]]:
-    context = zmq.Context()
+    context = zeromq_context()
     socket = context.socket(kind)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, FRAMES_QUEUED_MAX)
