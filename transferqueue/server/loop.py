@@ -131,7 +131,7 @@ class Loop:
         self._busy_poll = BusyPoll(busy_poll_s, self._look_at(local, port), clock) if busy_poll_s else None
         self._stopping = False
         self._more = False
-        self._port_decides = True
+        self._port_has_news = True
         """Whether the tcp port may have connections to accept or to refuse."""
         self._due: float | None = -math.inf
         """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something for it set the wake-up."""
@@ -177,11 +177,11 @@ class Loop:
         if self._busy_poll is not None and patience_s != 0:
             patience_s = self._busy_poll.wait(patience_s)
         if self._port is not None:
-            self._port_decides = True
+            self._port_has_news = True
             if patience_s != 0:
                 readable = dict(self._poller.poll(None if patience_s is None else math.ceil(patience_s * 1000)))
                 asks = any(source in readable for source in self._port.sources[1:])
-                self._port_decides = asks or self._port.patience_s() == 0.0
+                self._port_has_news = asks or self._port.patience_s() == 0.0
                 patience_s = 0.0
         return self._local.poll(patience_s)
 
@@ -199,7 +199,7 @@ class Loop:
         self.turns += 1
         now = self._clock()
         self._meter.start(now)
-        if self._port is not None and self._port_decides and self._port.decide():
+        if self._port is not None and self._port.decide(has_news=self._port_has_news):
             self._coordinator.keys_changed(now)
         woken = bool(ready) and self._wakeup.fileno() in ready
         if woken:

@@ -179,10 +179,14 @@ class ZmqServer:
         self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
         """Sockets to poll for reading: then call `recv_nowait`, and for any but the first `decide`."""
 
-    def decide(self) -> bool:
-        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions may have to end."""
-        self._strangers.hear()
-        self._strangers.tick()
+    def decide(self, *, has_news: bool = True) -> bool:
+        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions may have to end.
+
+        has_news: whether any but the first of `sources` is readable, or `patience_s` is over; a look in vain costs a twentieth of a request.
+        """
+        if has_news:
+            self._strangers.hear()
+            self._strangers.tick()
         return self._gate is not None and self._gate.decide()
 
     def patience_s(self) -> float | None:
