@@ -198,6 +198,24 @@ def test_a_loop_hears_that_its_server_stopped() -> None:
     asyncio.run(work(server.address, server.close))
 
 
+def test_what_a_loop_calls_while_the_connection_is_lost_delays_no_look_for_the_server(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A loop that goes on calling would never learn that its server is gone."""
+
+    async def work() -> None:
+        async with reading(address) as (queue, connection, channel):
+            spoke_at = connection._io.outbox.spoke_at
+            monkeypatch.setattr(channel, "is_lost", True)
+            for _ in range(2):
+                with pytest.raises(asyncio.TimeoutError):
+                    await asyncio.wait_for(queue.tables(), 0.01)
+            assert connection._io.outbox.spoke_at == spoke_at
+            monkeypatch.undo()
+
+    asyncio.run(work())
+
+
 def test_a_call_that_a_thread_only_started_is_answered(address: str) -> None:
     """Nobody waits at the socket for it but the I/O thread, which had left the reading to the loop."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import time
 from pathlib import Path
@@ -33,6 +34,28 @@ def test_the_clients_of_a_killed_server_learn_of_it_over_tcp(data: Literal["auto
         assert time.monotonic() - began < SESSION_SILENCE_S
         with pytest.raises(tq.Disconnected, match="is gone"):
             table.put(x=[1])
+
+
+@pytest.mark.slow
+def test_an_event_loop_that_goes_on_calling_learns_of_it_too(tmp_path: Path) -> None:
+    async def work(server: Served) -> tq.TransferQueueError:
+        async with tq.aconnect(server.tcp) as queue:
+            table = await queue.create_table("t", tasks=TASKS)
+            server.process.kill()
+            _end(server.process)
+            began = time.monotonic()
+            while time.monotonic() - began < SESSION_SILENCE_S:
+                try:
+                    await table.lease("train", rows=1, timeout_s=0.01)
+                except tq.DeadlineExceeded:
+                    await asyncio.sleep(
+                        0.05
+                    )  # the I/O thread looks at what was given up, and the next call finds it idle
+                except tq.PeerError as error:
+                    return error
+            raise AssertionError("it goes on")
+
+    assert "is gone" in str(asyncio.run(work(Served(tmp_path, "64MiB"))))
 
 
 @pytest.mark.slow

@@ -36,6 +36,8 @@ def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, hold:
 def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
     """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the call has no id yet.
 
+    Nor over a lost connection: that would count as spoken, and put off the look whether the server is gone (`ServerWatch`).
+
     The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. hold: as of `drive_if_free`.
     """
     role, channel = io.role, io.role.drivable
@@ -46,7 +48,7 @@ def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
         return
     try:
         role.driver = pending
-        if hold.stands and not io.has_other_work():
+        if hold.stands and not io.has_other_work() and not io.channel.is_lost:
             now = io.clock()
             role.suspect = True
             if io.unpinned and now >= io.unpinned_at + UNPIN_S:
