@@ -126,6 +126,17 @@ def test_a_read_of_no_row_is_refused(bench):
     assert len(bench.exchange) == 0
 
 
+def test_who_has_all_of_a_read_is_told_nothing_when_it_is_freed(bench):
+    at = bench.put(x=np.arange(6))
+    bench.say(bench.read(at))
+    bench.exchange.advance()
+    assert [head.last for _, head, _ in bench.heard()] == [True]
+    bench.tickets.revoke(EXTENT)
+    bench.exchange.tick(1.0)
+    bench.say(b.FlowAck(1, 1))
+    assert (bench.heard(), len(bench.exchange)) == ([], 0)
+
+
 def test_what_was_not_named_to_a_session_cannot_be_read(bench):
     at = bench.put(x=np.arange(6))
     for changes in ({"block": 2}, {"extent": 9}, {"offset": 64}, {"nbytes": at.nbytes + 64}, {"ticket": bytes(16)}):

@@ -397,7 +397,8 @@ class ShardTransfers:
             try:
                 transfer.check()
             except Disconnected as error:
-                self._refuse(peer, transfer.number, error)
+                if transfer.needs_memory or not self._tickets.serves(transfer.session):
+                    self._refuse(peer, transfer.number, error)
 
     def _fail(self, peer: bytes, number: int, error: Exception) -> None:
         _log.exception("a bulk transfer failed")

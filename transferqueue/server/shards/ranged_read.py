@@ -69,6 +69,11 @@ class RangedRead(ReadTransfer):
         late = self.taken_at + BULK_STALL_S if self.window.sent > self.window.taken else math.inf
         return min(super().deadline, late)
 
+    @property
+    def needs_memory(self) -> bool:
+        """Always: its client reads what the frames name."""
+        return True
+
     overdue = f"nothing was heard of it, or none of its frames was taken, for {BULK_STALL_S:g} s"
 
     @property

@@ -66,6 +66,11 @@ class ShardTransfer:
         self._checked_at = -1
 
     @property
+    def needs_memory(self) -> bool:
+        """Whether it, or its peer, will read or write bytes of its extents. If not, it matters to nobody that they are freed."""
+        return True
+
+    @property
     def has_shown_tickets(self) -> bool:
         """Whether the transfer has any tickets. A read of no block has none."""
         return bool(self._extents)
@@ -126,6 +131,11 @@ class ReadTransfer(ShardTransfer):
     def _counted_bytes(self, content: FrameContent) -> int:
         """For how many bytes the frame counts in the window."""
         return sum(map(len, content.pieces))
+
+    @property
+    def needs_memory(self) -> bool:
+        """Whether frames are left to send. Often the rows are acked, and freed, before the last word about the last frame has come."""
+        return not self._ended
 
     named_bytes = 0
     """Bytes of the ranges that the last frame names."""
