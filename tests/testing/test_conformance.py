@@ -2,16 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.adapters.protocols import PartialResult, StageFunction, Unsupported
+from transferqueue.adapters.engines.completion import completed
+from transferqueue.adapters.protocols import (
+    ABORT,
+    LENGTH,
+    Completion,
+    Generator,
+    Ids,
+    Logprobs,
+    PartialResult,
+    Pause,
+    Prompt,
+    Sampling,
+    StageFunction,
+    Unsupported,
+    WeightSource,
+)
+from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import UsageError
 from transferqueue.testing.conformance import matrix
+from transferqueue.testing.conformance.generators import (
+    GeneratorSubject,
+    another_goes_on_under_other_weights,
+    pause_aborts_and_another_goes_on,
+    weights_change_in_flight,
+)
 from transferqueue.testing.conformance.report import CheckOutcome, RuleBroken, Verdict, run
 from transferqueue.testing.conformance.stages import STAGE_CHECKS
 
@@ -78,6 +101,81 @@ def test_a_stage_that_is_not_fails(stage: StageFunction) -> None:
 
 def test_a_stage_that_draws_at_random_says_so() -> None:
     assert verdicts(Ranks(), repeats=False).count(Verdict.UNSUPPORTED) == 1
+
+
+class SeenLate:
+    """A generator that has finished its first `ahead` completions whenever the first is seen, as one of a busy machine has."""
+
+    version = 0
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead, self.cut = ahead, False
+
+    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = 0) -> Iterator[Completion]:
+        asked = [(at, sample) for at, prompt in enumerate(prompts) for sample in range(prompt.samples)]
+        for place, (at, sample) in enumerate(asked):
+            begun = prompts[at].begun
+            left = sampling.tokens_max - (len(begun.ids) if begun else 0)
+            begun_with = min(2, left)
+            spans, reason = [(0, left)], LENGTH
+            if place >= self.ahead and self.cut:
+                spans, reason = [(0, begun_with)], ABORT
+            elif place >= self.ahead and self.version:
+                spans = [(0, begun_with), (self.version, left - begun_with)]
+            elif self.version:
+                spans = [(self.version, left)]
+            tokens = sum(count for _, count in spans)
+            yield completed(at, sample, prompts[at], [7] * tokens, [0.0] * tokens, reason, spans)
+
+    def pause(self, mode: Pause, *, timeout_s: float = 0) -> None:
+        self.cut = True
+
+    def resume(self) -> None:
+        self.cut = False
+
+    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = 0) -> None:
+        self.version = version
+
+    def close(self) -> None: ...
+
+
+class SeenLateSubject:
+    """Its subject: every token has the log-probability 0."""
+
+    stop_ids = (1, 2, 3, 4)
+
+    def __init__(self, ahead: int) -> None:
+        self.ahead = ahead
+
+    def open(self) -> Generator:
+        return SeenLate(self.ahead)
+
+    def prompts(self) -> Sequence[Ids]:
+        return [np.full(length, 5, np.int32) for length in range(1, 9)]
+
+    def weights(self, which: int) -> WeightSource:
+        return TensorWeights({})
+
+    def misfit(self) -> WeightSource:
+        return TensorWeights({})
+
+    def logprobs(self, which: int, context: Ids, ids: Ids, sampling: Sampling) -> Logprobs:
+        return np.zeros(len(ids), np.float32)
+
+
+IN_FLIGHT = (weights_change_in_flight, pause_aborts_and_another_goes_on, another_goes_on_under_other_weights)
+
+
+@pytest.mark.parametrize("check", IN_FLIGHT, ids=lambda check: check.__name__)
+def test_a_generator_whose_first_completions_are_seen_late_passes(check: Callable[[GeneratorSubject], None]) -> None:
+    """Each try asks for more, so that some are running when the first is seen."""
+    check(SeenLateSubject(ahead=64))
+
+
+@pytest.mark.parametrize("check", IN_FLIGHT, ids=lambda check: check.__name__)
+def test_a_generator_that_is_never_cut_fails(check: Callable[[GeneratorSubject], None]) -> None:
+    with pytest.raises(RuleBroken, match="some were"):
+        check(SeenLateSubject(ahead=1 << 20))
 
 
 def passes(_: object) -> None: ...

@@ -42,7 +42,9 @@ _TOLERANCE: Final = 1e-3
 """Log-probabilities of two implementations of one model in float32 differ by less."""
 _LONG_TOKENS: Final = 200
 _TRIES: Final = 5
-"""Tries of a check that needs running completions: a fast engine may have finished all of them."""
+"""Tries of a check that needs running completions."""
+_GONE_ON_WITH: Final = 16
+"""Of the completions that were cut short, a check goes on with as many, those with most tokens."""
 
 
 class GeneratorSubject(Protocol):
@@ -79,6 +81,17 @@ def opened(subject: GeneratorSubject) -> Iterator[Generator]:
 
 def _prompts(subject: GeneratorSubject, count: int = 8, samples: int = 1) -> list[Prompt]:
     return [Prompt(ids=ids, samples=samples) for ids in subject.prompts()[:count]]
+
+
+def _crowds(subject: GeneratorSubject) -> Iterator[list[Prompt]]:
+    """Prompts for the tries of a check that needs running completions, of twice as many samples each time: an engine that is fast, or whose first
+    completion is seen late because the machine is busy, has finished all of the first tries, whatever their number."""
+    return (_prompts(subject, samples=2 << attempt) for attempt in range(_TRIES))
+
+
+def _asked(prompts: Sequence[Prompt]) -> int:
+    """How many completions these prompts ask for."""
+    return sum(prompt.samples for prompt in prompts)
 
 
 def _short(subject: GeneratorSubject) -> Sampling:
@@ -176,14 +189,12 @@ def new_weights_are_stamped_and_used(subject: GeneratorSubject) -> None:
 def weights_change_in_flight(subject: GeneratorSubject) -> None:
     """Completions begun under the old weights go on under the new, each token stamped with its own."""
     finished: list[Completion] = []
-    for _ in range(_TRIES):
-        with opened(subject) as engine:
-            prompts = _prompts(subject, samples=2)
-            with closing(engine.generate(prompts, _long(subject))) as completions:
-                finished = [next(completions)]
-                engine.update_weights(subject.weights(1), 1)
-                finished += completions
-        require(len(finished) == 2 * len(prompts), "none is lost by an update", len(finished))
+    for prompts in _crowds(subject):
+        with opened(subject) as engine, closing(engine.generate(prompts, _long(subject))) as completions:
+            finished = [next(completions)]
+            engine.update_weights(subject.weights(1), 1)
+            finished += completions
+        require(len(finished) == _asked(prompts), "none is lost by an update", len(finished))
         _check_logprobs(subject, prompts, finished)
         if any(len(each.spans) == 2 for each in finished):
             return
@@ -258,10 +269,10 @@ def another_goes_on_under_other_weights(subject: GeneratorSubject) -> None:
 
 def _abort(subject: GeneratorSubject, meanwhile: Callable[[Generator], None]) -> None:
     with opened(subject) as engine:
-        prompts = _prompts(subject, samples=2)
-        cut = _cut(subject, engine, prompts)
+        prompts = _prompts(subject)
+        cut = sorted(_cut(subject, engine), key=lambda each: -len(each.ids))[:_GONE_ON_WITH]
         meanwhile(engine)
-        again = [replace(prompts[each.prompt], samples=1, begun=each) for each in cut]
+        again = [replace(prompts[each.prompt], begun=each) for each in cut]
         ended = _all(engine, again, _long(subject))
     for each in ended:
         before = cut[each.prompt]
@@ -271,15 +282,15 @@ def _abort(subject: GeneratorSubject, meanwhile: Callable[[Generator], None]) ->
     _check_logprobs(subject, again, ended)
 
 
-def _cut(subject: GeneratorSubject, engine: Generator, prompts: Sequence[Prompt]) -> list[Completion]:
+def _cut(subject: GeneratorSubject, engine: Generator) -> list[Completion]:
     """Completions that a pause cut short."""
-    for _ in range(_TRIES):
+    for prompts in _crowds(subject):
         with closing(engine.generate(prompts, _long(subject))) as completions:
             finished = [next(completions)]
             engine.pause(Pause.ABORT)
             finished += completions
         engine.resume()
-        require(len(finished) == 2 * len(prompts), "each is handed out, finished or not", len(finished))
+        require(len(finished) == _asked(prompts), "each is handed out, finished or not", len(finished))
         if cut := [each for each in finished if each.finish_reason == ABORT]:
             return cut
     raise RuleBroken("some were cut short by a pause while they ran")
