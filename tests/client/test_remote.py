@@ -22,9 +22,11 @@ import transferqueue as tq
 from tests.client.deployments import Served, Worker
 from tests.scale import only_long
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.transfers import rows_of
+from transferqueue.client.memory.transfers import FetchTransfer, rows_of
 from transferqueue.limits import BULK_TRIES
+from transferqueue.schema import Field
 from transferqueue.storage.memory.buffer_pool import BufferPool
+from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -576,3 +578,13 @@ def test_a_request_names_each_row_once_and_knows_whether_they_lie_apart(
     assert np.frombuffer(found.wanted.slot_of_row, "<i4").tolist() == asked
     assert (asked if found.slot_of_row is None else [asked[at] for at in found.slot_of_row]) == slots
     assert found.lie_apart == lie_apart
+
+
+def test_a_frame_of_another_transfer_puts_no_byte_where_those_of_this_one_are_due():
+    part = m.ReplyColumns(["x"], [m.BlockLocation(1, 0, 1, 0, 64, 8, ["x"], [0])], bytes(4), bytes(4))
+    fetch = FetchTransfer(2, 7, 0, {"x": Field("x", "int64")}, [rows_of(part, 8)], BufferPool())
+    head, _ = b.message(b.ReadFrame(2, 0, [b.PartHead(0, [0])], last=False))
+    fetch.expect(head, 0)
+    late, _ = b.message(b.ReadFrame(1, 0, [], last=True), [bytes(64)])
+    with pytest.raises(tq.Corruption, match="a frame of bulk transfer 1 came where 2 was under way"):
+        fetch.expect(late, 64)

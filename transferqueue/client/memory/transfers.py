@@ -175,7 +175,9 @@ class FetchTransfer(_StreamTransfer):
         """A frame begins to arrive: make room for its bytes."""
         message = checked(head, self._number)
         self._arriving = None
-        if isinstance(message, b.ReadFrame | b.RangesFrame) and message.transfer == self._number:
+        if isinstance(message, b.ReadFrame | b.RangesFrame):
+            if message.transfer != self._number:  # whose bytes must not go where those of this one are due
+                raise Corruption(f"a frame of bulk transfer {message.transfer} came where {self._number} was under way")
             self._intake.take(message.number, nbytes if isinstance(message, b.ReadFrame) else FRAME_BYTES)
             for begun in message.begun:
                 self._begin(begun)
