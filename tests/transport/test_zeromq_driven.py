@@ -6,7 +6,10 @@ import time
 
 import pytest
 
+from transferqueue.errors import Unreachable
+from transferqueue.limits import MIB
 from transferqueue.transport import Wakeup, dial, parse_address
+from transferqueue.transport.control import zeromq
 from transferqueue.transport.control.zeromq import ZmqServer
 
 DEADLINE_S = 20
@@ -175,6 +178,43 @@ def test_a_reset_without_a_server_connects_when_there_is_one(server, channel, wa
         peer_of(again, channel, wakeup)
     finally:
         again.close()
+
+
+def test_room_in_a_queue_that_was_full_wakes_the_thread_in_sleep(wakeup, monkeypatch):
+    """Also where the look that follows a send took the signal away: what was not sent would wait for the next second."""
+    monkeypatch.setattr(zeromq, "FRAMES_QUEUED_MAX", 4)
+    server = ZmqServer()
+    channel = dial(server.listen(parse_address("tcp://127.0.0.1:0")))
+    try:
+        until_connected(channel, wakeup)
+        frames = [bytes(MIB)] * 1000
+        sent = 0
+        while not sent or sent % 1000:  # until nothing more leaves for a moment
+            try:
+                sent += channel.send_some(frames)
+            except Unreachable:
+                channel.sleep(wakeup, 0.02)
+                if not select.select([channel._connection], [], [], 0)[0]:
+                    break
+                channel._hear()
+        for _ in range(sent):
+            assert server.socket.poll(DEADLINE_S * 1000)
+            assert server.recv_nowait()
+        assert select.select([channel._connection], [], [], DEADLINE_S)[0]
+        channel._hear()
+        began = time.monotonic()
+        channel.sleep(wakeup, DEADLINE_S)
+        channel.look()
+        assert time.monotonic() - began < DEADLINE_S / 2
+        assert channel.send_some(frames[:1]) == 1
+        channel.sleep(wakeup, 0.02)
+        channel.look()
+        began = time.monotonic()
+        channel.sleep(wakeup, 0.02)
+        assert time.monotonic() - began >= 0.02, "once"
+    finally:
+        channel.close()
+        server.close()
 
 
 def test_a_channel_that_has_nothing_to_do_does_not_wake(channel, wakeup, frames):

@@ -173,7 +173,7 @@ class IoThread:
     def _reads(self) -> bool:
         """Whether this thread is woken by what comes, and not the event loop that reads."""
         channel = self.role.drivable
-        if not self.stands() or channel is None or channel.is_behind:
+        if not self.stands() or channel is None or channel.is_behind or self.outbox.backlog:
             return True
         return not all(pending.by_loop for pending in self.calls.by_id.values())
 

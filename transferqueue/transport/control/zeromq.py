@@ -59,6 +59,8 @@ class ZmqChannel(PolledChannel):
         self._clock = clock
         self._redial_at: float | None = None
         """When to connect again, unless ZeroMQ reports until then that it does; None: it does, or there is no need."""
+        self._was_full = self._takes_more = False
+        """Whether the queue had no room for a frame; and whether it has since, which nobody else hears of (see `_hear`)."""
         self._context, self._socket = _open(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         secure(self._socket, keys)
@@ -86,10 +88,12 @@ class ZmqChannel(PolledChannel):
         """Queue frames until the queue is full."""
         self._check_open()
         count = 0
+        self._was_full = True
         with suppress(zmq.Again):
             for frame in frames:
                 self._socket.send(frame, zmq.NOBLOCK)
                 count += 1
+            self._was_full = False
         self._hear()
         if not count:
             raise Unreachable(
@@ -99,12 +103,14 @@ class ZmqChannel(PolledChannel):
 
     def _hear(self) -> None:
         """Receive all frames that have arrived. Every other use of the socket ends with this, since it may have taken away what its descriptor
-        says of a frame that has come."""
-        while not self._closed and _has_come(self._socket):
+        says of a frame that has come, or of room in the queue."""
+        events = 0
+        while not self._closed and (events := int(self._socket.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             self._arrived.append(self._socket.recv(zmq.NOBLOCK))
             while self._socket.getsockopt(zmq.RCVMORE):  # of a message with more parts only the first
                 self._socket.recv(zmq.NOBLOCK)
         self._readable = False
+        self._takes_more = self._was_full and bool(events & zmq.POLLOUT)
 
     @property
     def _connection(self) -> int | None:
@@ -116,6 +122,8 @@ class ZmqChannel(PolledChannel):
         return self.is_lost or not self.ways
 
     def _due_s(self) -> float | None:
+        if self._takes_more:
+            return 0.0
         due_at = self._redial_at
         return None if due_at is None else max(0.0, due_at - self._clock())
 
@@ -123,6 +131,7 @@ class ZmqChannel(PolledChannel):
         """Hear what became of the connection, and connect again where ZeroMQ has given up."""
         if self._readable:  # perhaps for no frame: nothing else takes the signal away
             self._hear()
+        self._was_full = self._takes_more = False  # whoever has more to send tries again now
         self._hear_events()
         if self._redial_at is not None and self._clock() >= self._redial_at:
             self._dial_again()
