@@ -102,7 +102,8 @@ def test_a_server_reads_weights_from_their_channel(served: Served) -> None:
     prompt = served.prompts()[0]
     sampling = Sampling(tokens_max=6)
     found = next(iter(engine.generate([Prompt(ids=prompt)], sampling)))
-    assert found.spans == ((5, 6),)
+    assert len(found.ids) > 0  # as many as it draws: its own last token ends them
+    assert found.spans == ((5, len(found.ids)),)
     np.testing.assert_allclose(found.logprobs, served.logprobs(1, prompt, found.ids, sampling), atol=1e-3)
 
 
@@ -165,7 +166,7 @@ def test_a_request_that_a_pause_overtakes_is_handed_out_as_it_was(served: Served
 
     served.open()
     whole, overtaken = asyncio.run(run())
-    assert whole.finish_reason in (LENGTH, STOP)  # at times it draws the model's own last token
+    assert whole.finish_reason in (LENGTH, STOP)  # its own last token ends it, too
     assert len(whole.ids) > 0
     assert (len(overtaken.ids), overtaken.finish_reason) == (0, ABORT)
 
