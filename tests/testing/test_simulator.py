@@ -47,9 +47,9 @@ def test_every_use_of_a_deployment_is_simulated(monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", sizes(25, courses.SEEDS))
 def test_seeds_take_the_courses_that_were_recorded(seeds: int):
-    """The first 25 have every job of the simulator."""
+    """The first 25 have every job of the simulator. Of the 200, only the course of 143 depends on which disk has less."""
     recorded = courses.recorded()
-    changed = [seed for seed in range(seeds) if courses.course(seed) != recorded[seed]]
+    changed = [seed for seed in sorted({*range(seeds), 143}) if courses.course(seed) != recorded[seed]]
     assert not changed, f"{courses.REMEDY}: {changed}"
 
 
