@@ -60,13 +60,6 @@ def echo(request, tmp_path):
     found.close()
 
 
-@pytest.fixture
-def wakeup():
-    found = Wakeup()
-    yield found
-    found.close()
-
-
 def receive(channel, wakeup):
     while (frame := channel.recv_nowait()) is None:
         channel.wait(wakeup, 10)

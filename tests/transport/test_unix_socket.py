@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, MIB, STRANGER_S
-from transferqueue.transport import Wakeup, dial, parse_address
+from transferqueue.transport import dial, parse_address
 from transferqueue.transport.control import unix_socket
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
@@ -32,13 +32,6 @@ def address(tmp_path):
 @pytest.fixture
 def port(address):
     found = UnixServer(parse_address(address))
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def wakeup():
-    found = Wakeup()
     yield found
     found.close()
 

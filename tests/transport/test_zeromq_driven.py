@@ -8,7 +8,7 @@ import pytest
 
 from transferqueue.errors import Unreachable
 from transferqueue.limits import MIB
-from transferqueue.transport import Wakeup, dial, parse_address
+from transferqueue.transport import dial, parse_address
 from transferqueue.transport.control import zeromq
 from transferqueue.transport.control.zeromq import ZmqServer
 
@@ -19,13 +19,6 @@ DEADLINE_S = 20
 def server():
     found = ZmqServer()
     found.address = found.listen(parse_address("tcp://127.0.0.1:0"))
-    yield found
-    found.close()
-
-
-@pytest.fixture
-def wakeup():
-    found = Wakeup()
     yield found
     found.close()
 

@@ -38,8 +38,9 @@ from transferqueue.wire.home_coordinator import CoordinatorIndex
 from transferqueue.wire.versions import VERSION
 
 Data = Literal["auto", "remote"]
-FIND_REPEATS: Final = "TRANSFERQUEUE_FIND_REPEATS"
 """auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
+FIND_REPEATS: Final = "TRANSFERQUEUE_FIND_REPEATS"
+"""The environment variable that turns the search for repeated values off."""
 
 
 class OwnedServer(Protocol):

@@ -64,7 +64,6 @@ from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
 from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, keep_for_good
-from transferqueue.transport.bulk.protocol import WINDOW_BYTES
 from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
 from transferqueue.transport.system.threads import STOP_S, still_runs
@@ -82,7 +81,7 @@ TURN_BYTES: Final = 4 * MIB
 """Of a transfer that is alone, before the endpoint looks for messages: a look costs a tenth of a frame of 1 MiB."""
 TURN_S: Final = 0.003
 """A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a look is cheap then."""
-JOIN_BUFFERS: Final = 2 * WINDOW_BYTES // JOINED_BYTES
+JOIN_BUFFERS: Final = 2 * b.WINDOW_BYTES // JOINED_BYTES
 """Buffers of joined pieces that are kept: of two windows."""
 _TRIES: Final = 16
 """How many ports are tried for one that is free on every host."""

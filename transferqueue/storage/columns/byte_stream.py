@@ -159,12 +159,12 @@ def _scattered(
     room: Room | None,
     join: Join | None,
 ) -> Stream:
-    is_joined = join is not None and not ranges_from
-    kept = _kept_rows(fields, placement, with_bounds=is_joined)
+    join = None if ranges_from else join
+    kept = _kept_rows(fields, placement, with_bounds=join is not None)
     counts = [
         0 if field.dense else (kept.get(field.name) or _rows_of(field, placement)).offsets.item(-1) for field in fields
     ]
-    if join is not None and is_joined:
+    if join is not None:
         joiner = PieceJoiner(join, min(piece_bytes, JOINED_BYTES))
         return counts, _joined(fields, placement, kept, joiner, piece_bytes)
 
