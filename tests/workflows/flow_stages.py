@@ -95,6 +95,21 @@ def double(context: Context) -> Iterator[Work]:
 
 
 @contextmanager
+def dies_after_each_batch(context: Context) -> Iterator[Work]:
+    """Factory of a stage that is killed when it is asked for its second batch."""
+    context.figures("life", pid=os.getpid())
+    done: list[int] = []
+
+    def work(batch: tq.Batch) -> Mapping[str, Any]:
+        if done:
+            os.kill(os.getpid(), signal.SIGKILL)
+        done.append(len(batch))
+        return {"y": 2 * batch["x"].numpy()}
+
+    yield work
+
+
+@contextmanager
 def hangs_in_its_first_life(context: Context) -> Iterator[Work]:
     """Factory of a stage that holds its first batch for ever, and works when started again."""
     mark = Path(context.settings(Settings).marks, "lived")

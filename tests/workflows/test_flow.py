@@ -15,7 +15,7 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.workflows.flow.events import Event, Figures
-from transferqueue.workflows.flow.flow import Flow, StageFailed
+from transferqueue.workflows.flow.flow import RESTARTS_MAX, Flow, StageFailed
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
 
@@ -188,12 +188,19 @@ def test_a_stage_that_raises_ends_the_flow_with_its_traceback(queue: tq.Queue, t
 def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Path) -> None:
     told: list[Event] = []
     with (
-        pytest.raises(StageFailed, match=r'stage "double-0" was killed by SIGKILL, after 2 restarts'),
+        pytest.raises(StageFailed, match=r'stage "double-0" was killed by SIGKILL, after 2 restarts without work'),
         Flow(queue, jobs("dies"), directory=tmp_path, observe=lambda label, event: told.append(event)) as flow,
     ):
         flow.run()
     assert len([event for event in told if isinstance(event, Figures)]) == 3
     assert flow.pids() == {}
+
+
+def test_a_process_that_works_between_its_deaths_is_started_again_each_time(queue: tq.Queue, tmp_path: Path) -> None:
+    """A preempted worker is no broken one: it dies after each batch, eight times, and the flow may restart it twice."""
+    told, _ = run(queue, jobs("dies_after_each_batch"), tmp_path)
+    assert len(figures(told, "life")) > 2 + RESTARTS_MAX
+    assert sorted(queue.table("t").read()["y"].numpy().tolist()) == [2 * x for x in range(32)]
 
 
 def test_processes_that_work_only_together_are_started_again_together(queue: tq.Queue, tmp_path: Path) -> None:

@@ -94,9 +94,16 @@ class Receiver:
 
     def __init__(self) -> None:
         self._rest = b""
+        self.progressed = False
+        """Whether the process has worked on a batch or published a version since its last failure."""
 
     def feed(self, received: bytes) -> Iterator[Event]:
         """Yield the events whose last byte is in `received`."""
         *lines, self._rest = (self._rest + received).split(b"\n")
         for line in lines:
-            yield _decode(line)
+            event = _decode(line)
+            if isinstance(event, Failure):
+                self.progressed = False
+            elif isinstance(event, TimeSpan) and event.name in (WORK, PUBLISH):
+                self.progressed = True
+            yield event

@@ -6,9 +6,9 @@ Rules:
    the supervisor alone, and a signal to one process also reaches its children.
 2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel wakes the
    thread when a process sends an event or exits; nothing is polled.
-3. A flow ends when all processes have exited with success. A process that dies is started again, at most `restarts_max` times;
-   its rows have gone to other workers by then. After the last restart, or when the process reports that a restart is
-   useless, the flow fails with
+3. A flow ends when all processes have exited with success. A process that dies is started again; its rows have gone to
+   other workers by then. When it has died `restarts_max` times more without work in between, or when it reports that a
+   restart is useless, the flow fails with
    `StageFailed`, which shows the process's last output, and the other processes are ended.
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
@@ -60,7 +60,8 @@ from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, Sta
 from transferqueue.workflows.flow.reports.audit import audit
 
 RESTARTS_MAX: Final = 2
-"""Restarts of a process. One that was killed from outside deserves another try; one that dies three times is broken."""
+"""Restarts of a process without work in between. A process that works between its deaths is killed from outside, such as
+a preempted one; one that dies three times before it has worked is broken."""
 _FAREWELL_S: Final = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
@@ -337,6 +338,8 @@ class Flow:
             if removed:
                 self._removed(child, code)
             return
+        if child.receiver.progressed:
+            child.restarts = 0
         if code == EXIT_FINAL or child.restarts >= self._restarts_max:
             raise _failed(child, code, last_words)
         self._start_again(child)
@@ -392,7 +395,7 @@ class Flow:
 
 def _failed(child: ChildProcess, code: int, last_words: str) -> StageFailed:
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    again = f", after {child.restarts} restarts" if child.restarts else ""
+    again = f", after {child.restarts} restarts without work in between" if child.restarts else ""
     return StageFailed(
         f'stage "{child.job.label}" {how}{again}; its last words were {_last_line(last_words)}; see {child.log}',
         stage=child.job.label,

@@ -3,9 +3,9 @@
 Rules, in addition to those of `flow`:
 
 1. Actors share only the queue. Their events reach the supervisor as they are sent, in order for each actor.
-2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another actor, at most `restarts_max`
-   times; its rows have gone to other workers by then. A job that fails by itself is started again too, unless it reports that
-   a restart is useless. After the last restart the flow fails with `StageFailed`.
+2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another actor;
+   its rows have gone to other workers by then. A job that fails by itself is started again too, unless it reports that a
+   restart is useless. After `restarts_max` restarts without work in between the flow fails with `StageFailed`.
 3. Times of events are on the supervisor's monotonic clock, as exact as the machines' clocks agree.
 4. When the flow ends, for any reason, its actors are killed. Their sessions end with them.
 5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within `LOOK_S`. After the deadline of a removal its actor is killed. SIGTERM to
@@ -195,7 +195,7 @@ class _Running:
     def __init__(self, ray: Any, job: StageJob, address: str, options: dict[str, Any], restarts: int) -> None:
         self._ray, self._address, self._options = ray, address, options
         self.job = job
-        self._restarts = restarts
+        self._restarts_max = self._restarts = restarts
         self._ends: list[str] = []
         self.removal: Removal | None = None
         self.how = "drained"
@@ -245,6 +245,8 @@ class _Running:
             return True
         if how.code == 0:
             return True
+        if self._receiver.progressed:
+            self._restarts, self._ends = self._restarts_max, []
         self._ends.append(how.text)
         if how.code == EXIT_FINAL or self._restarts <= 0:
             last_words = self._failure.text if self._failure else how.text
