@@ -224,8 +224,12 @@ def test_a_stage_that_cannot_start_ends_the_flow_with_what_it_wrote(queue: tq.Qu
 
 
 def test_ctrl_c_that_another_thread_receives_ends_the_wait(queue: tq.Queue, tmp_path: Path) -> None:
+    interrupted: list[Event] = []
+
     def interrupt(label: str, event: Event) -> None:  # in the supervising thread, which the system may choose
-        signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        if not interrupted:  # a second one would interrupt the end of the flow
+            interrupted.append(event)
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
 
     flow = Flow(queue, jobs("hangs"), directory=tmp_path, observe=interrupt)
 
