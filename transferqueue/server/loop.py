@@ -8,6 +8,7 @@ tick and each commit kept all other clients waiting.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -18,6 +19,7 @@ from typing import Final
 
 import zmq
 
+from transferqueue.errors import LedgerTorn
 from transferqueue.limits import FRAMES_DRAINED_MAX, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
@@ -28,6 +30,7 @@ from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unix_socket import Descriptor, UnixPeer, UnixServer
 from transferqueue.transport.control.zeromq import KeyedPeer, ZmqServer
 
+_log: Final = logging.getLogger("transferqueue.server")
 POLL_S_MAX: Final = 1e6
 """The longest sleep that `poll` accepts. A later deadline takes several."""
 
@@ -150,7 +153,7 @@ class Loop:
         self._wakeup.set()
 
     def run(self, woken_by: Descriptor | None = None) -> None:
-        """Serve until `stop`. Then, or if the coordinator fails, tell all clients that the server stops.
+        """Serve until `stop`. Then, or if the coordinator fails, tell all clients that the server stops, and why.
 
         woken_by: becomes readable when a signal arrives whose handler calls `stop`. The loop does not read it.
         """
@@ -160,11 +163,16 @@ class Loop:
             self._local.watch(woken_by)
         for socket in (self._local, *(self._port.sources if self._port is not None else ())):
             self._poller.register(socket, zmq.POLLIN)
+        why = "the server was stopped"
         try:
             while not self._stopping:
                 self._turn(self._wait())
+        except (LedgerTorn, MemoryError) as error:
+            why = f"the server has ended: {str(error) or 'its memory is exhausted'}"
+            _log.critical("%s", why, exc_info=error)
+            raise
         finally:
-            self._coordinator.stop()
+            self._coordinator.stop(why)
             self._send()
 
     def _wait(self) -> Collection[int]:
