@@ -24,6 +24,24 @@ def visible(text: str) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
 
 
+ERROR_CHARS_MAX: Final = 2000
+"""Of the text of an error: it may echo a value of any size. Errors cannot import `limits`, which raises them."""
+_TAIL_CHARS: Final = 800
+"""What is kept of the end, where the remedy stands."""
+
+
+def cut(text: str) -> str:
+    """A text of at most about `ERROR_CHARS_MAX` characters. Of a longer one the middle is left out.
+
+    >>> cut("x" * 100_000)[1198:1230]
+    'xx ... 98,000 characters ... xxx'
+    """
+    left_out = len(text) - ERROR_CHARS_MAX
+    if left_out <= 0:
+        return text
+    return f"{text[: ERROR_CHARS_MAX - _TAIL_CHARS]} ... {left_out:,} characters ... {text[-_TAIL_CHARS:]}"
+
+
 def counted(number: int, noun: str, one: str = "", many: str = "") -> str:
     """A number with its noun, and the verb that agrees with it.
 
