@@ -13,6 +13,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import UsageError
+from transferqueue.text import shown
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -71,16 +72,16 @@ EVENT_ROWS_TOLD_MAX: Final = 1 << 16
 TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests below follow from it. A
 turn above it counts as late."""
-ROWS_PER_REQUEST_MAX: Final = 1 << 14
-"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), and 0.9 in a
-drop: 10 to 15 ms."""
+ROWS_PER_REQUEST_MAX: Final = 1 << 13
+"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), 0.9 in a
+drop, and 2 in a batch that ranks share: up to 18 ms."""
 ROWS_DESCRIBED_MAX: Final = 1 << 11
 """Rows with keys, tags or groups of one put or update, and rows dropped or deleted where a task takes whole groups: each costs up to 6 microseconds,
 so 12 ms."""
 GROUPS_PER_REQUEST_MAX: Final = 1 << 12
 """Groups of one lease: each costs up to 3 microseconds when it is leased or released."""
-LEASES_PER_REQUEST_MAX: Final = 512
-"""Leases that one request acknowledges: each takes up to 20 microseconds."""
+LEASES_PER_REQUEST_MAX: Final = 256
+"""Leases that one request acknowledges: each takes up to 40 microseconds."""
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 TAGS_PER_REQUEST_MAX: Final = 8 * ROWS_DESCRIBED_MAX
@@ -93,8 +94,11 @@ SMALL_FRAME_BYTES: Final = 16 * KIB
 """A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of requests may not be larger, and
 so may no request of an observer, nor the first message of a connection."""
 REQUEST_BYTES_MAX: Final = 2 * MIB
-"""The largest request, and so what a connection can have the server keep of an unfinished one: 16,384 rows (`ROWS_PER_REQUEST_MAX`) with their ids and
-all numeric facts are 1 MiB, and 8 columns of 8 bytes another. As many small items take up to 20 ms to decode."""
+"""The largest request about rows: 8,192 (`ROWS_PER_REQUEST_MAX`) with their ids and all numeric facts are half of it, and 16 columns of 8 bytes the other
+half. As many small items take up to 20 ms to decode."""
+PUBLISH_BYTES_MAX: Final = 4 * MIB
+"""A publication of weights, the only larger request: about 115 bytes a tensor, for models of experts with 30,000 tensors. It takes 5 microseconds a
+tensor, so more than `TURN_S_MAX` above 4,000; a version can be published in parts."""
 TERMS_BYTES_MAX: Final = 256 * KIB
 """A request with the terms of a table: 1,024 fields (`FIELDS_MAX`) with names of 128 characters are 150 KB, and 64 tasks name some."""
 ITEMS_MAX: Final = 1 << 16
@@ -139,7 +143,7 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 ARENA_SLICE_BYTES: Final = 4 * MIB
 """Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
 BULK_HEAD_BYTES_MAX: Final = 4 * MIB
-"""Head of a bulk message. One for 16,384 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes 1 MiB for each set of columns."""
+"""Head of a bulk message. One for 8,192 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes half a MiB for each set of columns."""
 FRAME_BYTES: Final = MIB
 """Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
@@ -295,7 +299,7 @@ def check_name(kind: str, name: object) -> str:
     A name has 1 to 128 characters: letters, digits, ``_ . - /``, and begins with a letter or ``_``.
     """
     if not isinstance(name, str):
-        raise UsageError(f"{kind} name {name!r} is {type(name).__name__}; names are strings")
+        raise UsageError(f"{kind} name {shown(name)} is {type(name).__name__}; names are strings")
     if len(name) > NAME_CHARS_MAX:
         raise UsageError(
             f"{kind} name {name[:40]!r}... has {len(name)} characters; at most {NAME_CHARS_MAX} are allowed"
@@ -331,7 +335,7 @@ def check_rows(rows: int, *, described: bool = False) -> None:
 def check_text(kind: str, text: object) -> str:
     """Return `text` if it is text that a message carries, else raise `UsageError`."""
     if not isinstance(text, str):
-        raise UsageError(f"{kind}={text!r} is {type(text).__name__}; give text")
+        raise UsageError(f"{kind}={shown(text)} is {type(text).__name__}; give text")
     if len(text) > TEXT_CHARS_MAX:
         raise UsageError(f"{kind} {text[:40]!r}... has {len(text)} characters; at most {TEXT_CHARS_MAX} are allowed")
     return text
@@ -341,7 +345,7 @@ def check_path(kind: str, path: object) -> str:
     """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present directory."""
     text = path if isinstance(path, str) else path.__fspath__() if hasattr(path, "__fspath__") else None
     if not isinstance(text, str):
-        raise UsageError(f"{kind}={path!r} is {type(path).__name__}; give a path: text, or a pathlib.Path")
+        raise UsageError(f"{kind}={shown(path)} is {type(path).__name__}; give a path: text, or a pathlib.Path")
     check_text(kind, text)
     if not text:
         raise UsageError(f"{kind} is empty, which names no directory; name one: the present one is '.'")
@@ -362,6 +366,8 @@ SIZE_BYTES_MAX: Final = (1 << 62) - 1
 COUNT_MAX: Final = SIZE_BYTES_MAX
 STEP_MAX: Final = 1 << 53
 """The largest trainer step or version: integers up to here are exact in every number format that they pass."""
+INTEGER_BITS: Final = 63
+"""Of an integer in a message, beside its sign."""
 SECONDS_MAX: Final = 1e9
 """The longest wait, lease or deadline: thirty years."""
 
@@ -380,18 +386,13 @@ def parse_bytes(size: int | str) -> int:
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if not match or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
-        raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
+        raise UsageError(f"size {shown(size)} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if nbytes > SIZE_BYTES_MAX:
         raise UsageError(
-            f"size {_cut(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
+            f"size {shown(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
         )
     return int(nbytes)
-
-
-def _cut(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= NAME_CHARS_MAX else f"{shown[:40]}..."
 
 
 def short_number(number: int) -> str:
@@ -445,7 +446,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows <= 0:
-            raise UsageError(f"limit rows={_cut(self.rows)} is not a positive number of rows")
+            raise UsageError(f"limit rows={shown(self.rows)} is not a positive number of rows")
         if self.rows > COUNT_MAX:
             raise UsageError(
                 f"limit rows={short_number(self.rows)} is over {COUNT_MAX}; give rows that memory could hold"

@@ -26,16 +26,34 @@ def visible(text: str) -> str:
 
 ERROR_CHARS_MAX: Final = 2000
 """Of the text of an error: it may echo a value of any size. Errors cannot import `limits`, which raises them."""
+SHOWN_CHARS_MAX: Final = 128
+"""Of a value that an error echoes: what names and short lists have."""
+_LONG_WORD: Final = re.compile(r"(\S{40})\S{160,}")
 _TAIL_CHARS: Final = 800
 """What is kept of the end, where the remedy stands."""
 
 
-def cut(text: str) -> str:
-    """A text of at most about `ERROR_CHARS_MAX` characters. Of a longer one the middle is left out.
+def shown(value: object) -> str:
+    """`repr` of a value for an error, of at most about `SHOWN_CHARS_MAX` characters, also where Python refuses to write it.
 
-    >>> cut("x" * 100_000)[1198:1230]
-    'xx ... 98,000 characters ... xxx'
+    >>> shown("x" * 100_000), shown(10**5000)
+    ("'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx...", 'an int of 16610 bits')
     """
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # an integer of over 4,300 digits, or deep nesting
+        return f"an int of {value.bit_length()} bits" if isinstance(value, int) else f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN_CHARS_MAX else f"{text[:40]}..."
+
+
+def cut(text: str) -> str:
+    """A text of at most about `ERROR_CHARS_MAX` characters. In a longer one, words of hundreds of characters are cut first, then the middle.
+
+    >>> cut("name " + "x" * 100_000 + " is too long")
+    'name xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx... is too long'
+    """
+    if len(text) > ERROR_CHARS_MAX:
+        text = _LONG_WORD.sub(r"\1...", text)
     left_out = len(text) - ERROR_CHARS_MAX
     if left_out <= 0:
         return text

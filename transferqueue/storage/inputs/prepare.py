@@ -37,7 +37,7 @@ from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
-from transferqueue.text import counted
+from transferqueue.text import counted, shown
 
 
 class Repeat:
@@ -66,7 +66,7 @@ class Repeat:
                 f"Repeat: counts are not whole numbers: {error}; give one, or one for each value"
             ) from error
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
-            raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
+            raise SchemaError(f"Repeat: counts {shown(counts)} are not whole numbers; give one, or one for each value")
         self.counts = self.counts.astype(np.int64)
         if self.counts.size and self.counts.min() < 1:
             raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
