@@ -5,15 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+import transferqueue as tq
+from tests.client.test_keyed import Keyed
 from tests.fuzz import bounds
 from tests.fuzz.memory import resident_bytes
 from tests.scale import sizes
-from transferqueue.limits import MIB, REQUEST_BYTES_MAX, SMALL_FRAME_BYTES, TURN_S_MAX
+from transferqueue.limits import MIB, PUBLISH_BYTES_MAX, REQUEST_BYTES_MAX, SMALL_FRAME_BYTES, TURN_S_MAX
+from transferqueue.transport import dial
+from transferqueue.transport.security.keys import read_token
+from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.messages.declarations import BY_TAG, DECLARED
 from transferqueue.wire.roles import ROLES
+from transferqueue.wire.versions import PROTOCOL
 
 
 @pytest.fixture
@@ -59,6 +66,29 @@ def test_a_large_frame_is_refused_by_its_envelope(measured: bounds.Measured, rol
         elif declared.bytes_max < REQUEST_BYTES_MAX:
             assert "at most" in reply.text
     assert not measured.late()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("nbytes", [PUBLISH_BYTES_MAX - 100, 60 * MIB])
+def test_large_frames_of_an_observer_keep_a_server_neither_busy_nor_full(tmp_path: Path, nbytes: int) -> None:
+    """Over encrypted tcp. The server refuses them by their envelopes, or ZeroMQ ends their connection."""
+    server = Keyed(tmp_path)
+    token = read_token(server.token("observer"))
+    try:
+        with server.connect("admin") as admin:
+            table = admin.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+            before = resident_bytes(server.process.pid)
+            for _ in range(8):
+                hostile = dial(token.address, token.keys)
+                hostile.send(codec.encode_call(m.CallFrame(0, 1, 0, m.Hello(bytes(16)))))
+                hostile.send(msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, ["Unpin", bytes(nbytes), [0] * 64]]))
+                table.put(x=[1])
+                with table.lease("train", rows=1, timeout_s=20):
+                    assert resident_bytes(server.process.pid) - before < 64 * MIB
+                hostile.close()
+            assert admin.stats()["server"]["turns"]["request"]["busiest_s"] <= TURN_S_MAX
+    finally:
+        server.stop()
 
 
 def test_an_observer_may_send_kilobytes_alone() -> None:
