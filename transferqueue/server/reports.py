@@ -84,7 +84,7 @@ def events(sources: ReportSources, request: m.ListEvents, now: float) -> Plain:
 
 
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
-    """Since when nobody has worked on a task, and who did last. None if a session holds or waits for rows of it, or asked for
+    """Since when no worker has leased from a task, and who did last. None if a session holds or waits for rows of it, or asked for
     rows less than `IDLE_S` ago."""
     if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
         return None
@@ -93,14 +93,14 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
         number, at = asked
         session = sources.sessions.get(number)
         label = session.label if session else f"session {number}"
-        text = f"nobody works on it: {label} is connected, and last asked for rows {now - at:.0f} s ago"
+        text = f'no worker leases from "{task}" now: {label} is connected, and last asked for rows {now - at:.0f} s ago'
         return Absence(text, now - at) if now - at >= IDLE_S else None
     if gone is not None:
         left_s = now - gone.at
-        text = f"nobody works on it; the last worker left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
+        text = f'no worker leases from "{task}"; the last one, {gone.label}, left {left_s:.0f} s ago ({gone.ending.text}); start it'
         return Absence(text, left_s, died=not gone.ending.was_announced)
     up_s = now - sources.identity.started_at
-    return Absence(f"nobody works on it, nor has since this server started {up_s:.0f} s ago", up_s)
+    return Absence(f'no worker has leased from "{task}" since this server started {up_s:.0f} s ago; start one', up_s)
 
 
 def holders(sources: ReportSources, now: float) -> str:
