@@ -14,7 +14,8 @@ from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, fac
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.client.session.run import COMMITS, Operation, T, run_async
+from transferqueue.client.session.connection import COMMITS
+from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.errors import TransferQueueError
 
 

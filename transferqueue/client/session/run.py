@@ -15,6 +15,7 @@ import msgspec
 
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.undo import in_doubt
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError, Unreachable
 from transferqueue.limits import MIB
@@ -63,10 +64,6 @@ def unexpected(request: m.Request, reply: m.Reply, kind: type[m.Message]) -> Pro
     return ProtocolError(f"{m.tag_of(request)} was answered with {m.tag_of(reply)}, not {m.tag_of(kind)}")
 
 
-COMMITS: Final = (m.PutRequest, m.Update, m.Ack)
-"""Requests that a pipeline does not wait for."""
-
-
 class Held(Generic[T]):
     """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit was refused with.
     abandon: nobody will wait for it. nbytes: of the columns that it commits."""
@@ -77,7 +74,7 @@ class Held(Generic[T]):
         self,
         operation: Operation[T],
         request: m.Request,
-        started: tuple[Callable[[], Any], Callable[[], object]],
+        started: tuple[Callable[..., Any], Callable[[], object]],
         deadline: Deadline | None,
     ) -> None:
         self.operation, self._request, self.deadline = operation, request, deadline
@@ -98,7 +95,7 @@ def run_sync(
     connection: Connection,
     operation: Operation[T],
     *,
-    answer: Callable[[], Any] | None = None,
+    answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T: ...
 
@@ -112,7 +109,7 @@ def run_sync(
     operation: Operation[T],
     *,
     hold: tuple[type[m.Message], ...] = (),
-    answer: Callable[[], Any] | None = None,
+    answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T | Held[T]:
     """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not waited for.
@@ -121,9 +118,10 @@ def run_sync(
     """
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
+    interrupts = DeferredInterrupts()
     if answer is not None:
         try:
-            sent = answer()
+            sent = answer(interrupts)
         except BaseException as error:  # noqa: BLE001  (thrown into the operation, as below)
             step, sent = operation.throw, error
     try:
@@ -135,6 +133,7 @@ def run_sync(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
+                interrupts.end()
                 if isinstance(wanted, Within):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
@@ -142,11 +141,12 @@ def run_sync(
                 elif hold and isinstance(wanted, hold):
                     return Held(operation, wanted, connection.start(wanted, deadline), deadline)
                 else:
-                    sent = connection.call(wanted, deadline)
+                    sent = connection.call(wanted, deadline, interrupts)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
                 step, sent = operation.throw, error
     finally:
+        interrupts.end()
         sent = None  # an error holds this frame: if the frame held the error too, what was put would stay for long
 
 

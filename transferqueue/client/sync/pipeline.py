@@ -13,7 +13,8 @@ from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, fac
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.client.session.run import COMMITS, Operation, T, run_sync
+from transferqueue.client.session.connection import COMMITS
+from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import TransferQueueError
