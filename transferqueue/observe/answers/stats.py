@@ -15,8 +15,23 @@ from transferqueue.errors import ProtocolError
 _T = TypeVar("_T")
 
 
+class TaskError(msgspec.Struct, frozen=True, kw_only=True):
+    """Leases of a task that failed alike. worker: the label of the last session that reported it. first_s, last_s: ages."""
+
+    type: str
+    text: str
+    worker: str
+    count: int
+    first_s: float
+    last_s: float
+
+
 class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one task by where they stand, and its counters."""
+    """Rows of one task by where they stand, and its counters.
+
+    errors: the latest first. retrying, retry_s: rows that wait for their next try, and when the first of them is tried. paused_s: all
+    leases of the task fail, and it is tried again after so long. worker_deaths: rows of leases ended by death or expiry of a worker.
+    """
 
     pending: int
     ready: int
@@ -36,6 +51,11 @@ class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     stranded: bool = False
     unattended_s: float | None = None
     unattended: str = ""
+    errors: list[TaskError] = []
+    retrying: int = 0
+    retry_s: float | None = None
+    paused_s: float | None = None
+    worker_deaths: int = 0
 
 
 class TableStats(msgspec.Struct, frozen=True, kw_only=True):
