@@ -12,6 +12,7 @@ from transferqueue.limits import ALIGNMENT, CONTENTS_MAX, INTERNED_BYTES_MIN
 from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
+from transferqueue.storage.inputs.rules import check_finite
 from transferqueue.storage.inputs.sources import ValueSource
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum, digest
 from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
@@ -46,13 +47,20 @@ class BlockWriter:
         self.sum = UNCHECKED
 
     def write(self, out: memoryview | U8) -> None:
-        """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
+        """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros. `SchemaError` if a
+        field that is finite has a value that is not."""
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
         if len(self.columns) == 1 and self.spans[0].offsets < 0 and 0 < self.nbytes < PARALLEL_BYTES:
             _write_values(block, self.columns[0])
-            return
+        else:
+            self._write_columns(block)
+        for column, span in zip(self.columns, self.spans, strict=True):
+            if column.field.is_finite and column.nbytes:
+                check_finite(column, block[span.values : span.values + span.values_bytes])
+
+    def _write_columns(self, block: U8) -> None:
         at, jobs = 0, list[Job]()
         for column, span in zip(self.columns, self.spans, strict=True):
             jobs += column.jobs(block, span)

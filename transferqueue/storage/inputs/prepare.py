@@ -34,6 +34,7 @@ from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.repeats import find_repeats, share_rows
+from transferqueue.storage.inputs.rules import check_finite
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
@@ -191,6 +192,8 @@ class Prepared:
             raise SchemaError(f'field "{self.field.name}" is {self.field.describe()}; only small scalars are inline')
         out = np.empty(self.nbytes, np.uint8)
         self.source.write(out)
+        if self.field.is_finite:
+            check_finite(self, out)
         return out.tobytes() if self.slots is None else out.view(stored_dtype(self.field.dtype))[self.slots].tobytes()
 
     def row_lengths(self) -> I64:
