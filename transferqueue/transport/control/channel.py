@@ -40,7 +40,10 @@ class DrivableChannel(Protocol):
         """Read what has come, for `peek`."""
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
-        """Block until something can be read. False: something else happened, or the timeout is over."""
+        """Block until a frame may have come: `peek` tells, and returns None where the descriptor became readable for less than a frame.
+
+        False: something else happened, or the timeout is over.
+        """
 
     def peek(self) -> bytes | None:
         """The frame that `recv_nowait` would return."""

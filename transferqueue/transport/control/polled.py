@@ -171,7 +171,7 @@ class PolledChannel(ABC):
         self._hear()
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
-        """Block until something can be read. False: something else happened, or the timeout is over."""
+        """See `DrivableChannel`."""
         if self._arrived:  # `send` reads, too
             return True
         connection = self._connection
