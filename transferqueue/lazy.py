@@ -1,4 +1,4 @@
-"""Names that a module looks up at first use: names of other modules, and old names of renamed objects."""
+"""Names that a module looks up at first use: names of other modules, and old names of renamed objects. What installs a library that is missing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from typing import Any, Final
+
+DISTRIBUTION: Final = "asyncflow-transferqueue"
+"""The name under which the package is installed."""
 
 EXTRAS: Final = {
     "aiohttp": "http",
@@ -38,10 +42,10 @@ def naming_extra(subject: str, extra: str = "") -> Iterator[None]:
 
     subject: what needs the library. extra: the extra to name instead of that of the library.
 
-    >>> with naming_extra("the example"):
+    >>> with naming_extra("the example"):  # doctest: +ELLIPSIS
     ...     raise ModuleNotFoundError("No module named 'vllm'", name="vllm")
     Traceback (most recent call last):
-    ModuleNotFoundError: the example needs vllm, not installed here: pip install 'asyncflow-transferqueue[vllm]'
+    ModuleNotFoundError: the example needs vllm, not installed here: pip install ...[vllm]'
     """
     try:
         yield
@@ -49,10 +53,54 @@ def naming_extra(subject: str, extra: str = "") -> Iterator[None]:
         installs = extra or EXTRAS.get((error.name or "").partition(".")[0], "")
         if not installs or "pip install" in str(error):
             raise
-        remedy = f"pip install 'asyncflow-transferqueue[{installs}]'"
         raise ModuleNotFoundError(
-            f"{subject} needs {error.name}, not installed here: {remedy}", name=error.name
+            f"{subject} needs {error.name}, not installed here: {install_line(installs)}", name=error.name
         ) from error
+
+
+def install_line(extra: str = "", *, upgrade: bool = False) -> str:
+    """The pip command that adds an extra to this installation, and works in any folder: from the checkout, the wheel, the repository or the
+    index that the installation came from.
+
+    >>> install_line("cli")  # doctest: +SKIP
+    "pip install -e '/home/me/transferqueue[cli]'"
+    """
+    import shlex
+    from importlib import metadata
+
+    checkout = Path(__file__).resolve().parent.parent
+    options = ["--upgrade"] if upgrade else []
+    if (checkout / "pyproject.toml").is_file():
+        return shlex.join(["pip", "install", *options, "-e", f"{checkout}{_bracketed(extra)}"])
+    try:
+        origin = metadata.distribution(DISTRIBUTION).read_text("direct_url.json")
+    except metadata.PackageNotFoundError:
+        origin = None
+    return shlex.join(["pip", "install", *options, requirement(extra, origin)])
+
+
+def requirement(extra: str, origin: str | None) -> str:
+    """What pip installs this package from, with an extra.
+
+    Args:
+        extra: its name; "": none.
+        origin: the text of ``direct_url.json`` (PEP 610), which pip writes unless it installs from an index; None: from an index.
+    """
+    import json
+    from urllib.parse import unquote, urlsplit
+
+    told = json.loads(origin or "{}")
+    url, version = told.get("url", ""), told.get("vcs_info")
+    path = Path(unquote(urlsplit(url).path))
+    if url.startswith("file:"):
+        return f"{path if path.exists() else DISTRIBUTION}{_bracketed(extra)}"
+    if version:
+        url = f"{version['vcs']}+{url}@{version['commit_id']}"
+    return f"{DISTRIBUTION}{_bracketed(extra)}{f' @ {url}' if url else ''}"
+
+
+def _bracketed(extra: str) -> str:
+    return f"[{extra}]" if extra else ""
 
 
 def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[str], Any]:

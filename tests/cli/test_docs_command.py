@@ -6,13 +6,16 @@ import pytest
 
 from tests.markdown import ROOT
 from transferqueue.cli.app import run
+from transferqueue.cli.contracts import contract, contract_like, names
 from transferqueue.cli.pages import page, pages
+from transferqueue.errors import NotFound
 
 NAMED = {
     (str(path.relative_to(ROOT)), name)
     for room in ("transferqueue", "adapters", "workflows")
     for path in (ROOT / room).rglob("*.py")
     for name in re.findall(r"transferqueue docs ([a-z][a-z-]+)", path.read_text())
+    if path.name != "docs.py"  # whose examples are names, too
 }
 
 
@@ -45,15 +48,67 @@ def test_a_page_is_found_by_each_of_its_names(name, capsys):
     assert capsys.readouterr().out.startswith("# ")
 
 
-@pytest.mark.parametrize("name", ["Table.put", "tq.Table.put", "transferqueue.connect", "Full"])
-def test_a_public_name_shows_its_contract(name, capsys):
+@pytest.mark.parametrize(
+    ("name", "path"),
+    [
+        ("Table.put", "Table.put"),
+        ("tq.Table.put", "Table.put"),
+        ("transferqueue.connect", "connect"),
+        ("Full", "Full"),
+        ("lease", "Table.lease"),
+        ("put", "Table.put"),
+        ("lease()", "Table.lease"),
+        ("batch.ack", "Batch.ack"),
+        ("rollouts.lease", "Table.lease"),
+        ("task", "Task"),
+        ("Stage", "workflows.flow.Stage"),
+        ("stage", "adapters.protocols.StageFunction"),
+        ("generator", "adapters.protocols.Generator"),
+        ("learner", "adapters.protocols.Learner"),
+        ("producer", "adapters.protocols.Producer"),
+        ("adapters.protocols.Completion", "adapters.protocols.Completion"),
+    ],
+)
+def test_a_name_shows_its_contract(name, path, capsys):
     assert run(["docs", name]) == 0
-    assert name.rpartition(".")[2] in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"transferqueue.{path}: ")
 
 
-def test_an_unknown_page_names_those_that_are_near(capsys):
-    assert run(["docs", "observin"]) == 2
-    assert 'no page and no public name is called "observin"; near it are observing' in capsys.readouterr().err
+@pytest.mark.slow
+def test_every_name_that_may_be_asked_for_has_its_contract():
+    for name in names():
+        try:
+            assert contract(name) or contract_like(name), name
+        except NotFound as error:
+            assert "which is not installed here; " in str(error)  # noqa: PT017  (most names have one)
+
+
+def test_a_method_of_several_classes_names_the_others(capsys):
+    assert run(["docs", "ack"]) == 0
+    assert "The same name: Batch.ack, " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("observin", "observing"),
+        ("leese", "lease"),
+        ("lerner", "Learner"),
+        ("Table.leaze", "Table.lease"),
+        ("Tabel", "Table"),
+    ],
+)
+def test_an_unknown_name_gets_those_that_are_near(name, near, capsys):
+    assert run(["docs", name]) == 2
+    said = capsys.readouterr().err
+    assert f'no page and no public name is called "{name}"; near it are ' in said
+    assert near in re.split(r"near it are |, |; ", said)
+    assert len(said) < 400
+
+
+def test_an_unknown_name_without_near_ones_is_told_in_a_line(capsys):
+    assert run(["docs", "xyzzyq" * 50]) == 2
+    assert len(capsys.readouterr().err) < 400
     assert run(["docs", "Table.nothing"]) == 2
 
 

@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from transferqueue import cli, errors
 from transferqueue.cli.app import Commands
 from transferqueue.cli.exit_codes import exit_code
+from transferqueue.lazy import install_line
 
 
 def command_that(act: Callable[[], None]) -> typer.Typer:
@@ -62,7 +63,7 @@ def test_an_interrupt_is_130() -> None:
 def test_a_missing_library_names_its_extra() -> None:
     code, text = outcome_of(ModuleNotFoundError("No module named 'reasoning_gym.x'", name="reasoning_gym.x"))
     assert code == 2
-    assert 'pip install "asyncflow-transferqueue[demo]"' in text
+    assert install_line("demo") in text
 
 
 def test_a_defect_of_ours_is_not_hidden() -> None:
@@ -82,6 +83,6 @@ def test_a_core_install_names_the_extra(
     monkeypatch.delitem(sys.modules, "transferqueue.cli.app", raising=False)
     assert cli.main(["version"]) == 2
     assert capsys.readouterr().err == (
-        f'error: the command line needs {missing}, not installed here; pip install "asyncflow-transferqueue[cli]"\n'
+        f"error: the command line needs {missing}, not installed here: {install_line('cli')}\n"
     )
     assert "transferqueue.cli.app" not in sys.modules

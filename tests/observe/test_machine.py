@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from transferqueue.lazy import install_line
 from transferqueue.limits import GIB, MIB
 from transferqueue.observe.machine import kernel, libraries, memory, network, runtime
 from transferqueue.observe.machine.check import check_machine
@@ -153,7 +154,7 @@ def test_an_extra_is_fine_absent_and_not_too_old() -> None:
     absent = libraries.extra_checks([need("no-such-library", "1", "ray")])
     assert [(check.verdict, check.found) for check in absent] == [("ok", "not installed (without no-such-library)")]
     old = libraries.extra_checks([need("numpy", "999", "torch")])
-    assert (old[0].verdict, old[0].remedy) == ("warn", "pip install --upgrade 'asyncflow-transferqueue[torch]'")
+    assert (old[0].verdict, old[0].remedy) == ("warn", install_line("torch", upgrade=True))
 
 
 def test_the_declared_core_is_installed_here() -> None:

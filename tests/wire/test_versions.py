@@ -45,7 +45,7 @@ def test_a_client_of_protocol_0_is_refused_in_a_frame_that_it_can_read() -> None
     assert (epoch, call, tag, error) == (9, 1, "Failed", "ProtocolError")
     assert text.startswith(
         f"the client speaks protocol 0 (package 0.1.0) and this server speaks protocol {PROTOCOL} (package 2.0): upgrade the client, or "
-        "pip install asyncflow-transferqueue==2.0 where the client runs"
+        "install asyncflow-transferqueue 2.0 where the client runs"
     )
 
 

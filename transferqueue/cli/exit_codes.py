@@ -24,7 +24,7 @@ from rich.text import Text
 
 from transferqueue.cli.screens.terminal import console
 from transferqueue.errors import FlowSignal, PeerError, TransferQueueError, UsageError
-from transferqueue.lazy import EXTRAS
+from transferqueue.lazy import EXTRAS, install_line
 
 MEND: Final = 1
 BROKEN: Final = 1
@@ -54,9 +54,7 @@ def reported() -> Iterator[None]:
         extra = EXTRAS.get((error.name or "").partition(".")[0])
         if extra is None:
             raise
-        explained = (
-            f'this command needs {error.name}, not installed here; pip install "asyncflow-transferqueue[{extra}]"'
-        )
+        explained = f"this command needs {error.name}, not installed here: {install_line(extra)}"
         say_error(str(error) if "pip install" in str(error) else explained)
         raise typer.Exit(USAGE) from error
     except KeyboardInterrupt as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Final
@@ -28,16 +28,30 @@ def pages() -> dict[str, Path]:
     return dict(sorted(found.items(), key=lambda entry: (_rank(entry[0]), entry[0])))
 
 
-def page(name: str) -> Path:
-    """The page of this name, or whose last part it is. `NotFound` lists those that are near."""
+def page(name: str, besides: Iterable[str] = ()) -> Path:
+    """The page of this name, or whose last part it is. `NotFound` lists names that are near.
+
+    besides: names that are no pages, which the error may list, too.
+    """
     known = pages()
     wanted = name.lower().replace("_", "-").removesuffix(".md").removeprefix("docs/")
     same_end = [known[each] for each in known if each.rpartition("/")[2] == wanted]
     if wanted in known or len(same_end) == 1:
         return known.get(wanted) or same_end[0]
-    near = get_close_matches(wanted, known, n=4, cutoff=0.5)
-    listed = f"near it are {', '.join(near)}" if near else f"there are {', '.join(known)}"
-    raise NotFound(f'no page and no public name is called "{name}"; {listed}')
+    raise NotFound(
+        f'no page and no public name is called "{name[:80]}"; {_near(name, [*known, *besides])}'
+        "`transferqueue docs` lists the pages, and `transferqueue docs reference` the names"
+    )
+
+
+def _near(name: str, known: Iterable[str]) -> str:
+    """The names most like this one, by all of it or by its last part; in small letters or as they are."""
+    by_letters: dict[str, str] = {}
+    for each in known:
+        by_letters.setdefault(each.lower(), each)
+    wanted = name.lower()[:80]
+    near = [*get_close_matches(wanted, by_letters, n=4), *get_close_matches(wanted.rpartition(".")[2], by_letters, n=2)]
+    return f"near it are {', '.join(dict.fromkeys(by_letters[each] for each in near[:4]))}; " if near else ""
 
 
 def heading(path: Path) -> str:

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 from typing import Final, Literal
 
 from transferqueue.errors import UsageError
+from transferqueue.lazy import install_line
 from transferqueue.web.token import new_token
 
 Kind = Literal["page", "service"]
@@ -26,9 +27,7 @@ def check_installed() -> None:
     """`UsageError` if the libraries of the page are not installed."""
     missing = [name for name in ("starlette", "uvicorn") if find_spec(name) is None]
     if missing:
-        raise UsageError(
-            f"--web and --http need {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[web]'"
-        )
+        raise UsageError(f"--web and --http need {' and '.join(missing)}, not installed here: {install_line('web')}")
 
 
 def start_page(

@@ -59,9 +59,7 @@ def refusal_of(frame: bytes, *, epoch: int, package: str) -> bytes | None:
         return None
     if number == PROTOCOL or not name.isidentifier():
         return None
-    same = (
-        f"pip install {PACKAGE}=={package} where the client runs" if package else "install its version for the client"
-    )
+    same = f"install {PACKAGE} {package} where the client runs" if package else "install its version for the client"
     text = (
         f"the client speaks protocol {number}{_of_package(client)} and this server speaks protocol {PROTOCOL}"
         f"{_of_package(package)}: upgrade the {'server' if number > PROTOCOL else 'client'}, or {same}; {_PAGE}"

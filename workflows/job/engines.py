@@ -20,6 +20,7 @@ from typing import Any, Final
 
 from transferqueue.adapters.protocols import Generator
 from transferqueue.errors import Impossible, UsageError
+from transferqueue.lazy import install_line
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
 _CPU_CACHE_BYTES: Final = 256 << 20
@@ -44,8 +45,8 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
         return _OPEN[settings.kind](settings, job, key)
     except ImportError as error:
         raise UsageError(
-            f'{key}.kind="{settings.kind}" needs a package that is not installed here: {error}; install '
-            f"asyncflow-transferqueue[{_EXTRA[settings.kind]}], or set another kind"
+            f'{key}.kind="{settings.kind}" needs a package that is not installed here: {error}; '
+            f"{install_line(_EXTRA[settings.kind])}, or set another kind"
         ) from error
     except TypeError as error:
         raise UsageError(

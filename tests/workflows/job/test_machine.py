@@ -7,6 +7,7 @@ import pytest
 
 from tests.workflows.job import jobs
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.lazy import install_line
 from transferqueue.workflows.job.run import machine
 from transferqueue.workflows.job.run.machine import check_devices, check_packages
 
@@ -37,7 +38,7 @@ def test_a_tiny_model_without_torch_says_what_to_install():
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (ran.returncode, ran.stderr.splitlines()) == (
         2,
-        ["a tiny model needs torch: pip install 'asyncflow-transferqueue[train]'"],
+        [f"a tiny model needs torch: {install_line('train')}"],
     )
 
 

@@ -21,6 +21,7 @@ from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
 from transferqueue.cli.screens.demo import Bar, Lines, Watch
 from transferqueue.cli.screens.terminal import console
 from transferqueue.errors import UsageError
+from transferqueue.lazy import install_line
 
 if TYPE_CHECKING:
     from transferqueue.workflows.flow.flow import Observe
@@ -179,9 +180,7 @@ def demo(
 def _check_installed() -> None:
     """`UsageError` before any process starts, if a library that they all need is missing."""
     if missing := [name for name in ("torch", "reasoning_gym") if find_spec(name) is None]:
-        raise UsageError(
-            f"the demo needs {' and '.join(missing)}, not installed here: pip install 'asyncflow-transferqueue[demo]'"
-        )
+        raise UsageError(f"the demo needs {' and '.join(missing)}, not installed here: {install_line('demo')}")
 
 
 def _run_here(settings: JobSettings, directory: Path, observe: Observe, watch: Watch) -> RunOutcome:

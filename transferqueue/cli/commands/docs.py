@@ -9,11 +9,14 @@ import typer
 
 from transferqueue.cli.completion import complete_page
 from transferqueue.cli.screens.terminal import console, say, say_fields
+from transferqueue.errors import NotFound
 
 EXAMPLES = (
     ("transferqueue docs", "the pages, and the folder that they are in"),
     ("transferqueue docs tour", "five minutes"),
     ("transferqueue docs Table.put", "the contract of a public name"),
+    ("transferqueue docs lease", "of a method, whichever class has it"),
+    ("transferqueue docs generator", "of an adapter: generator, learner, scorer, stage, producer"),
 )
 
 
@@ -24,7 +27,7 @@ def docs(
             metavar="[PAGE|NAME]",
             show_default=False,
             autocompletion=complete_page,
-            help="A page, or a public name such as Table.put.",
+            help="A page, or a name such as Table.put, lease, Task or generator.",
         ),
     ] = None,
 ) -> None:
@@ -32,7 +35,7 @@ def docs(
 
     Without a name: list the pages. They are of the installed version and need no network.
     """
-    from transferqueue.cli.pages import folder, heading, page, pages
+    from transferqueue.cli.pages import folder, heading, pages
 
     if name is None:
         for each, path in pages().items():
@@ -40,24 +43,24 @@ def docs(
                 say_fields(f"{each:<22}", heading(path))
         say(f"\nfiles, examples and pictures: {folder()}")
         return
-    text = _contract(name)
-    _show(page(name).read_text(encoding="utf-8") if text is None else text)
+    _show(_found(name))
 
 
-def _contract(name: str) -> str | None:
-    """Signature and docstring of a public name of `transferqueue`; None if it is none."""
-    import pydoc
+def _found(name: str) -> str:
+    """The contract of exactly this name, else the page, else the contract of a name like it. `NotFound` lists names that are near."""
+    from transferqueue.cli.contracts import contract, contract_like, names
+    from transferqueue.cli.pages import page
 
-    import transferqueue as tq
-
-    name = name.removeprefix("transferqueue.").removeprefix("tq.")
-    first, *rest = name.split(".")
-    if first not in tq.__all__:
-        return None
-    value = getattr(tq, first)
-    for part in rest:
-        value = getattr(value, part, None)
-    return None if value is None else pydoc.plain(pydoc.render_doc(value, f"transferqueue.{name}: %s"))
+    text = contract(name)
+    if text is not None:
+        return text
+    try:
+        return page(name, besides=names()).read_text(encoding="utf-8")
+    except NotFound:
+        text = contract_like(name)
+        if text is None:
+            raise
+        return text
 
 
 def _show(text: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, Endpoints, read
 from transferqueue.errors import NotFound, Unreachable, UsageError, from_wire
+from transferqueue.lazy import install_line
 from transferqueue.transport import this_host
 from transferqueue.transport.security.keys import ClientKeys, read_token
 
@@ -63,7 +64,7 @@ def join_ray(*, start: bool) -> Any:
         import ray
     except ModuleNotFoundError:
         raise UsageError(
-            "a deployment on Ray was named, and Ray is not installed here: pip install 'asyncflow-transferqueue[ray]'"
+            f"a deployment on Ray was named, and Ray is not installed here: {install_line('ray')}"
         ) from None
     if not ray.is_initialized():
         try:

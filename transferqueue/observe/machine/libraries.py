@@ -10,9 +10,9 @@ from typing import Final
 
 import msgspec
 
+from transferqueue.lazy import DISTRIBUTION, install_line
 from transferqueue.observe.machine.result import Check, fail, ok, warn
 
-DISTRIBUTION: Final = "asyncflow-transferqueue"
 PYTHON_MIN: Final = (3, 11)
 SHOWN_EXTRAS: Final = ("cli", "torch", "demo", "web", "http", "ray")
 _REQUIREMENT: Final = re.compile(r"(?P<name>[A-Za-z0-9._-]+)(?:\[[^]]*\])?\s*(?:>=\s*(?P<least>[0-9.]+))?")
@@ -94,7 +94,7 @@ def _python() -> Check:
 
 def _core(need: Requirement) -> Check:
     version = _installed(need.name)
-    remedy = f"pip install --upgrade {DISTRIBUTION}"
+    remedy = install_line(upgrade=True)
     if version is None:
         return fail(need.name, f"not installed; {need.least or 'any version'} or later is needed", remedy)
     if not at_least(version, need.least):
@@ -110,7 +110,7 @@ def _extra(extra: str, needs: list[Requirement], named: set[str]) -> Check:
         f"{need.name} {versions[need.name]}" for need in needs if not at_least(versions[need.name] or "999", need.least)
     ]
     if old:
-        return warn(subject, f"{', '.join(old)} too old", f"pip install --upgrade '{DISTRIBUTION}[{extra}]'")
+        return warn(subject, f"{', '.join(old)} too old", install_line(extra, upgrade=True))
     missing = [name for name, installed in versions.items() if installed is None]
     if missing:
         return ok(subject, f"not installed (without {', '.join(missing)})")

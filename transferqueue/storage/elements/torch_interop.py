@@ -10,6 +10,7 @@ from typing import Any, cast
 import numpy as np
 
 from transferqueue.errors import UsageError
+from transferqueue.lazy import install_line
 from transferqueue.schema import ITEM_BYTES
 from transferqueue.storage.elements.dtypes import I64, NUMPY_DTYPES, torch_dtype
 
@@ -22,7 +23,7 @@ def require_torch(module: str) -> Any:
         if error.name != module:
             raise
         raise UsageError(
-            f"{module} is not installed here, and tensors were asked for: pip install 'asyncflow-transferqueue[torch]', or ask "
+            f"{module} is not installed here, and tensors were asked for: {install_line('torch')}, or ask "
             "for .numpy(), .ragged(), .arrow() or .list()"
         ) from error
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.lazy import install_line
 from transferqueue.limits import MIB
 from transferqueue.workflows.job.settings.job import ModelSettings
 
@@ -75,9 +76,7 @@ def _auto_class() -> Any:
     try:
         from transformers import AutoTokenizer
     except ImportError as error:
-        raise UsageError(
-            f"a tokenizer needs transformers ({error}): pip install 'asyncflow-transferqueue[train]'"
-        ) from error
+        raise UsageError(f"a tokenizer needs transformers ({error}): {install_line('train')}") from error
     return AutoTokenizer
 
 

@@ -7,13 +7,14 @@ from importlib.util import find_spec
 from typing import Final
 
 from transferqueue.errors import NotFound, UsageError
+from transferqueue.lazy import install_line
 from transferqueue.workflows.job.settings.job import EngineKind, Job
 
 _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
-    "transformers": ("torch", "'asyncflow-transferqueue[train]'"),
-    "vllm": ("vllm", "'asyncflow-transferqueue[vllm]'"),
+    "transformers": ("torch", "train"),
+    "vllm": ("vllm", "vllm"),
 }
-"""The module that a kind of engine imports, and what pip installs."""
+"""The module that a kind of engine imports, and the extra that installs it."""
 _LOGGER_PACKAGES: Final = {"tensorboard": "tensorboard", "wandb": "wandb"}
 _CPU: Final = ("auto", "cpu")
 
@@ -21,10 +22,10 @@ _CPU: Final = ("auto", "cpu")
 def check_packages(job: Job) -> None:
     """Raise `UsageError` if a package of an engine or a logger of the job is not installed. Imports nothing."""
     for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
-        module, install = _ENGINE_PACKAGES.get(engine.kind, ("", ""))
+        module, extra = _ENGINE_PACKAGES.get(engine.kind, ("", ""))
         if module and find_spec(module) is None:
             raise UsageError(
-                f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: pip install {install}, '
+                f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: {install_line(extra)}, '
                 "or set another kind"
             )
     for logger in job.log.to:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import TransferQueueError
+from transferqueue.lazy import install_line
 
 try:
     from transferqueue.workflows.job.tiny_model.make import KINDS, make, write_data
     from transferqueue.workflows.job.tiny_model.tasks import TASKS
 except ImportError as missing:
-    sys.stderr.write(f"a tiny model needs {missing.name}: pip install 'asyncflow-transferqueue[train]'\n")
+    sys.stderr.write(f"a tiny model needs {missing.name}: {install_line('train')}\n")
     sys.exit(2)
 
 _EXAMPLES: Final = """examples:
