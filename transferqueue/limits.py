@@ -238,6 +238,9 @@ TURN_S_MAX: Final = 0.02
 """A turn of the server's loop for one request counts as late above this: all other requests wait for it."""
 BUSY_POLL_S_MAX: Final = 0.01
 """A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep at all."""
+GAP_S: Final = 0.5
+"""A server's loop that wakes later than planned by more than this, or is busy with one turn for so long, counts that as time that has not passed:
+its clients could not renew their leases. Leases of a second and more, which are renewed at each third, outlive shorter delays."""
 SAMPLE_S_MAX: Final = 0.001
 """The server's loop reads its CPU clock at least this often while it handles frames: the precision of a turn's CPU time."""
 DEFECT_PAUSE_S: Final = 1.0

@@ -38,7 +38,8 @@ class Supervised(AbstractContextManager["Supervised"]):
         self.process = subprocess.Popen(
             [
                 *(sys.executable, "-m", "transferqueue.server", "--address", self.address, "--arena-bytes", "256MiB"),
-                *("--durability", self.level, "--state", str(self.directory / "state"), *options),
+                *("--durability", self.level, *options),
+                *(["--state", str(self.directory / "state")] if self.level != "memory" else []),
                 *(["--supervise"] if self.supervise else []),
             ],
             stdout=subprocess.PIPE,

@@ -4,6 +4,9 @@ It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and
 have it poll for a bounded time after each request before it sleeps (`BusyPoll`), which is off by default.
 `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns` records for how long each frame, each
 tick and each commit kept all other clients waiting.
+
+No deadline passes while the server does not listen, since a live client cannot renew its lease then. `ListeningClock` leaves out the time in which
+the process was suspended, or busy with one turn. What arrived before a deadline is handled before that deadline, and as of a time before it.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Final
 
 import zmq
 
-from transferqueue.limits import FRAMES_DRAINED_MAX, WAITERS_AT_ONCE
+from transferqueue.limits import FRAMES_DRAINED_MAX, GAP_S, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.turn_times import Meter
@@ -91,6 +94,42 @@ class BusyPoll:
         return None if patience_s is None else max(0.0, ends_at - now)
 
 
+class ListeningClock:
+    """Seconds for which a loop could listen: those of `clock`, less its gaps.
+
+    A gap is a time between two readings that is longer by `GAP_S` than the sleep that the loop announced between them: the process was suspended, its
+    machine paused, or one turn was that long. It may have begun right after the first reading, so this clock then stands where it stood there. Of
+    two gaps in a row the second one costs only what came after the announced sleep: so time goes on even on a machine that is always late.
+    `read_at`: the latest reading of `clock`.
+    """
+
+    __slots__ = ("_clock", "_now", "_planned_s", "_was_gap", "read_at")
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self.read_at = self._now = clock()
+        self._planned_s = 0.0
+        self._was_gap = False
+
+    def __call__(self) -> float:
+        """The time now."""
+        at = self._clock()
+        passed, planned_s = at - self.read_at, self._planned_s
+        is_gap = passed - planned_s > GAP_S
+        if not is_gap:
+            self._now += passed
+        elif self._was_gap:
+            self._now += planned_s
+        if planned_s:
+            self._was_gap = is_gap and not self._was_gap
+        self.read_at, self._planned_s = at, 0.0
+        return self._now
+
+    def sleeps(self, patience_s: float | None) -> None:
+        """The loop sleeps from the latest reading on, for at most `patience_s` (None: until something happens)."""
+        self._planned_s = math.inf if patience_s is None else patience_s
+
+
 class Loop:
     """Runs a coordinator until `stop`, in the thread that calls `run`. The caller closes ports, hub and the rest afterwards.
 
@@ -120,7 +159,7 @@ class Loop:
         self._hub = hub
         self._wakeup = wakeup
         self._exits = exits
-        self._clock = clock
+        self._clock = ListeningClock(clock)
         self._meter = Meter(clock, processor)
         self._batch = batch
         coordinator.on_hello = self._admit
@@ -135,6 +174,8 @@ class Loop:
         """Whether the tcp port may have connections to accept or to refuse."""
         self._due: float | None = -math.inf
         """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something for it set the wake-up."""
+        self._turned_at = self._clock()
+        """When the latest turn began."""
 
     def _look_at(self, local: UnixServer, port: ZmqServer | None) -> Callable[[], object]:
         """Tells at once whether a source of events is readable."""
@@ -174,6 +215,7 @@ class Loop:
             self._due = -math.inf
         else:
             patience_s = self._patience_s()
+        self._clock.sleeps(patience_s)
         if self._busy_poll is not None and patience_s != 0:
             patience_s = self._busy_poll.wait(patience_s)
         if self._port is not None:
@@ -198,39 +240,50 @@ class Loop:
         """ready: the descriptors beside the sockets that are readable. The others are not read: a read in vain costs more than a frame."""
         self.turns += 1
         now = self._clock()
-        self._meter.start(now)
+        due, settled, self._turned_at = self._due, self._turned_at, now
+        self._meter.start(self._clock.read_at)
         if self._port is not None and self._port.decide(has_news=self._port_has_news):
             self._coordinator.keys_changed(now)
         woken = bool(ready) and self._wakeup.fileno() in ready
         if woken:
             self._wakeup.clear()
-        if woken or (self._due is not None and self._due <= now):
-            self._coordinator.tick(now)
-            self._meter.took(self._coordinator.turns.ticks, now, "tick")
         if self._local.strangers:
             self._local.tick()
         for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)
         if self._coordinator.outbox:
             self._send()
-        drained = self._drain(self._local.take)
+        until = math.inf if due is None or due <= settled else math.nextafter(due, -math.inf)
+        drained = self._drain(self._local.take, until)
         if woken or self._more:  # a frame of this process comes with a wake-up
-            drained += self._drain(self._hub.recv_nowait)
+            drained += self._drain(self._hub.recv_nowait, until)
         if self._port is not None:
-            drained += self._drain(self._port.recv_nowait)
+            drained += self._drain(self._port.recv_nowait, until)
+        if woken or (due is not None and due <= now):
+            self._tick()
         if self._coordinator.outbox:
             self._send()
         if self._busy_poll is not None and drained:
             self._busy_poll.request_came()
         self._more = drained >= FRAMES_DRAINED_MAX
 
-    def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None]) -> int:
+    def _tick(self) -> None:
+        now = self._clock()
+        began = self._clock.read_at
+        self._coordinator.tick(now)
+        self._meter.took(self._coordinator.turns.ticks, began, "tick")
+
+    def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], until: float) -> int:
+        """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`. until: as of no later time, unless that is `GAP_S` ago."""
         for drained in range(FRAMES_DRAINED_MAX):
             arrived = receive()
             if arrived is None:
                 return drained
             peer, frame = arrived
             now = self._clock()  # read for each frame: those before it must not shorten its wait
+            began = self._clock.read_at
+            if until < now <= until + GAP_S:
+                now = until
             if frame is None:
                 self._coordinator.peer_lost(peer, now)
             else:
@@ -238,7 +291,7 @@ class Loop:
             subject = self._coordinator.handled
             if not self._batch and (self._coordinator.outbox or self._coordinator.unfinished):
                 self._send()  # at once: requests that this frame served do not wait for the next frames
-            self._meter.took(self._coordinator.turns.requests, now, subject)
+            self._meter.took(self._coordinator.turns.requests, began, subject)
         return FRAMES_DRAINED_MAX
 
     def _admit(self, peer: Peer) -> None:
@@ -250,7 +303,8 @@ class Loop:
     def _send(self) -> None:
         while self._coordinator.outbox or self._coordinator.unfinished:
             if self._coordinator.has_journal:
-                began = self._clock()
+                self._clock()
+                began = self._clock.read_at
                 self._coordinator.commit()
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
             answers, self._coordinator.outbox = self._coordinator.outbox, []
