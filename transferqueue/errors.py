@@ -30,6 +30,7 @@
     │   ├── OutOfMemory               the arena or its disk cannot grow
     │   ├── ShardLost                 the shard that had these bytes is gone, and no replica has them
     │   ├── JournalFailed             the server's journal cannot be written
+    │   │   └── DiskFailed                its disk is full or gives errors; nothing is damaged
     │   └── Corruption                bytes do not match their checksum or bounds
     └── InternalError             us: please report it
 
@@ -162,6 +163,17 @@ class ShardLost(PeerError):
 
 class JournalFailed(PeerError):
     """The journal of a server cannot be opened or written. The server ends; it sent no reply that the journal does not have."""
+
+
+class DiskFailed(JournalFailed):
+    """The disk of a server's state is full, or gives errors. Nothing is damaged. The server ends, or waits with its start, until the disk works.
+
+    is_full: it may work again with more room.
+    """
+
+    def __init__(self, text: str, *, is_full: bool = True) -> None:
+        super().__init__(text)
+        self.is_full = is_full
 
 
 class Corruption(PeerError):

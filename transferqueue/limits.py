@@ -81,6 +81,8 @@ RELAY_PART_BYTES: Final = 4 * MIB
 part costs."""
 RELAY_PARTS_GROWTH: Final = 128
 """A part of a relay has at least this share of what came before it: 1,023 parts then hold 500 GB, and none delays a version by 1 %."""
+NOTE_BYTES_MAX: Final = 16 * KIB
+"""The note of a server that ended, which is the text of an error."""
 TEXT_CHARS_MAX: Final = 4096
 """A text in a message that is not a name: a path, a label, a reason."""
 VALUE_DEPTH_MAX: Final = 32
@@ -253,6 +255,18 @@ RESTARTS_MAX: Final = 30
 """Crashes within `RESTARTS_WITHIN_S` after which a supervised server is still restarted."""
 RESTARTS_WITHIN_S: Final = 10.0
 """A server that crashes three times a second does no work; a server that is killed now and then does."""
+DISK_RETRY_S: Final = 1.0
+"""Pause of a supervisor before it starts a server again whose disk failed. Each further one is twice as long."""
+DISK_RETRY_S_MAX: Final = 30.0
+"""The longest such pause: a disk that has room again is used within half a minute, and a full one costs little meanwhile."""
+DISK_CHECK_S: Final = 1.0
+"""A server that is short of disk looks this often whether there is room: no system tells of that. It takes microseconds."""
+DISK_RESERVE_BYTES: Final = 64 * MIB
+"""Reserve of a server on the disk of its state: at 8 KiB a commit, where each ack is one, it lasts for 8,000 of them."""
+DISK_RESERVE_SHARE: Final = 16
+"""At most one part in this many of the disk. It is also at most a quarter of the arena, whose rows bound what may still be acknowledged."""
+DISK_SLICES: Final = 16
+"""Parts in which the reserve is given up, so that other writers to the same disk do not take all of it at once."""
 TAIL_RECORDS_MAX: Final = 6_000
 """The most journal records after an image: a restarted server replays them in about a second. Beyond that the server writes a new image."""
 TAIL_BYTES_MIN: Final = 32 * MIB

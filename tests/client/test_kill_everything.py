@@ -41,6 +41,7 @@ def test_nothing_is_left_behind(level: str, rounds: int, tmp_path: Path) -> None
         "state/about.json",
         "state/arena",
         "state/journal.sqlite",
+        "state/reserve",
     }
     assert {path for path in report["left"] if not path.startswith(("shm/", "state/arena-"))} <= kept
     assert len([path for path in report["left"] if "arena-" in path]) == 1, "one arena: that which the state names"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.errors import Corruption, JournalFailed, UsageError
+from transferqueue.errors import Corruption, DiskFailed, JournalFailed, UsageError
 from transferqueue.server.durability.journal import Level, Origin, SqliteJournal, read_journal
 
 LEVELS = [Level.PROCESS, Level.DISK]
@@ -103,13 +103,17 @@ def test_a_journal_that_cannot_be_written_says_so(path):
     journal._database.execute("PRAGMA max_page_count=6")  # as small a disk as SQLite can be given
     journal.append(bytes(1 << 20))
     with pytest.raises(
-        JournalFailed, match=r"journal .*journal.sqlite cannot be written: database or disk is full; .*Make room"
+        DiskFailed, match=r"journal .*journal.sqlite cannot be written: its disk is full .*free some space"
     ):
         journal.commit()
-    with pytest.raises(JournalFailed, match="cannot be written"):
+    with pytest.raises(DiskFailed, match="cannot be rewritten"):
         journal.checkpoint(bytes(1 << 20))
+    image, records = journal.load()
+    assert (image, list(records)) == (None, [b"one"])
+    journal._database.execute("PRAGMA max_page_count=1000000")
+    journal.commit()  # the same once more: nothing of it was written before
     journal.close()
-    assert loaded(path) == (None, [b"one"])
+    assert loaded(path) == (None, [b"one", bytes(1 << 20)])
 
 
 def test_a_directory_that_is_missing_is_refused(tmp_path):

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from transferqueue.errors import JournalFailed, OutOfMemory, UsageError
+from transferqueue.errors import DiskFailed, JournalFailed, OutOfMemory, UsageError
 from transferqueue.limits import RESTARTS_MAX
-from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_REPORTED, EXIT_WRONG_CALL, exit_code
+from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DISK, EXIT_REPORTED, EXIT_WRONG_CALL, exit_code
 
 PROGRAM = """
 import os, signal, sys
 from pathlib import Path
-from transferqueue.errors import Corruption, JournalFailed, UsageError
+from transferqueue.errors import Corruption, DiskFailed, JournalFailed, UsageError
 from transferqueue.server.process.supervisor import supervise
 lives = Path(sys.argv[2])
 def run():
@@ -53,7 +53,8 @@ def error(made):
         (lambda: None, 0),
         (lambda: error(UsageError("wrong")), EXIT_WRONG_CALL),
         (lambda: error(OutOfMemory("small")), EXIT_REPORTED),
-        (lambda: error(JournalFailed("full")), EXIT_AGAIN),
+        (lambda: error(JournalFailed("locked")), EXIT_AGAIN),
+        (lambda: error(DiskFailed("full")), EXIT_DISK),
         (lambda: error(SystemExit(3)), 3),
         (lambda: error(SystemExit()), 0),
     ],
@@ -125,3 +126,15 @@ def test_a_server_that_was_killed_comes_back(tmp_path):
     process.terminate()
     process.communicate(timeout=60)
     assert lives(tmp_path) == 4
+
+
+@pytest.mark.slow
+def test_a_server_whose_disk_fails_is_started_again_after_ever_longer_pauses(tmp_path):
+    process = supervised(tmp_path, "raise DiskFailed('the disk is full')")
+    for pause in ("1", "2"):
+        assert process.stderr.readline() == "transferqueue: the disk is full\n"
+        assert f"waits for its disk; starting it again in {pause} s" in process.stderr.readline()
+    process.terminate()
+    process.communicate(timeout=60)
+    assert process.returncode == EXIT_DISK
+    assert lives(tmp_path) == 2

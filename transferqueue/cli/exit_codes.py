@@ -9,6 +9,7 @@ code  meaning
 3     the peer failed: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline
 5     a defect of the queue itself
+74    `serve`: the disk of its state is full or gives errors; nothing is damaged, and it goes on when it is started again
 130   interrupted (Ctrl-C) before it was done
 ====  ==========================================================================================
 """
@@ -23,7 +24,7 @@ import typer
 from rich.text import Text
 
 from transferqueue.cli.screens.terminal import console
-from transferqueue.errors import FlowSignal, PeerError, TransferQueueError, UsageError
+from transferqueue.errors import DiskFailed, FlowSignal, PeerError, TransferQueueError, UsageError
 from transferqueue.lazy import EXTRAS, install_line
 
 MEND: Final = 1
@@ -32,9 +33,10 @@ USAGE: Final = 2
 PEER: Final = 3
 FLOW: Final = 4
 DEFECT: Final = 5
+DISK: Final = 74
 INTERRUPTED: Final = 130
 
-_CODES: Final = ((UsageError, USAGE), (PeerError, PEER), (FlowSignal, FLOW))
+_CODES: Final = ((DiskFailed, DISK), (UsageError, USAGE), (PeerError, PEER), (FlowSignal, FLOW))
 
 
 def exit_code(error: TransferQueueError) -> int:

@@ -35,6 +35,7 @@ from typing import Final, Protocol
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
+    DiskFailed,
     FlowSignal,
     Full,
     InternalError,
@@ -82,6 +83,10 @@ from transferqueue.wire.versions import refusal_of
 _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
+_ADD_WORK: Final = frozenset(
+    {m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore, m.RestorePart}
+)
+"""Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for results."""
 _CAUSE_CHARS: Final = 300
 """How much of the text of an unexpected exception a client gets. The log has all of it."""
 
@@ -243,6 +248,7 @@ class Coordinator:
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
         for part in (
+            self._look_at_disk,
             self._trim,
             self._run_jobs,
             self._tick_ledger,
@@ -311,7 +317,15 @@ class Coordinator:
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
         spill_due_at = self.spillers.next_deadline()
-        for due in (self.sessions.next_deadline(), self.memory.due_at, waits_until, shards_due_at, spill_due_at):
+        disk_due_at = self._durability.due_at
+        for due in (
+            self.sessions.next_deadline(),
+            self.memory.due_at,
+            waits_until,
+            shards_due_at,
+            spill_due_at,
+            disk_due_at,
+        ):
             if due is not None and (at is None or due < at):
                 at = due
         return at if at is None or not self._paused else max(at, min(self._paused.values()))
@@ -396,6 +410,34 @@ class Coordinator:
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
         self._durability.commit()
+        if self.memory.grows_ahead is not (not self._durability.shortage):
+            self._shortage_changed()
+
+    def _shortage_changed(self) -> None:
+        """The disk of the state has become full, or has room again. Requests that wait to add work are refused as new ones are."""
+        shortage = self._durability.shortage
+        self.memory.grows_ahead = not shortage
+        for waiting in [waiting for waiting in self.waiting if shortage and self._adds_work(waiting.request)]:
+            self._complete_waiting(waiting, _failed(Full(shortage)))
+        self.waiting.wake(("memory",))
+        self.unfinished = True
+
+    @staticmethod
+    def _adds_work(request: m.Request) -> bool:
+        return request.use != "results" if type(request) is m.Grant else type(request) in _ADD_WORK
+
+    def _look_at_disk(self, now: float) -> None:
+        due = self._durability.due_at
+        if due is not None and due <= now:
+            self._durability.look(now)
+            if not self._durability.shortage:
+                self._shortage_changed()
+
+    def disk_failed(self, why: str) -> list[tuple[Peer, bytes]]:
+        """The server ends, because its disk is full or fails: drop all answers, which are not durable, and return what tells its clients."""
+        self.outbox, self.unfinished = [], False
+        told = m.AnswerFrame(self.identity.epoch, 0, _failed(DiskFailed(why)))
+        return [(session.peer, codec.encode_answer(told)) for session in self.sessions if session.peer != NOWHERE]
 
     def stop(self) -> None:
         """Stop watching processes. Tell every session that the server stops, unless sessions outlive it."""
@@ -632,6 +674,12 @@ class Coordinator:
         """Carry out a request. Returns its reply, which may be a refusal, or the keys on which it must wait."""
         if (refused := session.refused.get(call)) is not None:
             return refused
+        if (
+            self._durability.shortage
+            and self._adds_work(request)
+            and not self.ledger.is_repeat(request, session.number, call)
+        ):
+            return _failed(Full(self._durability.shortage))
         try:
             operation = self.operations.by_type.get(type(request))
             if operation is not None:

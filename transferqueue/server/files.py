@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.errors import AddressInUse, UsageError
-from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB
+from transferqueue.limits import ARENA_BYTES_DEFAULT, GIB, NOTE_BYTES_MAX
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.transport import FileLock, IpcAddress, remove_unlocked
-from transferqueue.transport.system.private_files import private_directory
+from transferqueue.transport.system.private_files import private_directory, write_private
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB
@@ -46,6 +46,7 @@ class RuntimeDirectory:
                 f"address {address} is in use: a server that lives listens there; connect to it, stop it, or take another address"
             )
         _remove(address.path)
+        _remove(address.note_path)
         remove_stale_files(self.directory)
         self.sessions.mkdir(mode=0o700, exist_ok=True)
 
@@ -74,6 +75,12 @@ def remove_stale_files(directory: Path) -> None:
 def _remove(path: Path) -> None:
     with suppress(FileNotFoundError):
         path.unlink()
+
+
+def leave_note(address: IpcAddress, text: str) -> None:
+    """Have clients that find no server at `address` be told why, until the next one listens there."""
+    with suppress(OSError, UsageError):  # the same disk may be full, and the clients that are connected were told
+        write_private(address.note_path, text.encode()[:NOTE_BYTES_MAX])
 
 
 class ArenaDirectory:

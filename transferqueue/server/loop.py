@@ -21,6 +21,7 @@ from typing import Final
 
 import zmq
 
+from transferqueue.errors import DiskFailed
 from transferqueue.limits import FRAMES_DRAINED_MAX, GAP_S, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
@@ -204,6 +205,9 @@ class Loop:
         try:
             while not self._stopping:
                 self._turn(self._wait())
+        except DiskFailed as error:
+            self._deliver(self._coordinator.disk_failed(str(error)))
+            raise
         finally:
             self._coordinator.stop()
             self._send()
@@ -308,15 +312,22 @@ class Loop:
                 self._coordinator.commit()
                 self._meter.took(self._coordinator.turns.commits, began, "commit")
             answers, self._coordinator.outbox = self._coordinator.outbox, []
-            for peer, frame in answers if len(answers) == 1 else _waiters_first(answers):
-                if isinstance(peer, UnixPeer):
-                    is_read = self._local.send(peer, frame) is not SendResult.UNREAD
-                else:
-                    is_read = self._send_elsewhere(peer, frame)
-                if not is_read:
-                    self._coordinator.peer_lost(peer, self._clock())
+            for peer in self._deliver(answers if len(answers) == 1 else _waiters_first(answers)):
+                self._coordinator.peer_lost(peer, self._clock())
             if self._coordinator.unfinished:
                 self._coordinator.go_on(self._clock())
+
+    def _deliver(self, answers: list[tuple[Peer, bytes]]) -> list[Peer]:
+        """Send answers. Returns the peers that do not read theirs."""
+        unread: list[Peer] = []
+        for peer, frame in answers:
+            if isinstance(peer, UnixPeer):
+                is_read = self._local.send(peer, frame) is not SendResult.UNREAD
+            else:
+                is_read = self._send_elsewhere(peer, frame)
+            if not is_read:
+                unread.append(peer)
+        return unread
 
     def _send_elsewhere(self, peer: int | bytes | KeyedPeer, frame: bytes) -> bool:
         """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect and send its call again, so that

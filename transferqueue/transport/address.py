@@ -40,6 +40,11 @@ class IpcAddress(msgspec.Struct, frozen=True):
         """The file that a server locks while it listens here."""
         return self.path.with_name(self.path.name + ".lock")
 
+    @property
+    def note_path(self) -> Path:
+        """The file in which a server whose disk failed said so, until the next one listens here."""
+        return self.path.with_name(self.path.name + ".note")
+
 
 class TcpAddress(msgspec.Struct, frozen=True):
     """A host and a port."""

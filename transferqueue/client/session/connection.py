@@ -285,7 +285,7 @@ class Connection:
     def _give_up(self, pending: PendingCall, deadline: Deadline) -> NoReturn:
         """End a call whose deadline has passed, as an interrupt would, with the error that says so."""
         self._abandon(pending)
-        raise unanswered(pending.request, self.address, deadline.wait_s)
+        raise unanswered(pending.request, self.address, deadline.wait_s, self._io.server.why_silent)
 
     def _abandon(self, pending: PendingCall) -> None:
         self._io.left.append(pending)

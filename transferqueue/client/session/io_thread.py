@@ -25,6 +25,7 @@ from transferqueue.client.session.undo import give_back, in_doubt
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
+    DiskFailed,
     InternalError,
     LeaseExpired,
     NotFound,
@@ -291,6 +292,9 @@ class IoThread:
             if pending is not None:
                 pending.settle(reply)
             self._end(reply)
+        elif isinstance(reply, DiskFailed) and pending is None:
+            self.server.waits_for_disk = str(reply)
+            _log.warning("the server at %s waits for its disk, and calls wait for it: %s", self.address, reply)
         elif isinstance(reply, TransferQueueError):
             self._refused(pending, reply)
         elif pending is not None:
@@ -321,7 +325,7 @@ class IoThread:
             )
         self.calls.session = welcome.session
         self.heartbeat_s = heartbeat_s(welcome.session)
-        self.server.durable = welcome.durable
+        self.server.durable, self.server.waits_for_disk = welcome.durable, ""
         self.on_welcome(welcome)
         now = self.clock()
         for frame in self.calls.welcomed(now):
@@ -366,7 +370,7 @@ class IoThread:
         name = m.tag_of(pending.request)
         return Unreachable(
             f"{self.address} did not answer {name} within {ANSWER_S:g} s past the wait it asked for, after "
-            f"{pending.tries} more tries; the server may be stopped or out of reach{in_doubt(pending.request)}"
+            f"{pending.tries} more tries; {self.server.why_silent}{in_doubt(pending.request)}"
         )
 
     def _say_goodbye(self, now: float) -> None:

@@ -24,6 +24,8 @@ class ServerWatch:
     def __init__(self, channel: ClientChannel, address: str, calls: PendingCalls, outbox: Outbox, now: float) -> None:
         self._channel, self._address, self._calls, self._outbox = channel, address, calls, outbox
         self.durable = False
+        self.waits_for_disk = ""
+        """What the server said when it ended because its disk was full or failed, until another one answers."""
         self.heard_at = now
         """When the latest frame came."""
         place = parse_address(channel.address)
@@ -46,6 +48,13 @@ class ServerWatch:
         if now - self._gone_since < SERVER_GONE_S:
             return None
         return Disconnected(f"the server at {self._address} is gone; start it, and connect again")
+
+    @property
+    def why_silent(self) -> str:
+        """Why the server does not answer, as far as is known."""
+        if self.waits_for_disk:
+            return f"it ended, and waits for its disk: {self.waits_for_disk}"
+        return "the server may be stopped or out of reach"
 
     def _is_refused(self) -> bool:
         return self._port is not None and self._channel.is_lost and bool(self._port.is_refused())

@@ -17,13 +17,13 @@ def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
     return undo(request, reply, "abandoned wait")
 
 
-def unanswered(request: m.Request, address: str, wait_s: float) -> TransferQueueError:
-    """The error for a caller whose deadline passed without a word of the server.
+def unanswered(request: m.Request, address: str, wait_s: float, why: str) -> TransferQueueError:
+    """The error for a caller whose deadline passed without a word of the server. why: what is known of its silence.
 
     `DeadlineExceeded` where a late reply leaves nothing behind; `Unreachable` for what may have been carried out all the same.
     """
     name = m.tag_of(request)
-    silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; the server may be stopped or out of reach"
+    silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; {why}"
     if declaration(request).leaves_nothing:
         return DeadlineExceeded(f"{silent}, so what is missing is not known; nothing was changed")
     return Unreachable(silent + in_doubt(request))

@@ -7,8 +7,8 @@ The rules:
 2. `append` only buffers. `commit` makes everything buffered durable at once and atomically: after a crash either all records of a
    commit are found or none, and no commit without those before it.
 3. `checkpoint` replaces image and tail by a new image, atomically: after a crash either the old pair is found or the new image.
-4. A failed write raises `JournalFailed`. After one the journal accepts nothing more. The server must end without answering, since
-   whatever it did after the last commit is undone by the restart.
+4. A failed write raises `JournalFailed`. The server must end without answering, since whatever it did after the last commit is undone by the
+   restart. After `DiskFailed` of a full disk nothing was written, and the same call may be made again once there is room.
 5. Each commit is a *turn*, counted from 1. A turn, records or image, is stored with its number, the digest of the turn before it, and
    the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a random identity. So a reader finds
    a changed bit, and a turn that is missing, doubled or from another time. The head (`Head`, `journal_head`) finds what a reader
@@ -22,6 +22,8 @@ The `Level` says how durable a commit is: ``process`` hands it to the operating 
 from __future__ import annotations
 
 import enum
+import errno
+import os
 import secrets
 import sqlite3
 from collections.abc import Iterable
@@ -34,6 +36,8 @@ import msgspec
 import xxhash
 
 from transferqueue.errors import Corruption, JournalFailed, TransferQueueError, UsageError
+from transferqueue.server.durability.disk import disk_error, disk_failed
+from transferqueue.storage.memory.room import free_bytes
 from transferqueue.wire.versions import VERSION
 
 if TYPE_CHECKING:
@@ -46,6 +50,8 @@ PAGE_BYTES: Final = 8192
 LOCK_WAIT_S: Final = 5.0
 """How long another tool may lock the database when a server starts."""
 IDENTITY_BYTES: Final = 16
+_IMAGE_SLACK: Final = 8
+"""A database needs at most one part in so many more than the image that is written to it."""
 SECRET_BYTES: Final = 32
 
 
@@ -108,7 +114,8 @@ class Journal(Protocol):
         """Make all appended records durable, as the level requires. Blocks until they are. `JournalFailed` if the write fails."""
 
     def checkpoint(self, image: bytes) -> None:
-        """Replace image and tail, and all appended records, by `image`. Atomic and durable. `JournalFailed` if the write fails."""
+        """Replace image and tail, and all appended records, by `image`. Atomic and durable. `JournalFailed` if the write fails; then a `commit`
+        of the records may follow."""
 
     def load(self) -> tuple[bytes | None, Iterable[bytes]]:
         """The image (None: there is none yet) and the records after it, in order. `Corruption` if the journal cannot be read."""
@@ -342,16 +349,29 @@ class SqliteJournal:
         """See `Journal.checkpoint`."""
         turn = self.turn + 1
         digest = _image_digest(turn, self.digest, image)
+        with _failing(self.path, "cannot be rewritten"):
+            if free_bytes(self.path.parent)[0] < len(image) + len(image) // _IMAGE_SLACK + PAGE_BYTES:
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} for {len(image):,} bytes")
+        self._note_begun(turn, digest)
+        try:
+            self._replace(turn, digest, image)
+        except BaseException:
+            self._note_begun(self.turn, self.digest)  # the turn may be another one yet
+            raise
+        self._turn_written(turn, digest)
+
+    def _note_begun(self, turn: int, digest: bytes) -> None:
         self.head.begin(turn, digest)
         if self._disk:
             self.head.sync()
-        with _failing(self.path, "cannot be written"), self._database:
+
+    def _replace(self, turn: int, digest: bytes, image: bytes) -> None:
+        with _failing(self.path, "cannot be rewritten"), self._database:
             self._database.execute("BEGIN IMMEDIATE")
             self._database.execute(
                 "INSERT OR REPLACE INTO image VALUES (1, ?, ?, ?, ?)", (turn, self.digest, image, digest)
             )
             self._database.execute("DELETE FROM tail")
-        self._turn_written(turn, digest)
 
     def _turn_written(self, turn: int, digest: bytes) -> None:
         self.head.end(turn, digest)
@@ -383,6 +403,8 @@ def _failing(path: Path, what: str) -> Iterator[None]:
     except TransferQueueError:
         raise
     except (sqlite3.Error, OSError) as error:
+        if (cause := disk_error(error)) is not None:
+            raise disk_failed(f"journal {path} {what}", path.parent, cause) from error
         raise JournalFailed(
             f"journal {path} {what}: {error}; nothing since the last commit was told to anybody. Make room "
             "there, or name another state directory, and start the server again"
@@ -396,6 +418,8 @@ def _corrupt(path: Path) -> Iterator[None]:
     except TransferQueueError:
         raise
     except (sqlite3.Error, msgspec.MsgspecError, TypeError, ValueError, OSError) as error:
+        if (cause := disk_error(error)) is not None:
+            raise disk_failed(f"journal {path} cannot be read", path.parent, cause) from error
         raise Corruption(
             f"journal {path} cannot be read: {error}; restore a snapshot, or start with an empty state directory"
         ) from error

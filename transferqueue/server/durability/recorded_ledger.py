@@ -21,6 +21,7 @@ import msgspec
 
 from transferqueue.errors import (
     Corruption,
+    DiskFailed,
     FlowSignal,
     InternalError,
     JournalFailed,
@@ -153,6 +154,8 @@ class Tail:
     records: int = 0
     nbytes: int = 0
     image_nbytes: int = 0
+    patience: int = 1
+    """Doubled when the disk had no room for a new image: the next one is tried when the tail is twice as long."""
 
     def add(self, record: bytes) -> None:
         """Count a record."""
@@ -162,7 +165,8 @@ class Tail:
     @property
     def outgrown(self) -> bool:
         """Whether a new image is due."""
-        return self.records > TAIL_RECORDS_MAX or self.nbytes > max(TAIL_BYTES_MIN, 2 * self.image_nbytes)
+        bytes_max = max(TAIL_BYTES_MIN, 2 * self.image_nbytes)
+        return self.records > TAIL_RECORDS_MAX * self.patience or self.nbytes > bytes_max * self.patience
 
 
 class RecordedLedger(Ledger):
@@ -176,6 +180,7 @@ class RecordedLedger(Ledger):
         self.continue_from(ledger)
         self._journal = journal
         self._tail = tail or Tail()
+        self._needs_image = False
         self._append(_Begun(epoch))
 
     # ------------------------------------------------------------ recorded calls
@@ -300,24 +305,30 @@ class RecordedLedger(Ledger):
 
     def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
         """See `Ledger.restore_snapshot`. No record: the next commit leaves an image of what there is then."""
-        self._tail.records = TAIL_RECORDS_MAX + 1  # first: so a restored state is never without an image
+        self._needs_image = True  # first: so a restored state is never without an image
         super().restore_snapshot(snapshot, now)
 
     # ------------------------------------------------------------ commits
 
     def commit(self) -> None:
         """Return when all changes so far are durable. After `JournalFailed` the server must end without sending answers."""
-        if self._tail.outgrown:
+        if self._needs_image:
             self.checkpoint()
-        else:
-            self._journal.commit()
+        elif self._tail.outgrown:
+            try:
+                self.checkpoint()
+            except DiskFailed as error:
+                if not error.is_full:
+                    raise
+                self._tail.patience *= 2
+        self._journal.commit()
 
     def checkpoint(self) -> None:
         """Commit, and replace the tail by an image, so that the next start is quick. Takes as long as `image`."""
         with _without_garbage_collection():
             state = self.image()
         self._journal.checkpoint(state)
-        self._tail = Tail(image_nbytes=len(state))
+        self._tail, self._needs_image = Tail(image_nbytes=len(state)), False
 
 
 class LoadableJournal(Protocol):

@@ -21,9 +21,10 @@ from typing import Final
 
 import msgspec
 
-from transferqueue.errors import Corruption, TransferQueueError, UsageError
+from transferqueue.errors import Corruption, DiskFailed, TransferQueueError, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.server.durability import journal_head
+from transferqueue.server.durability.disk import disk_error
 from transferqueue.server.durability.journal import JournalContents, Level, read_journal
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, Notes
 from transferqueue.server.durability.recorded_ledger import STATE, Tail, replay_journal
@@ -93,6 +94,8 @@ def read_about(path: Path) -> tuple[About | None, str]:
     except FileNotFoundError:
         return None, ""
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        if disk_error(error) is not None:
+            raise
         return None, str(error)
 
 
@@ -197,6 +200,8 @@ def _what_was_lost(path: Path) -> str:
     try:
         journal = _journal(path)
         rows = {} if journal is None else replay_journal(journal)[0].live_rows()
+    except DiskFailed:
+        raise
     except TransferQueueError as error:
         return f"What it held cannot be told: {error}"
     return f"Rows that are lost: {json.dumps(rows)}"

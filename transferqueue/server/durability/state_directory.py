@@ -5,7 +5,7 @@ The rules:
 1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``, the link
    ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is missing. The arena's last page
    is the head of the journal (`journal_head`).
-2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
+2. Its disk may be full or fail without damage: see `disk`. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
    level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
 3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on the device; at
    both levels its records are in the journal. Blocks in an arena in the state directory have checksums. The client that writes a block
@@ -25,18 +25,19 @@ import itertools
 import logging
 import os
 import time
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
 
-from transferqueue.errors import AddressInUse, Corruption, UsageError, listing
+from transferqueue.errors import AddressInUse, Corruption, DiskFailed, OutOfMemory, UsageError, listing
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.limits import ARENA_BYTES_DEFAULT, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.durability import recovery
+from transferqueue.server.durability.disk import DiskReserve, disk_error, disk_failures
 from transferqueue.server.durability.journal import Level, SqliteJournal, new_origin
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
@@ -53,6 +54,7 @@ from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.room import room
 from transferqueue.transport import FileLock
 from transferqueue.transport.system.file_system import memory_file_system
 from transferqueue.transport.system.private_files import private_directory, sync_directory, write_private
@@ -78,8 +80,19 @@ class Durability(Protocol):
     def checksums(self) -> bool:
         """Whether each block must be committed with the checksum of its bytes."""
 
+    @property
+    def shortage(self) -> str:
+        """Why requests that add work are refused now; "" if they are not."""
+
+    @property
+    def due_at(self) -> float | None:
+        """When to `look` next; None: at no time."""
+
+    def look(self, now: float) -> None:
+        """Look whether the shortage has ended."""
+
     def commit(self) -> None:
-        """Return when all changes so far are durable: answers may be sent then."""
+        """Return when all changes so far are durable: answers may be sent then. `DiskFailed` if the disk is full, or gives errors."""
 
 
 def without_checksum(request: m.Request) -> UsageError | None:
@@ -118,6 +131,11 @@ class NoDurability:
     sessions_stay: Final = False
     checksums: Final = False
     keeps_own_copy: Final = False
+    shortage: Final = ""
+    due_at: Final = None
+
+    def look(self, now: float) -> None:
+        """Do nothing."""
 
     def commit(self) -> None:
         """Do nothing."""
@@ -129,7 +147,7 @@ class StateDirectory:
     `ledger`, `allocator`, `arena`: as the last run left them, or new. `rebooted`: whether the machine was rebooted since. `secret`: the key
     of tickets, the same in all runs. path: created if missing. accept_loss: where `Corruption` would be raised, move the files
     aside and start with an empty queue. `UsageError` for a directory or level that cannot be used, `AddressInUse` if another server
-    has it, `Corruption` if it cannot be read completely; then nothing is changed.
+    has it, `DiskFailed` if its disk is full or gives errors, `Corruption` if it cannot be read completely; then nothing is changed.
     """
 
     def __init__(
@@ -143,7 +161,9 @@ class StateDirectory:
         accept_loss: bool = False,
     ) -> None:
         self.sessions_stay: Final = True
-        self.path: Final = private_directory(path.absolute(), "state directory")
+        self.path: Final = path.absolute()
+        with disk_failures(f"state directory {path} cannot be made", self.path):
+            private_directory(self.path, "state directory")
         self.level: Final = level
         if level.survives_reboot and (kind := memory_file_system(self.path)):
             _log.warning(
@@ -154,17 +174,17 @@ class StateDirectory:
             )
         self._synced_blocks = 0
         self._synced_at = 0.0
-        with ExitStack() as made:
+        with ExitStack() as made, disk_failures(f"state directory {self.path} cannot be opened", self.path):
             self._lock = _locked(self.path)
             made.callback(self._lock.release, unlink=False)
-            previous = self._examine(accept_loss)
+            self._reserve: Final = DiskReserve(self.path, arena_bytes or ARENA_BYTES_DEFAULT)
+            made.callback(self._reserve.close)
+            previous, journal = self._open(arena_bytes, shared, accept_loss, made)
             self.rebooted: Final = isinstance(previous, LostAtReboot) or (previous is not None and previous.rebooted)
+            ledger, tail = Ledger(epoch=0), Tail()
             if isinstance(previous, PreviousState):
-                journal = self._continue(previous, arena_bytes, made)
                 ledger, tail = previous.ledger, previous.tail
-            else:
-                journal = self._begin(arena_bytes, shared, made)
-                ledger, tail = Ledger(epoch=0), Tail()
+            self._reserve.begin()
             self.secret: Final = journal.origin.secret
             self.checksums: Final = Path(self.arena.arena.path).parent == self.path
             self.ledger: Final = RecordedLedger(
@@ -191,21 +211,60 @@ class StateDirectory:
         with self.arena.arena.view(offset, nbytes) as view:
             return checksum(view)
 
+    @property
+    def shortage(self) -> str:
+        """See `Durability`."""
+        return self._reserve.shortage
+
+    @property
+    def due_at(self) -> float | None:
+        """See `Durability`."""
+        return self._reserve.due_at
+
+    def look(self, now: float) -> None:
+        """See `Durability`."""
+        self._reserve.look(now)
+
     def commit(self) -> None:
         """See `Durability.commit` and rule 3."""
         committed = self.ledger.blocks_committed
         if self.level.survives_reboot and committed != self._synced_blocks:
-            self.arena.arena.sync()
+            with self._unwritten():
+                self.arena.arena.sync()
         self._synced_blocks = committed
-        self.ledger.commit()
+        while True:
+            try:
+                self.ledger.commit()
+                break
+            except DiskFailed as error:
+                if not self._may_try_again(error):
+                    raise
         if self.level.survives_reboot and (now := time.monotonic()) - self._synced_at > HEAD_SYNC_S:
-            self._head.sync()
+            with self._unwritten():
+                self._head.sync()
             self._synced_at = now
 
+    def _may_try_again(self, error: DiskFailed) -> bool:
+        """Whether a slice of the reserve could be given up, since the disk is full."""
+        return error.is_full and self._reserve.give_up()
+
+    @contextmanager
+    def _unwritten(self) -> Iterator[None]:
+        """Around a flush. One that failed is not tried again: the system may then say that it wrote what it has dropped."""
+        try:
+            yield
+        except OutOfMemory as error:
+            raise DiskFailed(f"{error}; {room(self.path)}. Start the server again", is_full=False) from error
+
     def checkpoint(self) -> None:
-        """Commit, and write an image, so that the next start is quick."""
+        """Commit, and write an image, so that the next start is quick. A disk without room for the image keeps the records instead."""
         self.commit()
-        self.ledger.checkpoint()
+        try:
+            self.ledger.checkpoint()
+        except DiskFailed as error:
+            if not error.is_full:
+                raise
+            _log.warning("no new image, so the next start takes longer: %s", error)
 
     def close(self) -> None:
         """Close everything. The state on disk and in shared memory stays as at the last commit. Closing twice is allowed."""
@@ -222,11 +281,32 @@ class StateDirectory:
 
     # ------------------------------------------------------------ start
 
+    def _open(
+        self, arena_bytes: int | None, shared: Path, accept_loss: bool, made: ExitStack
+    ) -> tuple[PreviousState | LostAtReboot | None, SqliteJournal]:
+        """Read the state of the previous run, and continue it or begin anew. Reading needs some room too: it may cost slices of the reserve."""
+        while True:
+            with ExitStack() as opened:
+                try:
+                    with disk_failures(f"state directory {self.path} cannot be opened", self.path):
+                        previous = self._examine(accept_loss)
+                        if isinstance(previous, PreviousState):
+                            journal = self._continue(previous, arena_bytes, opened)
+                        else:
+                            journal = self._begin(arena_bytes, shared, opened)
+                    made.enter_context(opened.pop_all())
+                    return previous, journal
+                except DiskFailed as error:
+                    if not self._may_try_again(error):
+                        raise
+
     def _examine(self, accept_loss: bool) -> PreviousState | LostAtReboot | None:
         """Read the state of the previous run; None to start anew. A state that cannot be used is moved aside, if that is allowed."""
         try:
             previous = recovery.examine(self.path, self.level)
         except Corruption as error:
+            if disk_error(error) is not None:
+                raise  # no damage, so nothing is lost or moved aside
             if not accept_loss:
                 memory = " and gives the shared memory of its rows back" if self.level.in_shared_memory else ""
                 raise Corruption(

@@ -13,11 +13,11 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, Self
 
-from transferqueue.errors import UsageError
+from transferqueue.errors import DiskFailed, UsageError
 from transferqueue.limits import BUSY_POLL_S_MAX
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import ArenaDirectory, served_arena
+from transferqueue.server.files import ArenaDirectory, leave_note, served_arena
 from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.spill.spill_file import spill_policy
@@ -72,7 +72,7 @@ def serve(
         _check_without_tcp(keys, Carrier.STREAM if carrier is None else chosen)
     spill = spill_policy(spill_dir, spill_bytes)
     allow_many_files()
-    with Signals() as signals:
+    with Signals() as signals, _noted(socket_file):
         keyring = _keyring(keys, ports)
         if plain_bytes and keyring is None:
             _log.warning("--plain-bytes changes nothing: this server has no keys, so it encrypts nothing")
@@ -96,6 +96,16 @@ def serve(
             on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
             server.run(woken_by=signals)
         life_event("server_stopped", address=server.address)
+
+
+@contextmanager
+def _noted(address: IpcAddress) -> Iterator[None]:
+    """If the disk of the state fails, leave a note of that for clients."""
+    try:
+        yield
+    except DiskFailed as error:
+        leave_note(address, str(error))
+        raise
 
 
 def _check_busy_poll(busy_poll_s: float) -> None:

@@ -5,6 +5,7 @@ The rules:
 - The server is a forked child. Modules are loaded once, in this process, so a restart takes milliseconds.
 - A crash is a death by a signal, an unexpected error, or `EXIT_AGAIN`. A server that was stopped, or that ended for a reason that it
   printed, is not started again.
+- A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to `DISK_RETRY_S_MAX`, for as long as it takes.
 - After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
 - SIGTERM and SIGINT stop the server, and then this process. SIGHUP is passed on.
 """
@@ -20,11 +21,13 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.errors import JournalFailed, TransferQueueError, UsageError
-from transferqueue.limits import RESTARTS_MAX, RESTARTS_WITHIN_S
+from transferqueue.errors import DiskFailed, JournalFailed, TransferQueueError, UsageError
+from transferqueue.limits import DISK_RETRY_S, DISK_RETRY_S_MAX, RESTARTS_MAX, RESTARTS_WITHIN_S
 
 EXIT_REPORTED: Final = 1
 EXIT_WRONG_CALL: Final = 2
+EXIT_DISK: Final = 74
+"""The disk of the state is full or gives errors, and nothing is damaged: EX_IOERR of sysexits.h."""
 EXIT_AGAIN: Final = 75
 """The cause may be temporary: EX_TEMPFAIL of sysexits.h."""
 EXIT_DEFECT: Final = 70
@@ -40,7 +43,7 @@ def exit_code(run: Callable[[], object]) -> int:
     except TransferQueueError as error:
         sys.stderr.write(f"transferqueue: {error}\n")
         if isinstance(error, JournalFailed):
-            return EXIT_AGAIN
+            return EXIT_DISK if isinstance(error, DiskFailed) else EXIT_AGAIN
         return EXIT_WRONG_CALL if isinstance(error, UsageError) else EXIT_REPORTED
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
@@ -54,12 +57,20 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
     crashes: deque[float] = deque(maxlen=RESTARTS_MAX)
+    pause_s = DISK_RETRY_S
     try:
         while True:
+            began = clock()
             code, stopped = _run_child(run, before)
             if stopped or code in (0, EXIT_REPORTED, EXIT_WRONG_CALL):
                 return code
             now = clock()
+            if code == EXIT_DISK:
+                pause_s = DISK_RETRY_S if now - began > DISK_RETRY_S_MAX else pause_s
+                if _stopped_within(pause_s):
+                    return code
+                pause_s = min(2 * pause_s, DISK_RETRY_S_MAX)
+                continue
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
                 sys.stderr.write(
                     f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s, which is no "
@@ -70,6 +81,18 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
             sys.stderr.write(f"transferqueue: the server crashed (exit code {code}); starting it again\n")
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _stopped_within(pause_s: float) -> bool:
+    """Wait for a disk. Whether a signal told this process to stop meanwhile."""
+    sys.stderr.write(f"transferqueue: the server waits for its disk; starting it again in {pause_s:g} s\n")
+    sys.stderr.flush()
+    until = time.monotonic() + pause_s
+    while (left_s := until - time.monotonic()) > 0:
+        told = signal.sigtimedwait(_SIGNALS, left_s)
+        if told is not None and told.si_signo in (signal.SIGTERM, signal.SIGINT):
+            return True
+    return False
 
 
 def _run_child(run: Callable[[], object], mask: set[int | signal.Signals]) -> tuple[int, bool]:

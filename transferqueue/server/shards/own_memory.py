@@ -44,6 +44,8 @@ class OwnShardMemory:
         """When `trim` has something to do next: at once (0) while pages are reserved ahead; None: nothing is due."""
         self.backlog: Backlog | None = None
         """What it may hold together with the disk to which cold blocks go; None: there is none."""
+        self.grows_ahead = True
+        """Whether pages are reserved ahead of use, which they are not while their disk is full."""
         self._trim_at: float | None = None
         self._ahead_from = self._ahead_to = 0
         self._refusal = ""
@@ -67,7 +69,7 @@ class OwnShardMemory:
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""
         if self.due_at == GROWING:
-            if not self.arena.grow(self._ahead_from, self._ahead_to):
+            if not (self.grows_ahead and self.arena.grow(self._ahead_from, self._ahead_to)):
                 self.due_at = self._trim_at
         elif self._trim_at is not None and now >= self._trim_at:
             self.arena.trim(self.allocator)
@@ -103,7 +105,7 @@ class OwnShardMemory:
 
     def _look_ahead(self, end: int, *, fresh: bool) -> None:
         """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""
-        if fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2:
+        if self.grows_ahead and (fresh or end > self._ahead_to - ARENA_STEP_BYTES // 2):
             self._ahead_from, self._ahead_to = end, min(end + ARENA_STEP_BYTES, self.arena.capacity)
             self.due_at = GROWING
 

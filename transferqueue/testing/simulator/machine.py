@@ -183,6 +183,11 @@ class SimDurability:
     checksums: Final = False
     keeps_own_copy: Final = False
     rebooted: Final = False
+    shortage: Final = ""
+    due_at: Final = None
+
+    def look(self, now: float) -> None:
+        """Nothing to see: a full disk ends this server."""
 
     def __init__(self, ledger: RecordedLedger, clock: Callable[[], float]) -> None:
         self._ledger = ledger

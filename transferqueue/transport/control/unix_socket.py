@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import BYTES_QUEUED_MAX, FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, STRANGER_S
+from transferqueue.limits import BYTES_QUEUED_MAX, FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, NOTE_BYTES_MAX, STRANGER_S
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.system.private_files import read_private
 
 _log: Final = logging.getLogger("transferqueue.server")
 REDIAL_S: Final = 0.01
@@ -228,6 +229,9 @@ class UnixChannel(PolledChannel):
             return f"this user may not open {self._path}: connect as the user that the server runs as, or over tcp"
         if self._stream is not None:
             return "a process listens there and does not answer: it may be stopped, or busy"
+        with suppress(OSError, UnicodeDecodeError):
+            note = IpcAddress(Path(self._path)).note_path
+            return f"its server ended, and waits for its disk: {read_private(note, NOTE_BYTES_MAX).decode()}"
         return f"is a server running there? Start one: transferqueue serve --address {self.address}"
 
     def send(self, frame: bytes) -> None:
