@@ -5,11 +5,13 @@ import signal
 import socket
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 import transferqueue as tq
+from tests.client.deployments import until_someone_waits
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ClientKeys, JoinToken, KeyPair, read_token, write_token
@@ -128,8 +130,14 @@ def test_a_revoked_key_is_out_and_its_leases_return(server, table):
     consumer = tq.connect(token)
     held = consumer.table("t").lease("train", rows=1, timeout_s=20)
     assert held["x"].list() == [[7]]
-    keyring.revoke(server.keys, "late")
-    server.process.send_signal(signal.SIGHUP)
+    with ThreadPoolExecutor() as threads:
+        waits = threads.submit(consumer.table("t").lease, "train", rows=1, timeout_s=60)
+        with tq.connect(server.ipc) as looking:
+            until_someone_waits(looking, "t")
+        keyring.revoke(server.keys, "late")
+        server.process.send_signal(signal.SIGHUP)
+        with pytest.raises(tq.Disconnected, match="the key of this client was withdrawn; get another key"):
+            waits.result(timeout=QUIET_S * 10)
     with table.lease("train", rows=1, timeout_s=20) as batch:
         assert batch["x"].list() == [[7]]
     with pytest.raises(tq.Unreachable, match="revoked"):

@@ -39,9 +39,9 @@ def of_sqlite(code):
 @pytest.mark.parametrize("outer", [None, Corruption("torn"), OutOfMemory("small"), UsageError("name another")])
 def test_an_error_of_the_disk_is_found_under_others_and_names_no_loss(tmp_path, number, outer):
     error = raised(OSError(number, os.strerror(number)), outer)
-    with pytest.raises(DiskFailed, match=rf"{tmp_path} has [\d,]+ of [\d,]+ bytes free. Nothing is damaged") as told:
-        with disk_failures("journal x cannot be read", tmp_path):
-            raise error
+    why = rf"{tmp_path} has [\d,]+ of [\d,]+ bytes free. Nothing is damaged"
+    with pytest.raises(DiskFailed, match=why) as told, disk_failures("journal x cannot be read", tmp_path):
+        raise error
     assert told.value.is_full is (number in (errno.ENOSPC, errno.EDQUOT))
     assert "accept-loss" not in str(told.value)
 
@@ -130,18 +130,22 @@ def test_a_journal_that_may_not_grow_ends_the_server_and_the_next_one_has_all_th
     client = life.client()
     client.ask(msgspec.structs.replace(TABLE, limits=Limits()))
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    answered = 0
+    answered: list[int] = []
+
+    def put_for_ever():
+        while True:
+            write(life, client, 1, len(answered))
+            answered.append(1)
+
     log = tmp_path / "state" / (recovery.JOURNAL + "-wal")
     resource.setrlimit(resource.RLIMIT_FSIZE, (max(MIB * 2, log.stat().st_size + (1 << 16)), before[1]))
     try:
         with pytest.raises(DiskFailed, match="cannot be written: its disk is full"):
-            while True:
-                write(life, client, 1, answered)
-                answered += 1
+            put_for_ever()
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert life.state.shortage
     life.crash()
     following = Life(tmp_path / "state", Level.DISK, shared)
-    assert following.state.ledger.live_rows() == {"t": answered}
+    assert following.state.ledger.live_rows() == {"t": len(answered)}
     following.crash()

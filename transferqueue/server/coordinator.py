@@ -3,7 +3,7 @@
 It opens no socket, reads no clock and starts no thread. The loop brings events and the time (`receive`, `tick`,
 `process_exited`, `peer_lost`), and sends the answers in `outbox`. The rules:
 
-- A peer whose key is unknown or withdrawn gets no answer. A request that its role may not send (`sessions.authorization`), or
+- A peer whose key is unknown or withdrawn gets no answer; one with a session is told when its key is withdrawn. A request that its role may not send (`sessions.authorization`), or
   that is for another coordinator (`sessions.home_coordinator`), is refused before anything else happens.
 - A frame that is no message is counted and answered with `ProtocolError`. It changes nothing.
 - A call in a session that is not open is answered with `Disconnected`.
@@ -83,6 +83,7 @@ from transferqueue.wire.versions import refusal_of
 _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
+_WITHDRAWN: Final = "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue keys)"
 _ADD_WORK: Final = frozenset(
     {m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore, m.RestorePart}
 )
@@ -355,12 +356,13 @@ class Coordinator:
         self._run_until_idle(now)
 
     def keys_changed(self, now: float) -> None:
-        """End the sessions whose key was withdrawn. Their clients get no answer."""
+        """End the sessions whose key was withdrawn, and tell each that once."""
         if self.cut_hold.session:
             self._hold_back(self.keys_changed, 0, now)
             return
         for session in [session for session in self.sessions if self._authorizer.role(session.peer) is None]:
             self.counters.sessions_dropped += 1
+            self._answer(session.peer, 0, _failed(Disconnected(_WITHDRAWN)))
             self._end(session, now, "", how="its key was withdrawn")
         self._run_until_idle(now)
 
@@ -488,7 +490,13 @@ class Coordinator:
         authorization.check_offer(role, hello)
         self.sessions.check_room()
         hello = self.shards.assign_number(hello, keyed=bool(authorization.key_of(peer)))
-        session = self.sessions.open(hello, self._open_process(hello), peer, now)
+        try:
+            process = self._open_process(hello)
+        except OSError as error:
+            raise Full(
+                f"session refused: the server may open no more files ({error.strerror}); raise its limit (ulimit -n), or close queues that are not used"
+            ) from error
+        session = self.sessions.open(hello, process, peer, now)
         try:
             self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
             self.shards.join(session)

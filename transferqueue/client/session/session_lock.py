@@ -12,6 +12,7 @@ from typing import Final
 
 from transferqueue.errors import UsageError
 from transferqueue.transport import FileLock, IpcAddress, TcpAddress, parse_address, runtime_directory
+from transferqueue.transport.system.descriptors import check_descriptors
 
 TRIES_MAX: Final = 100
 """A server that stops removes an empty ``sessions/``, perhaps just before the lock file is made; it does so once."""
@@ -27,6 +28,7 @@ class SessionLock:
             self._take()
         except OSError as error:
             self._remove_directories()
+            check_descriptors("a session")
             raise UsageError(
                 f"session file {self.path} cannot be made: {error.strerror}; a client needs to write in its server's "
                 "runtime directory, so that its death can be seen (TRANSFERQUEUE_RUNTIME names another for tcp)"

@@ -13,6 +13,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from transferqueue.errors import NotFound, OutOfMemory, Unreachable, UsageError
+from transferqueue.storage.memory.room import room
 from transferqueue.transport.system.private_files import private_directory
 
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
@@ -37,7 +38,7 @@ class DirectoryStore:
             file.unlink(missing_ok=True)
             if error.errno in _FULL:
                 raise OutOfMemory(
-                    f"{self._path} has no room for {content.nbytes} bytes ({error.strerror}); consume rows, or lower --arena-bytes"
+                    f"{self._path} has no room for {content.nbytes} bytes ({error.strerror}): {room(self._path)}; consume rows, or lower --arena-bytes"
                 ) from error
             raise self._failed(error) from error
 

@@ -31,6 +31,7 @@ import xxhash
 
 from transferqueue.errors import Corruption, NotFound, OutOfMemory, PeerError, UsageError
 from transferqueue.limits import MIB
+from transferqueue.storage.memory.room import room
 from transferqueue.transport.system.private_files import make_directories, sync_directory
 
 MANIFEST: Final = "MANIFEST.json"
@@ -371,7 +372,7 @@ def writing_to(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise OutOfMemory(
-                f"snapshot in {path} does not fit its disk ({error.strerror}); those before it are whole: free some space"
+                f"snapshot in {path} does not fit its disk ({error.strerror}): {room(path)}; those before it are whole: free some space"
             ) from error
         if error.errno is None:
             raise

@@ -517,8 +517,8 @@ class SnapshotJobs:
         extent = self._memory.take(max(nbytes, 1))
         if extent is None:
             raise OutOfMemory(
-                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes; start a server with "
-                "a larger --arena-bytes"
+                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes: {nbytes:,} are wanted, and the largest free piece "
+                f"has {self._memory.allocator.largest:,}; start a server with a larger --arena-bytes"
             )
         extents.append(extent)
         return extent[0]

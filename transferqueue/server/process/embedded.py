@@ -17,8 +17,11 @@ from transferqueue.limits import check_path, parse_bytes
 from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
+from transferqueue.transport.system.descriptors import CONNECTION_DESCRIPTORS, check_descriptors
 from transferqueue.transport.system.threads import STOP_S, still_runs
 
+EMBEDDED_DESCRIPTORS: Final = 2 * CONNECTION_DESCRIPTORS
+"""What its server takes, about fourteen, and the connection to it."""
 _numbers: Final = itertools.count(1)
 _running: Final[weakref.WeakValueDictionary[tuple[int, str], EmbeddedServer]] = weakref.WeakValueDictionary()
 """By process and address: a forked child has none."""
@@ -61,6 +64,7 @@ def start(arena_bytes: int | str | None = None, runtime: str | Path | None = Non
     arena_bytes: the ceiling of its memory (None: the default, clipped to the machine's). runtime: a private
     directory for its socket (None: the user's). `UsageError` for a directory that cannot be used.
     """
+    check_descriptors("an embedded queue", EMBEDDED_DESCRIPTORS)
     directory = Path(check_path("runtime", runtime)).absolute() if runtime is not None else runtime_directory()
     socket = parse_address(f"ipc://{directory}/{os.getpid()}-{next(_numbers)}.sock")
     if not isinstance(socket, IpcAddress):

@@ -10,6 +10,7 @@ The rules (docs/decisions/0004):
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -56,14 +57,15 @@ class ProcessHandle:
 
 
 def open_process(hello: m.Hello) -> ProcessHandle:
-    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does not exist."""
+    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does not exist, `OSError` if this
+    process may open no more files."""
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
         check_arena(hello.shard)
     lock = _lock_of(hello, must=shares_pids)
     try:
         pidfd = _pidfd_of(hello.pid) if shares_pids and hello.pid > 0 else -1
-    except UsageError:
+    except (UsageError, OSError):
         if lock is not None:
             lock.close()
         raise
@@ -142,5 +144,7 @@ def _pidfd_of(pid: int) -> int:
         return os.pidfd_open(pid)
     except (ProcessLookupError, OverflowError) as error:  # OverflowError: a number beyond a C int
         raise UsageError(f"session refused: process {pid} does not exist; send the number of the client") from error
-    except OSError:  # a kernel or a sandbox without pidfds: the lock and silence remain
-        return -1
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            raise
+        return -1  # a kernel or a sandbox without pidfds: the lock and silence remain

@@ -34,6 +34,7 @@ from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import UNCHECKED, checksum
+from transferqueue.storage.memory.room import room
 from transferqueue.transport.system.file_system import memory_file_system
 from transferqueue.transport.system.private_files import private_directory
 from transferqueue.wire import messages as m
@@ -262,7 +263,8 @@ class SpillFile:
         offset = self._allocator.allocate(nbytes) if fits else None
         if offset is None:
             raise OutOfMemory(
-                f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes allows"
+                f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes allows, and {nbytes:,} more are wanted; allow more, or "
+                "consume rows"
             )
         try:
             self._keep_bound()
@@ -299,7 +301,7 @@ class SpillFile:
             self._space.ensure(offset, nbytes)
         except OutOfMemory as error:
             raise OutOfMemory(
-                f"the disk of {self._directory} has no room for {nbytes:,} bytes: {error.__cause__}"
+                f"the disk of {self._directory} has no room for {nbytes:,} bytes ({error.__cause__}): {room(self._directory)}; free some space there"
             ) from error
 
     def _load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> m.BlocksLoaded:

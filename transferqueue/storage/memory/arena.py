@@ -34,6 +34,7 @@ from transferqueue.schema import align
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.intervals import Intervals
 from transferqueue.storage.memory.page_holds import claim, let_go, unheld
+from transferqueue.storage.memory.room import room
 
 KEEP_RATIO: Final = 1.10
 KEEP_BYTES: Final = 48 * MIB
@@ -103,7 +104,9 @@ class Arena:
             os.close(fd)
             if file is not None:
                 file.unlink(missing_ok=True)
-            raise OutOfMemory(f"an arena of {capacity} bytes cannot be made: {error}; ask for less") from error
+            raise OutOfMemory(
+                f"an arena of {capacity} bytes cannot be made: {error}; {room(directory or path)}; ask for less"
+            ) from error
 
     @classmethod
     def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
@@ -262,7 +265,7 @@ class Arena:
         error = self._allocates(start, end)
         if error is not None:
             raise OutOfMemory(
-                f"the arena at {self.path} cannot grow by {end - start} bytes ({error.strerror}): it has {self.backed}; "
+                f"the arena at {self.path} cannot grow by {end - start} bytes ({error.strerror}): it has {self.backed}; {room(self.path)}; "
                 "free rows, enlarge the file system (for /dev/shm: mount -o remount,size=...), or lower arena_bytes"
             ) from error
 

@@ -19,6 +19,7 @@ Invariants:
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import weakref
@@ -117,6 +118,10 @@ class Mapping:
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                raise OutOfMemory(
+                    f"the arena {path} cannot be opened: {error.strerror}; raise the limit of this process (ulimit -n), or close queues that are not used"
+                ) from error
             raise Disconnected(
                 f"the arena {path} cannot be opened ({error.strerror}): its server is gone, is another user's, or is not on "
                 "this machine"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import select
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
@@ -116,8 +117,14 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
 
 
 def is_served(address: str) -> bool | None:
-    """Whether a server runs at `address`, by its file lock. Does not block. None for tcp, where this is unknown."""
+    """Whether a server runs at `address`, by its file lock. Does not block. None where this is unknown: for tcp, and while this process may open
+    no more files."""
     place = parse_address(address)
     if isinstance(place, InprocAddress):
         return inproc.is_open(place)
-    return is_locked(place.lock_path) if isinstance(place, IpcAddress) else None
+    try:
+        return is_locked(place.lock_path) if isinstance(place, IpcAddress) else None
+    except OSError as error:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            return None
+        raise

@@ -232,6 +232,8 @@ class UnixChannel(PolledChannel):
         with suppress(OSError, UnicodeDecodeError):
             note = IpcAddress(Path(self._path)).note_path
             return f"its server ended, and waits for its disk: {read_private(note, NOTE_BYTES_MAX).decode()}"
+        if self.ways:
+            return "a server listens there, and closed the connection: it may open no more files (raise its limit: ulimit -n), or it stops"
         return f"is a server running there? Start one: transferqueue serve --address {self.address}"
 
     def send(self, frame: bytes) -> None:

@@ -11,6 +11,7 @@ Rules:
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import stat
@@ -128,6 +129,8 @@ def _open_to_probe(path: Path) -> int:
     except (FileNotFoundError, UsageError):
         raise
     except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+            raise  # it is this process that lacks something
         raise UsageError(f"lock file {str(path)[:200]!r} cannot be opened: {error}") from error
     try:
         _check_kind(path, os.fstat(fd))
