@@ -5,7 +5,7 @@ The rules:
 1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``, the link
    ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is missing. The arena's last page
    is the head of the journal (`journal_head`).
-2. Its disk may be full or fail without damage: see `disk`. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
+2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
    level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
 3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on the device; at
    both levels its records are in the journal. Blocks in an arena in the state directory have checksums. The client that writes a block
@@ -17,6 +17,7 @@ The rules:
    shared memory is not moved: its memory is given back.
 6. A reboot loses the state of level ``process``, which was in memory. The next server says so, and starts as in rule 5 without
    being asked.
+7. A disk that is full, or gives errors, is no damage: see `disk`.
 """
 
 from __future__ import annotations

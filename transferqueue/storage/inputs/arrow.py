@@ -31,6 +31,8 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
 
     array = _chunked(value, subject)
     kind = array.type
+    for chunk in array.chunks:
+        _check_offsets(chunk, subject)
     if isinstance(kind, pa.FixedShapeTensorType):
         return _parse_fixed_tensors(array, subject)
     if isinstance(kind, pa.BaseExtensionType):
@@ -46,6 +48,30 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
     return (
         _parse_lists(array.chunks, kind, subject) if array.chunks else _parse_lists([pa.array([], kind)], kind, subject)
     )
+
+
+def _check_offsets(chunk: Any, subject: str) -> None:
+    """Refuse offsets that descend or lead outside the values: Arrow checks them only on demand, and would read memory that is not the array's. Text is
+    looked at as bytes, since whether it is Unicode is checked later, more cheaply."""
+    import pyarrow as pa
+
+    as_bytes = {
+        pa.string(): pa.binary(),
+        pa.large_string(): pa.large_binary(),
+        pa.string_view(): pa.binary_view(),
+    }.get(chunk.type)
+    try:
+        if pa.types.is_dictionary(chunk.type):
+            _check_offsets(chunk.dictionary, subject)
+            pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary, safe=True)
+            return
+        (chunk if as_bytes is None else chunk.view(as_bytes)).validate(full=True)
+    except pa.ArrowInvalid as error:
+        if "UTF8" in str(error):
+            raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
+        raise SchemaError(
+            f"{subject}: the Arrow array is invalid ({str(error)[:200]}); make it anew from its source"
+        ) from error
 
 
 def _plain(array: Any, subject: str) -> list[Any]:
