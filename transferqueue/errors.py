@@ -184,6 +184,13 @@ class InternalError(TransferQueueError):
     """A defect of the queue itself. Please report it."""
 
 
+class LedgerTorn(BaseException):
+    """An unexpected exception came between the first and the last write of an operation, so the state of the ledger is not known. The server ends.
+
+    Not in the tree above, since no client gets it, and no `except Exception` may hold it.
+    """
+
+
 def _tree(root: type[TransferQueueError]) -> dict[str, type[TransferQueueError]]:
     by_name = {root.__name__: root}
     for child in root.__subclasses__():

@@ -51,6 +51,11 @@ REASONS_MAX: Final = 256
 """Distinct reasons of dropped rows, per table: each has a counter for ever."""
 REPLICAS_MAX: Final = 4096
 """Peers that share one batch: no more than sessions."""
+MEMORY_MARGIN_BYTES: Final = 2 * MIB
+"""What an operation of the ledger asks the system for, beside what its rows take, before its first write: a small one needs kilobytes, and its reply
+and its record are encoded after it. From 4 MiB on, asking costs a system call."""
+ROW_MEMORY_BYTES: Final = 640
+"""Of the server's memory for each row that an operation touches, at most: arrays of ids and places, keys, the queue's entries (measured, doubled)."""
 COPIES_MAX: Final = 4
 """Shards that store each block of a table (`replicas`). Two survive the loss of any one; each further copy costs the bytes again."""
 LEASES_REMEMBERED_MAX: Final = 4096

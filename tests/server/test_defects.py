@@ -5,15 +5,11 @@ import re
 
 import pytest
 
-from tests.server.nodes import Bench, lease, local, numbers, rows_of
-from transferqueue.errors import JournalFailed
-from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.state import LedgerState
+from tests.server.nodes import Bench, lease, local, rows_of
+from transferqueue.errors import JournalFailed, LedgerTorn
+from transferqueue.ledger.requests import ack, put
+from transferqueue.ledger.requests import lease as requests_lease
 from transferqueue.limits import DEFECT_PAUSE_S
-from transferqueue.policies import Task
-from transferqueue.schema import Field
-from transferqueue.server.durability.journal import Level, SqliteJournal
-from transferqueue.server.durability.recorded_ledger import RecordedLedger, replay_journal
 from transferqueue.transport import this_host
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
@@ -160,51 +156,64 @@ def test_a_journal_that_cannot_be_written_still_ends_the_server(bench, monkeypat
         client.post(m.ListTables())
 
 
-# ---------------------------------------------------------------- what a defect leaves in the journal
+# ---------------------------------------------------------------- a torn ledger
 
 
-def test_the_next_life_arrives_where_a_defect_left_this_one(tmp_path, monkeypatch):
-    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    ledger = RecordedLedger(Ledger(epoch=0), journal, epoch=5)
-    ledger.open_session(1, b"c" * 16, 0.0)
-    ledger.apply(
-        m.CreateTable("t", [Field("x", "int64")], [Task("train", ["x"], lease_s=5.0)]), session=1, call=1, now=0
-    )
-    ledger.apply(m.PutRequest("t", 4, numbers(4)), session=1, call=2, now=0)
-    ledger.apply(m.LeaseRequest("t", "train", rows=2), session=1, call=3, now=0)
-
-    end_pins = LedgerState.end_pins
-
-    def half(state, session):
-        end_pins(state, session)
-        broken()
-
-    expire = Ledger._expire
-
-    def expires_half(self, lease):
-        expire(self, lease)
-        broken()
-
-    monkeypatch.setattr(LedgerState, "end_pins", half)
-    monkeypatch.setattr(Ledger, "_expire", expires_half)
-    with pytest.raises(Defect):
-        ledger.apply(m.LeaseRequest("t", "train", rows=4), session=1, call=4, now=6.0)
-    with pytest.raises(Defect):
-        ledger.close_session(1, 7.0)
-    ledger.commit()
-    journal.close()
-    again = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    recovered, _ = replay_journal(again)
-    again.close()
-    for what in ("stats", "audit", "sessions"):
-        assert recovered.observe(m.Observe(what), 7.0) == ledger.observe(m.Observe(what), 7.0)
-    assert ledger.state.tables["t"].tasks["train"].counts == recovered.state.tables["t"].tasks["train"].counts
+def half(*_args, **_kwargs):
+    raise MemoryError
 
 
-def test_a_change_that_cannot_be_written_down_ends_the_server(tmp_path, monkeypatch):
-    journal = SqliteJournal(tmp_path / "journal.sqlite", Level.PROCESS)
-    ledger = RecordedLedger(Ledger(epoch=0), journal, epoch=5)
-    monkeypatch.setattr(journal, "append", broken)
-    with pytest.raises(JournalFailed, match="cannot be written down"):
-        ledger.open_session(1, b"c" * 16, 0.0)
-    journal.close()
+@pytest.mark.parametrize("what", ["put", "lease", "tick", "end"])
+def test_a_torn_ledger_ends_the_server_whatever_tore_it(bench, monkeypatch, what):
+    client, other = bench.client(**local()), bench.client(**local())
+    other.create_table()
+    other.ask(other.put(2))
+    leased = client.ask(lease(1))
+    acts = {
+        "put": lambda: other.post(other.put(1)),
+        "lease": lambda: other.post(lease(1)),
+        "tick": lambda: bench.pass_time(leased.lease_s + 1),
+        "end": lambda: bench.coordinator.process_exited(client.session, 0.0),
+    }
+    target = {"put": (put, "_add_rows"), "lease": (requests_lease, "_open_lease")}.get(what, (ack, "end_lease"))
+    monkeypatch.setattr(*target, half)
+    with pytest.raises(LedgerTorn, match="met MemoryError"):
+        acts[what]()
+    with pytest.raises(LedgerTorn):  # nothing further is done
+        bench.coordinator.receive(other.peer, b"", 0.0) or other.post(m.ListTables())
+    bench.coordinator.outbox.clear()
+    bench.coordinator.stop("the server has ended: why")
+    bench.deliver()
+    assert other.take(0).text == "the server has ended: why"
+
+
+def test_what_follows_a_request_ends_the_server_if_there_is_no_memory_for_it(bench, monkeypatch):
+    client = bench.client(**local())
+    client.create_table()
+    monkeypatch.setattr(bench.coordinator, "_apply_effects", half)
+    waits = client.post(lease(1, wait_s=60.0))
+    with pytest.raises(MemoryError):
+        client.post(client.put(1))
+    assert waits
+
+
+def test_a_message_for_which_there_is_no_memory_is_refused(bench, monkeypatch):
+    client = bench.client(**local())
+    with monkeypatch.context() as patch:
+        patch.setattr(codec, "decode_call", half)
+        call = client.post(m.ListTables())
+    refused = client.take(call)
+    assert refused.error == "Full"
+    assert "memory of the server process is exhausted" in refused.text
+    assert client.ask(m.ListTables()).names == []
+
+
+def test_a_request_that_finds_no_memory_before_it_writes_is_refused(bench, monkeypatch):
+    client = bench.client(**local())
+    client.create_table()
+    with monkeypatch.context() as patch:
+        patch.setattr(put, "_check_put", half)
+        refused = client.ask(client.put(1))
+    assert refused.error == "Full"
+    assert "memory of the server process is exhausted" in refused.text
+    assert isinstance(client.ask(client.put(1)), m.PutRows)

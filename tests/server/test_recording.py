@@ -10,7 +10,7 @@ import pytest
 
 from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
-from transferqueue.errors import Corruption, InternalError, UsageError
+from transferqueue.errors import Corruption, InternalError, LedgerTorn, OutOfMemory, UsageError
 from transferqueue.ledger import Ledger, MustWait
 from transferqueue.ledger.dispatch import OPERATIONS
 from transferqueue.policies import Task
@@ -169,20 +169,47 @@ def test_sessions_keep_what_the_server_knew_of_them(world, paper):
     assert (session.client, session.label, session.origin, session.open) == (b"c" * 16, "me", b"from here", True)
 
 
-def test_a_defect_that_changed_something_is_carried_out_again(world, paper, monkeypatch):
-    """What a request did before it failed by our fault is part of the history."""
+@pytest.mark.parametrize("defect", [ZeroDivisionError, MemoryError, RecursionError, KeyboardInterrupt])
+def test_a_request_that_tears_the_ledger_is_not_carried_out_by_the_next_life(world, paper, monkeypatch, defect):
     client = world.client()
     client.create(tasks=[Task("t")])
 
     def half(state, request, session, call):
+        state.core.begin()
         state.dropped_tables["half"] = 1
-        raise ZeroDivisionError
+        raise defect
 
     monkeypatch.setitem(OPERATIONS, m.Seal, half)
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(LedgerTorn, match=rf"Seal met {defect.__name__} .* after its first write"):
         client.apply(m.Seal("t"))
+    for act in (
+        lambda: client.put(1),
+        lambda: world.ledger.close_session(1, 0.0),
+        lambda: world.ledger.seen(1, 1),
+        world.ledger.checkpoint,
+    ):
+        with pytest.raises(LedgerTorn, match="followed one that was interrupted"):
+            act()
+    monkeypatch.undo()
+    world.ledger.commit()  # what was accepted before may be made durable
+    again = reborn(paper)
+    assert not again.torn
+    assert (again.state.dropped_tables, again.state.tables["t"].sealed) == ({}, False)
+
+
+def test_a_change_that_cannot_be_written_down_tears_the_ledger(world, paper, monkeypatch):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+
+    def no_memory(record):
+        raise MemoryError
+
+    monkeypatch.setattr(paper, "append", no_memory)
+    with pytest.raises(LedgerTorn, match="Put met MemoryError"):
+        client.put(1)
+    monkeypatch.undo()
     world.ledger.commit()
-    assert reborn(paper).state.dropped_tables == {"half": 1}
+    assert reborn(paper).state.tables["t"].rows_put == 0
 
 
 def test_a_new_image_is_made_when_the_tail_outgrows_it(world, paper, monkeypatch):
@@ -213,7 +240,7 @@ def test_a_record_that_is_refused_now_is_reported(world, paper):
     client.put(1)
     world.ledger.commit()
     del paper.records[1]
-    with pytest.raises(Corruption, match="record 1 of the journal was accepted once and is refused now: session 1"):
+    with pytest.raises(Corruption, match=r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives Disconnected: session 1"):
         replay_journal(paper)
 
 
@@ -224,7 +251,35 @@ def test_a_record_that_would_wait_now_is_reported(world, paper):
     client.lease("t", 1, wait_s=5)
     world.ledger.commit()
     del paper.records[3]
-    with pytest.raises(Corruption, match="Lease waits, but was carried out once"):
+    with pytest.raises(Corruption, match=r"\(Lease\) has another outcome now: recorded was \[1, 1, 1, \d+\], its replay gives a wait"):
+        replay_journal(paper)
+
+
+def test_a_record_whose_replay_gives_other_rows_is_reported(world, paper):
+    """As after a put that had failed once and was replayed as if it could succeed: later leases would get other rows."""
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    client.put(1)
+    world.ledger.commit()
+    del paper.records[3]
+    with pytest.raises(
+        Corruption, match=r"record 3 .*\(Put\) has another outcome now: recorded was \[2, 1\], its replay gives \[0, 1\]"
+    ):
+        replay_journal(paper)
+
+
+def test_a_replay_without_memory_says_so(world, paper, monkeypatch):
+    client = world.client()
+    client.create(tasks=[Task("t")])
+    client.put(2)
+    world.ledger.commit()
+
+    def none_left(state, request, session, call):
+        raise MemoryError
+
+    monkeypatch.setitem(OPERATIONS, m.PutRequest, none_left)
+    with pytest.raises(OutOfMemory, match=r"record 3 .* cannot be replayed.*start the server with more memory"):
         replay_journal(paper)
 
 

@@ -18,7 +18,7 @@ from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import decode_ids
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
-from transferqueue.limits import TABLES_MAX, check_name
+from transferqueue.limits import ROW_MEMORY_BYTES, TABLES_MAX, check_name
 from transferqueue.text import counted
 from transferqueue.wire import messages as m
 
@@ -45,6 +45,7 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
         return there.terms()
     if len(state.tables) >= TABLES_MAX:
         raise Full(f"{TABLES_MAX} tables exist, the most there may be; drop some")
+    state.core.begin()
     table = state.tables[request.name] = tables.create_table(state.core, request)
     if table.pacing is not None and table.pacing.channel in state.channels:
         table.clock = max(0, state.channels[table.pacing.channel].latest)
@@ -68,6 +69,7 @@ def _add_task(state: LedgerState, request: m.AddTask, session: SessionState, cal
 def _add_fields(state: LedgerState, request: m.AddFields, session: SessionState, call: int) -> Answer:
     table = state.table(request.table)
     known = table.rows.check_fields(request.fields)
+    table.begin(fields=len(request.fields))
     for field in known.values():
         table.rows.add_field(field)
     return table.terms()
@@ -82,6 +84,7 @@ def _drop_table(state: LedgerState, request: m.DropTable, session: SessionState,
         raise UsageError(
             f'table "{table.name}" has {counted(resident, "row")} and is dropped only when empty; delete them first'
         )
+    table.begin(table.rows.pages.resident)
     tables.drop_table(table, state.now)
     del state.tables[request.name]
     kept = state.dropped_tables
@@ -109,13 +112,17 @@ def _unpin(state: LedgerState, request: m.Unpin, session: SessionState, call: in
         if count < 1:
             raise ProtocolError(f"block {block} is unpinned {count} times; counts are positive")
         total[block] = total.get(block, 0) + count
+    state.core.blocks.check_unpin(session.id, total)
+    state.core.begin()
     state.core.blocks.unpin(session.id, total)
     return m.DoneReply(len(total))
 
 
 @carries_out(m.ReturnGrant)
 def _return_grant(state: LedgerState, request: m.ReturnGrant, session: SessionState, call: int) -> Answer:
-    state.core.blocks.return_grant(session.id, request.extent)
+    if state.core.blocks.may_return(session.id, request.extent):
+        state.core.begin()
+        state.core.blocks.return_grant(request.extent)
     return m.DoneReply()
 
 
@@ -126,6 +133,7 @@ def _heartbeat(state: LedgerState, request: m.Heartbeat, session: SessionState, 
 
 @carries_out(m.Goodbye)
 def _goodbye(state: LedgerState, request: m.Goodbye, session: SessionState, call: int) -> Answer:
+    state.core.begin()
     state.close_session(session.id)
     state.end_pins(session.id)
     return m.DoneReply()
@@ -142,6 +150,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
     weight_channels.check_publish(channel, state.core.blocks, session.id, request)
     if request.part:
+        state.core.begin()
         weight_channels.keep_part(channel, state.core.blocks, request, state.core.deadlines, state.now)
         state.core.effects.wake("parts", request.channel)
         return m.DoneReply(len(request.fields))
@@ -155,6 +164,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
         return MustWait(tuple(("clock", table.name) for table in held))
     if held:
         raise DeadlineExceeded(flow_control.why_clock_is_held(held[0], request.version))
+    state.core.begin(sum(table.rows.pages.resident for table in followers) * ROW_MEMORY_BYTES)
     state.channels[request.channel] = channel
     weight_channels.publish(channel, state.core.blocks, request, state.now)
     for table in followers:
@@ -166,7 +176,7 @@ def _publish(state: LedgerState, request: m.Publish, session: SessionState, call
 @carries_out(m.BeginVersion)
 def _begin(state: LedgerState, request: m.BeginVersion, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel) or WeightChannelState(check_name("channel", request.channel))
-    begun = weight_channels.begin(channel, state.core.blocks, request, session.id, state.core.deadlines, state.now)
+    begun = weight_channels.begin(channel, state.core, request, session.id, state.now)
     state.channels[request.channel] = channel
     state.core.effects.wake("parts", request.channel)
     return begun
@@ -178,6 +188,7 @@ def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState
     pending = channel.pending if channel is not None else None
     if channel is None or pending is None or (pending.number, pending.session) != (request.pending, session.id):
         return m.DoneReply()
+    state.core.begin()
     weight_channels.give_up(channel, state.core.blocks, "the session that began it gave it up")
     state.core.effects.wake("parts", request.channel)
     return m.DoneReply(1)
@@ -186,7 +197,7 @@ def _give_up(state: LedgerState, request: m.GiveUpVersion, session: SessionState
 @carries_out(m.Pull)
 def _pull(state: LedgerState, request: m.Pull, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel) or WeightChannelState(request.channel)
-    return weight_channels.pull(channel, state.core.blocks, request, session.id)
+    return weight_channels.pull(channel, state.core, request, session.id)
 
 
 @carries_out(m.ReportApplied)
@@ -209,12 +220,13 @@ def _turn(state: LedgerState, request: m.AcquireUpdateSlot, session: SessionStat
     channel = state.channels.get(request.channel)
     if channel is None:
         raise NotFound(f'channel "{request.channel}" does not exist; there are {listing(state.channels)}')
-    return weight_channels.take_turn(channel, request, session.id, state.core.deadlines, state.now)
+    return weight_channels.take_turn(channel, state.core, request, session.id, state.now)
 
 
 @carries_out(m.ReleaseUpdateSlot)
 def _end_turn(state: LedgerState, request: m.ReleaseUpdateSlot, session: SessionState, call: int) -> Answer:
     channel = state.channels.get(request.channel)
+    state.core.begin()
     ended = channel is not None and weight_channels.end_turn(channel, session.id, state.core.effects)
     return m.DoneReply(int(ended))
 

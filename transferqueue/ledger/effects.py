@@ -54,6 +54,15 @@ class LeaseEnded(msgspec.Struct, frozen=True):
 Effect = WakeWaiters | FreeExtent | LeaseEnded
 
 
+class Writes(Protocol):
+    """Says when an operation writes: see `table.SharedState`, which is above what needs this."""
+
+    writing: bool
+
+    def begin(self, nbytes: int = 0) -> None:
+        """The checks have ended, and the writes begin."""
+
+
 class Effects:
     """Collects effects. A key is woken once, however often it was touched."""
 

@@ -4,6 +4,9 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 
 - `apply` first applies everything that was due by `now` (`tick`), then the request. A request that raises, or that must
   wait, changes nothing: all checks come before the first write.
+- Each operation says when its checks have ended and its writes begin (`SharedState.begin`). Before that, any exception leaves the ledger as it
+  was; one of memory is refused as `Full`. After it, an exception tears the ledger: it raises `LedgerTorn` from then on, and the server ends.
+- Each change is noted (`_note`) before it counts as made, so that a journal has it or the ledger is torn.
 - The same sequence of calls with the same arguments gives the same replies, effects and state.
 - No call is executed twice. The ledger keeps each reply until the client has seen it, and recognises a put by (client,
   call) as long as the pages of its rows exist.
@@ -13,15 +16,16 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NoReturn
 
 from msgspec.structs import replace
 
-from transferqueue.errors import Full, InternalError, ProtocolError, UsageError
+from transferqueue.errors import Full, InternalError, LedgerTorn, ProtocolError, UsageError
 from transferqueue.ledger.data_loss import lose_blocks, values_in
 from transferqueue.ledger.dispatch import OPERATIONS
-from transferqueue.ledger.effects import Effect, MustWait
+from transferqueue.ledger.effects import Effect, Expiring, MustWait
 from transferqueue.ledger.persistence import image
 from transferqueue.ledger.persistence.restore import check_empty, restored
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot, take_snapshot
@@ -38,7 +42,7 @@ from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState,
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
-from transferqueue.ledger.table import Absence, SharedState
+from transferqueue.ledger.table import Absence, SharedState, no_memory
 from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.selectors import PluginFactory
@@ -66,12 +70,48 @@ class Ledger:
         """Take over the state of another ledger, which must not be used any more."""
         self.state = ledger.state
 
+    # ------------------------------------------------------------ whole, or torn
+
+    @property
+    def torn(self) -> bool:
+        """Whether an operation ended between its first and its last write. Ask it between two calls."""
+        return self.state.core.writing
+
+    def _raise_torn(self, what: str, error: BaseException | None = None) -> NoReturn:
+        """Raise `LedgerTorn`. what: the operation. error: what came in between; None: it came earlier."""
+        why = "followed one that was interrupted" if error is None else f"met {type(error).__name__} ({error})"
+        raise LedgerTorn(
+            f"{what} {why} after its first write, so the state of the ledger is not known and the server ends. With durability process or disk "
+            "the next run continues from the journal, as before that operation; its client sends it again"
+        ) from error
+
+    @contextmanager
+    def _changes(self, what: str) -> Iterator[None]:
+        """Around the writes of an operation that no caller can be refused: any exception tears the ledger."""
+        core = self.state.core
+        if core.writing:
+            self._raise_torn(what)
+        core.writing = True
+        try:
+            yield
+        except BaseException as error:  # noqa: BLE001  (raised with its cause)
+            self._raise_torn(what, error)
+        core.writing = False
+
+    def _note(self, change: str, *terms: Any) -> None:
+        """A change is made, but for this call: `RecordedLedger` writes it down."""
+
+    def _note_applied(self, request: m.Request, session: int, call: int, reply: m.Reply) -> None:
+        """As `_note`, of a request that was carried out."""
+
     # ------------------------------------------------------------ images
 
     def image(self) -> bytes:
         """The whole state as bytes, for `from_image`. The size grows with the resident rows; the cost is 3 to 15 ns per
         byte.
         """
+        if self.torn:
+            self._raise_torn("an image")
         return image.write(self.state, self.epoch)
 
     @classmethod
@@ -98,9 +138,11 @@ class Ledger:
         long as an `image` of the current state, and the snapshot.
         """
         self.tick(now)
-        self.state = restored(self.state, snapshot, self.state.now)
-        if self._cold is not None:
-            self._cold.attach(self.state.core.blocks)
+        state = restored(self.state, snapshot, self.state.now)
+        with self._changes("a restore"):
+            self.state = state
+            if self._cold is not None:
+                self._cold.attach(self.state.core.blocks)
 
     def spill(self) -> ColdBlocks:
         """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them."""
@@ -126,9 +168,11 @@ class Ledger:
             raise UsageError(f"session {session} is open already, or not a positive number")
         if len(sessions) >= SESSIONS_MAX:
             raise Full(f"{SESSIONS_MAX} sessions are open, which is the maximum; close some")
-        sessions[session] = SessionState(session, client, label, self.state.now, origin)
-        self.state.core.labels[session] = label or f"session {session}"
-        self.state.core.last_message_at[session] = self.state.now
+        with self._changes("the start of a session"):
+            sessions[session] = SessionState(session, client, label, self.state.now, origin)
+            self.state.core.labels[session] = label or f"session {session}"
+            self.state.core.last_message_at[session] = self.state.now
+            self._note("opened", session, client, self.state.now, label, origin)
 
     def message_received(self, session: int, now: float) -> None:
         """Record that a session sent something that is no request (a heartbeat). Only texts for people use it ("silent
@@ -145,20 +189,20 @@ class Ledger:
         stay until `end_pins`. Closing a session that is not open is no error.
         """
         self.tick(now)
-        self.state.close_session(session)
-        if pins:
-            self.state.end_pins(session)
+        with self._changes("the end of a session"):
+            self.state.close_session(session)
+            if pins:
+                self.state.end_pins(session)
+            self._note("closed", session, self.state.now, pins)
 
     def end_pins(self, session: int) -> None:
         """Return the pins and grants of a closed session, since none of its views and writers is left."""
-        self.check_closed(session)
-        self.state.end_pins(session)
-
-    def check_closed(self, session: int) -> None:
-        """Raise `InternalError` if the session is open, since its pins must not end."""
         state = self.state.sessions.get(session)
         if state is not None and state.open:
             raise InternalError(f"session {session} is open; close it before its pins end")
+        with self._changes("the end of pins"):
+            self.state.end_pins(session)
+            self._note("pins_ended", session)
 
     def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
         """Grant an extent, which the caller has allocated, to `session`. call: as in `apply`, to answer a retry.
@@ -168,9 +212,11 @@ class Ledger:
         """
         self.tick(now)
         holder = self.state.session(session)
-        extent = self.state.core.blocks.grant(session, shard, offset, nbytes)
-        reply = m.Granted(extent.id, shard, offset, nbytes)
-        holder.replies.keep(call, reply)
+        with self._changes("a grant"):
+            extent = self.state.core.blocks.grant(session, shard, offset, nbytes)
+            reply = m.Granted(extent.id, shard, offset, nbytes)
+            holder.replies.keep(call, reply)
+            self._note("granted", session, shard, offset, nbytes, self.state.now, call, extent.id)
         return reply
 
     def replied(self, session: int, call: int) -> m.Reply | None:
@@ -180,33 +226,46 @@ class Ledger:
     def seen(self, session: int, call: int) -> None:
         """Remove cached replies up to `call`, which the client has received."""
         if (state := self.state.sessions.get(session)) is not None:
+            if self.state.core.writing:
+                self._raise_torn("the seen replies of a client")
+            self.state.core.writing = True
             state.replies.seen(call)
+            self._note("seen", session, call)
+            self.state.core.writing = False
 
     # ------------------------------------------------------------ time
 
-    def tick(self, now: float) -> None:
-        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned."""
+    def tick(self, now: float) -> int:
+        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned. Returns how much was due."""
         state = self.state
         if now > state.now:
             state.now = now
         now = state.now
         if (at := state.core.deadlines.next()) is None or at > now:
-            return
-        for subject in state.core.deadlines.due(now):
-            if isinstance(subject, LeaseState):
-                self._expire(subject)
-            elif isinstance(subject, FormingGroup):
-                subject.late = True
-                subject.owner.changed[subject.unit] = None
-                apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
-            elif isinstance(subject, weight_channels.UpdateSlot):
-                weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
-            elif isinstance(subject, CopyOrderState):
-                state.core.blocks.expire_order(subject)
-            elif isinstance(subject, PostponedCopy):
-                state.core.blocks.resume_copy(subject)
-            elif isinstance(subject, PendingVersion):
-                self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
+            return 0
+        due = 0
+        with self._changes("what was due"):
+            for subject in state.core.deadlines.due(now):
+                self._apply_due(subject, now)
+                due += 1
+            self._note("ticked", now, due)
+        return due
+
+    def _apply_due(self, subject: Expiring, now: float) -> None:
+        if isinstance(subject, LeaseState):
+            self._expire(subject)
+        elif isinstance(subject, FormingGroup):
+            subject.late = True
+            subject.owner.changed[subject.unit] = None
+            apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
+        elif isinstance(subject, weight_channels.UpdateSlot):
+            weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
+        elif isinstance(subject, CopyOrderState):
+            self.state.core.blocks.expire_order(subject)
+        elif isinstance(subject, PostponedCopy):
+            self.state.core.blocks.resume_copy(subject)
+        elif isinstance(subject, PendingVersion):
+            self.state.give_up_version(subject, f"{subject.length_s:g} s have passed")
 
     def _expire(self, lease: LeaseState) -> None:
         if is_loading(self.state.tables[lease.table], lease):
@@ -231,7 +290,10 @@ class Ledger:
         """
         self.tick(now)
         known = [number for number in blocks if number in self.state.core.blocks.blocks]
-        return lose_blocks(self.state, known, "damaged bytes")
+        with self._changes("the loss of blocks"):
+            lost = lose_blocks(self.state, known, "damaged bytes")
+            self._note("lost", known, self.state.now)
+        return lost
 
     def values_in(self, blocks: Collection[int]) -> dict[str, dict[str, list[int]]]:
         """The rows that read a field from one of these blocks, by table and field. Changes nothing."""
@@ -245,7 +307,10 @@ class Ledger:
         name it (see `BlockRegistry.last_shard`).
         """
         self.tick(now)
-        return lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
+        with self._changes("the loss of a shard"):
+            lost = lose_blocks(self.state, self.state.core.blocks.lose_shard(shard), f"lost with shard {shard}")
+            self._note("shard_lost", shard, self.state.now)
+        return lost
 
     # ------------------------------------------------------------ new copies
 
@@ -271,8 +336,10 @@ class Ledger:
         """
         self.tick(now)
         self.state.session(session)
-        order = self.state.core.blocks.order_copies(session, shard, offset, nbytes, blocks)
-        self.state.core.deadlines.add(order, self.state.now + COPY_ORDER_S)
+        with self._changes("an order of copies"):
+            order = self.state.core.blocks.order_copies(session, shard, offset, nbytes, blocks)
+            self.state.core.deadlines.add(order, self.state.now + COPY_ORDER_S)
+            self._note("copies_ordered", session, shard, offset, nbytes, list(blocks), self.state.now)
 
     def ordered_extent(self, session: int) -> int:
         """The extent of the copy order that a session has; 0 if it has none."""
@@ -304,9 +371,13 @@ class Ledger:
         `BlockRegistry.finish_copies`.
         """
         self.tick(now)
-        added, postponed = self.state.core.blocks.finish_copies(session, extent, frozenset(written))
-        for copy in postponed:
-            self.state.core.deadlines.add(copy, self.state.now + copy.delay_s)
+        if self.ordered_extent(session) != extent:
+            return 0
+        with self._changes("a report of copies"):
+            added, postponed = self.state.core.blocks.finish_copies(session, extent, frozenset(written))
+            for copy in postponed:
+                self.state.core.deadlines.add(copy, self.state.now + copy.delay_s)
+            self._note("copies_finished", session, extent, list(written), self.state.now, added)
         return added
 
     # ------------------------------------------------------------ what a server asks
@@ -405,29 +476,39 @@ class Ledger:
         request is not recognised). `MustWait`: apply the request again, with the same call, after a `WakeWaiters` for
         one of its keys.
         """
-        state = self.state
+        state, core = self.state, self.state.core
+        if core.writing:
+            self._raise_torn(m.tag_of(request))
         if now > state.now:
             state.now = now
-        if (due := state.core.deadlines.next()) is not None and due <= state.now:
+        if (due := core.deadlines.next()) is not None and due <= state.now:
             self.tick(now)
         holder = state.sessions.get(session)
         if holder is None or not holder.open:
             holder = state.session(session)  # raises
-        state.core.last_message_at[session] = state.now
+        core.last_message_at[session] = state.now
         operation = OPERATIONS.get(type(request))
         if operation is None:
             raise ProtocolError(f"{type(request).__name__} is not a request for the ledger")
         repeat = DECLARED[type(request)].repeat
-        if repeat == "again":
-            return operation(self.state, request, holder, call)
-        may_repeat = call <= holder.replies.last
-        if may_repeat and (repeat != "by_row" or not self._is_known_put(request, holder, call)):
-            answered = holder.replies.get(call)
-            if answered is not None:
-                return answered
-        reply = operation(self.state, request, holder, call)
-        if not isinstance(reply, MustWait):
-            holder.replies.keep(call, reply)
+        try:
+            may_repeat = call <= holder.replies.last and repeat != "again"
+            if may_repeat and (repeat != "by_row" or not self._is_known_put(request, holder, call)):
+                answered = holder.replies.get(call)
+                if answered is not None:
+                    return answered
+            reply = operation(state, request, holder, call)
+            if repeat != "again" and not isinstance(reply, MustWait):
+                core.writing = True
+                holder.replies.keep(call, reply)
+                self._note_applied(request, session, call, reply)
+        except BaseException as error:
+            if core.writing:
+                self._raise_torn(m.tag_of(request), error)
+            if isinstance(error, MemoryError):
+                raise no_memory() from error
+            raise
+        core.writing = False
         return reply
 
     def is_repeat(self, request: m.Request, session: int, call: int) -> bool:

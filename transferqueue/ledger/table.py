@@ -10,6 +10,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
+from transferqueue.errors import Full
 from transferqueue.ledger.effects import Deadlines, Effects
 from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
@@ -27,7 +30,7 @@ from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatches
 from transferqueue.ledger.tasks.task_order import TasksOfField, tasks_that_hold
 from transferqueue.ledger.tasks.task_state import OPEN, TaskState
-from transferqueue.limits import Limits
+from transferqueue.limits import MEMORY_MARGIN_BYTES, MIB, ROW_MEMORY_BYTES, Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.wire.messages import TableTerms
 
@@ -45,6 +48,15 @@ def unknown(table: str, task: str, now: float) -> Absence | None:
     rows.
     """
     return None
+
+
+def no_memory(nbytes: int = 0) -> Full:
+    """The refusal of an operation for which the process has no memory. nbytes: what it asked for; 0: not known."""
+    asked = f"{(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB for this request" if nbytes else "this request"
+    return Full(
+        f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was changed; put or lease fewer rows at "
+        "once, finish or delete rows, or start the server with more address space (ulimit -v) and memory"
+    )
 
 
 @dataclass(slots=True)
@@ -65,6 +77,21 @@ class SharedState:
     """Says whether anybody works on a task, for texts. The caller sets it; no image contains it, and no decision
     depends on it.
     """
+    writing: bool = False
+    """Whether an operation has begun to write and has not ended: see `begin`. No image contains it."""
+
+    def begin(self, nbytes: int = 0) -> None:
+        """The checks of an operation have ended, and its writes begin: from here on it is carried out whole, or the ledger is torn.
+
+        `Full`, and no change, if the process has no memory for the operation. nbytes: what it needs, beside a margin.
+        """
+        if self.writing:
+            return
+        try:
+            np.empty(nbytes + MEMORY_MARGIN_BYTES, np.uint8)
+        except MemoryError as error:
+            raise no_memory(nbytes) from error
+        self.writing = True
 
     def __post_init__(self) -> None:
         self.blocks = BlockRegistry(self.effects)
@@ -185,6 +212,12 @@ class TableState:
         if self.pacing is None or self.pacing.max_staleness is None:
             return 0
         return self.clock - self.pacing.max_staleness
+
+    # ------------------------------------------------------------ writes
+
+    def begin(self, rows: int = 0, new: int = 0, fields: int = 0) -> None:
+        """See `SharedState.begin`. rows: how many rows the operation touches; new: of them, how many it adds; fields: how many columns."""
+        self.core.begin(rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields))
 
     # ------------------------------------------------------------ wakes
 

@@ -14,11 +14,10 @@ It opens no socket, reads no clock and starts no thread. The loop brings events 
   Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
 - After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is read. The loop sends the
   answers of a few before the next few are tried.
-- No defect of this code ends the server. An unexpected exception while a request is carried out is logged once with a number and
-  its traceback, the sender gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted;
-  only that part is tried again, after `DEFECT_PAUSE_S`. The change may be incomplete: the journal records that, so a restart
-  reaches the same state, and the audit tells whether the books still balance. `JournalFailed` and any other error of `commit`
-  end the server, since no client may be told what is not durable.
+- An unexpected exception while a request is carried out, before the ledger writes, is logged once with a number and its traceback, the sender
+  gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted; only that part is tried again, after
+  `DEFECT_PAUSE_S`. One that tears the ledger (`LedgerTorn`), or leaves what the ledger ordered undone for want of memory, ends the server.
+  `JournalFailed` and any other error of `commit` end it too, since no client may be told what is not durable.
 - A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its peer does
   not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no process can see it. If it
   brought a shard, that shard is lost (`shards.shards`).
@@ -41,6 +40,7 @@ from transferqueue.errors import (
     InternalError,
     JournalFailed,
     LeaseExpired,
+    LedgerTorn,
     NotFound,
     ProtocolError,
     TransferQueueError,
@@ -223,6 +223,12 @@ class Coordinator:
             return
         try:
             call = codec.decode_call(frame)
+        except MemoryError:
+            no_room = Full(
+                f"the memory of the server process is exhausted: a message of {len(frame)} bytes cannot be read; send less at once"
+            )
+            self._answer(peer, codec.call_of(frame)[1], _failed(no_room))
+            return
         except ProtocolError as error:
             self.counters.garbage += 1
             refusal = refusal_of(frame, epoch=self.identity.epoch, package=self.identity.version)
@@ -441,10 +447,10 @@ class Coordinator:
         told = m.AnswerFrame(self.identity.epoch, 0, _failed(DiskFailed(why)))
         return [(session.peer, codec.encode_answer(told)) for session in self.sessions if session.peer != NOWHERE]
 
-    def stop(self) -> None:
-        """Stop watching processes. Tell every session that the server stops, unless sessions outlive it."""
+    def stop(self, why: str = "the server was stopped") -> None:
+        """Stop watching processes. Tell every session that the server stops, and why, unless sessions outlive it."""
         if not self._durability.sessions_stay:
-            self._fail_everyone(_failed(Disconnected("the server was stopped")))
+            self._fail_everyone(_failed(Disconnected(why)))
         self.workers.close()
         for session in self.sessions:
             session.process.close(self.identity.lock_directory)
@@ -564,16 +570,20 @@ class Coordinator:
     # ------------------------------------------------------------ defects
 
     def _guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one step of several. A defect in it is logged, and the other steps still happen."""
+        """Do one step of several. A defect in it is logged, and the other steps still happen. Without memory for it the server ends."""
         try:
             act()
-        except JournalFailed:
+        except (JournalFailed, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause)
             self._defect(what, error)
 
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
         """Count and log an unexpected exception, end the session in which it occurred, and return the error for its client."""
+        if self.ledger.torn:
+            raise LedgerTorn(
+                f"{what} met {type(error).__name__} ({error}) while the ledger wrote; the server ends"
+            ) from error
         self.counters.internal_errors += 1
         number = f"{self.identity.epoch}-{self.counters.internal_errors}"
         _log.error("defect %s: %s failed%s", number, what, f" for {session.label}" if session else "", exc_info=error)
@@ -732,7 +742,7 @@ class Coordinator:
                 if not most:
                     self.unfinished = True
                     return
-        except JournalFailed:
+        except (JournalFailed, MemoryError):
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
             self._defect(f"what follows {self.handled}", error)

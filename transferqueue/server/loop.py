@@ -11,6 +11,7 @@ the process was suspended, or busy with one turn. What arrived before a deadline
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import select
@@ -21,7 +22,7 @@ from typing import Final
 
 import zmq
 
-from transferqueue.errors import DiskFailed
+from transferqueue.errors import DiskFailed, LedgerTorn
 from transferqueue.limits import FRAMES_DRAINED_MAX, GAP_S, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.sessions.sessions import Peer
@@ -32,6 +33,7 @@ from transferqueue.transport.control.send_result import SendResult
 from transferqueue.transport.control.unix_socket import Descriptor, UnixPeer, UnixServer
 from transferqueue.transport.control.zeromq import KeyedPeer, ZmqServer
 
+_log: Final = logging.getLogger("transferqueue.server")
 POLL_S_MAX: Final = 1e6
 """The longest sleep that `poll` accepts. A later deadline takes several."""
 
@@ -192,7 +194,7 @@ class Loop:
         self._wakeup.set()
 
     def run(self, woken_by: Descriptor | None = None) -> None:
-        """Serve until `stop`. Then, or if the coordinator fails, tell all clients that the server stops.
+        """Serve until `stop`. Then, or if the coordinator fails, tell all clients that the server stops, and why.
 
         woken_by: becomes readable when a signal arrives whose handler calls `stop`. The loop does not read it.
         """
@@ -202,14 +204,19 @@ class Loop:
             self._local.watch(woken_by)
         for socket in (self._local, *(self._port.sources if self._port is not None else ())):
             self._poller.register(socket, zmq.POLLIN)
+        why = "the server was stopped"
         try:
             while not self._stopping:
                 self._turn(self._wait())
         except DiskFailed as error:
             self._deliver(self._coordinator.disk_failed(str(error)))
             raise
+        except (LedgerTorn, MemoryError) as error:
+            why = f"the server has ended: {str(error) or 'its memory is exhausted'}"
+            _log.critical("%s", why, exc_info=error)
+            raise
         finally:
-            self._coordinator.stop()
+            self._coordinator.stop(why)
             self._send()
 
     def _wait(self) -> Collection[int]:

@@ -67,7 +67,7 @@ _OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"}
 
 _FORMS: Final = [
     *(ClassLayout(cls, omitted=_OMITTED.get(cls, frozenset())) for cls in _WHOLE),
-    ClassLayout(SharedState, omitted=frozenset({"plugins", "absence"})),
+    ClassLayout(SharedState, omitted=frozenset({"plugins", "absence", "writing"})),
     ClassLayout(TableState, omitted=frozenset({"shapes"})),
     ClassLayout(Ranker, omitted=frozenset(Ranker.DERIVED)),
     ClassLayout(StateColumn, omitted=frozenset({"a"})),
@@ -135,7 +135,7 @@ def read(image: bytes, selectors: Mapping[str, PluginFactory]) -> tuple[LedgerSt
 
 def _complete(state: LedgerState, selectors: Mapping[str, PluginFactory]) -> None:
     state.core.plugins = dict(selectors)
-    state.core.absence = unknown
+    state.core.absence, state.core.writing = unknown, False
     for table in state.tables.values():
         table.shapes = CommitShapes(table.rows)
         for task in table.tasks.values():

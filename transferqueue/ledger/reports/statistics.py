@@ -20,6 +20,7 @@ from transferqueue.ledger.rows.blocks import BlockRegistry
 from transferqueue.ledger.rows.events import TableEvent
 from transferqueue.ledger.rows.facts import UNSET
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
+from transferqueue.ledger.rules.choose import first_units
 from transferqueue.ledger.rules.explain import (
     absence,
     explain_lease,
@@ -136,7 +137,7 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
 
 def _next_in_line(table: TableState, task: TaskState, now: float) -> float | None:
     """Age of the row that would be leased next."""
-    units = task.queue(()).first(1)
+    units = first_units(table, task.queue(()), 1)
     if not units.size:
         return None
     rows, _ = task.members(units)

@@ -61,6 +61,7 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     rows = lease.rows[held]
     if task.required_results and not request.drop:
         check_required_results(table, task, () if staged is None else staged.names, rows)
+    table.begin(rows.size, fields=0 if staged is None else len(staged.names))
     if staged is not None:
         _reserve(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
@@ -81,6 +82,7 @@ def _ack_whole(
         check_reason(table, request.drop)
     elif task.required_results:
         check_required_results(table, task, (), rows)
+    table.begin(rows.size)
     _finish_acked(table, task, rows, request, session, now)
     end_lease(table, lease, "it was acked", by_holder=True)
     if table.pacing is not None:
@@ -198,6 +200,7 @@ def _ack_replica(
         names = () if results is None else results.names
         check_required_results(table, table.tasks[lease.task], names, lease.rows[lease.held])
         _check_staged_keys(table, [lease])
+    table.begin(lease.rows.size, fields=0 if staged is None else len(staged.names))
     lease.acked[replica] = None
     lease.dropped_as = lease.dropped_as or request.drop
     if staged is not None and lease.staged is None:
@@ -289,6 +292,7 @@ def ack_leases(table: TableState, request: AckLeases, session: int, now: float) 
         _check_ack_of_lease(table, task, lease, session)
     _check_staged_keys(table, [lease for lease in leases if _is_last_ack(lease)])
     held = sum(lease.left for lease in leases)
+    table.begin(held)
     acked = [_ack_lease(table, task, lease, request.step, session, now) for lease in leases]
     apply_stale_policy(table, np.concatenate(acked), now)
     apply_group_and_stale_rules(table, now)
@@ -358,6 +362,7 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
     _check_whole_groups(table, task, lease, named, "release")
     staged = _check_progress(table, lease, request, session, named)
     rows = lease.rows[named[lease.held[named]]]
+    table.begin(rows.size, fields=0 if staged is None else len(staged.names))
     if staged is not None:
         _reserve(table, staged)
         _commit(table, staged, rows, np.flatnonzero(lease.held[named]), now)
@@ -395,6 +400,7 @@ def _check_progress(
 def renew(table: TableState, request: Renew, session: int, now: float) -> Renewed:
     """Restart the lease time."""
     lease = table.core.leases.get(request.lease, request.token, table.name, session)
+    table.begin()
     lease.length_s = request.lease_s or lease.length_s
     table.core.deadlines.add(lease, now + lease.length_s)
     return Renewed(lease.length_s)

@@ -34,6 +34,7 @@ from transferqueue.wire.messages import CommitCheckpoint, DoneReply, Rollback
 def checkpointed(table: TableState, request: CommitCheckpoint, session: int, now: float) -> DoneReply:
     """Mark rows of steps up to `request.step` as done. Repeating it for a covered step changes nothing."""
     task = _task(table, request.task)
+    table.begin(table.rows.pages.resident)
     rows = task.stepped.take(lambda step: step <= request.step)
     task.checkpoint = max(task.checkpoint, request.step)
     if rows.size:
@@ -48,6 +49,7 @@ def rollback(table: TableState, request: Rollback, session: int, now: float) -> 
     """Make rows of steps above `request.step` ready again, and end the leases of the task."""
     task = _task(table, request.task)
     _check_rollback(table, task, request)
+    table.begin(table.rows.pages.resident)
     if request.version >= 0:
         _move_clock_back(table, request.version)
     why = f"its task was rolled back to step {request.step}"

@@ -29,6 +29,7 @@ def reserve(table: TableState, request: Reserve, session: int, now: float) -> Re
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(f'{counted(request.rows, "row")} cannot be reserved in table "{table.name}" now: {why}')
+    table.begin()
     table.core.last_reservation += 1
     reservation = table.flow.open(table.core.last_reservation, session, request.rows, version)
     return Reserved(reservation.id, reservation.left, version, list(reservation.refills.items()))
@@ -59,6 +60,7 @@ def unreserve(table: TableState, request: Unreserve, session: int, now: float) -
             f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; {request.rows} cannot be returned"
         )
     count = request.rows or reservation.left
+    table.begin()
     if count == reservation.left:
         table.flow.close(reservation)
     else:
@@ -82,6 +84,7 @@ def advance(table: TableState, request: AdvanceClock, session: int, now: float) 
         if request.wait_s > 0:
             return MustWait((("clock", table.name), ("table", table.name)))
         raise DeadlineExceeded(why)
+    table.begin(table.rows.pages.resident)
     set_clock(table, request.version, now)
     return DoneReply()
 
@@ -130,6 +133,7 @@ def seal(table: TableState, request: Seal, session: int, now: float) -> DoneRepl
     """Let no more rows enter. Rules for incomplete groups apply; waiting consumers get the rest, or the end."""
     if table.sealed:
         raise Sealed(f'table "{table.name}" is sealed already')
+    table.begin(table.rows.pages.resident)
     table.sealed = True
     for task in table.group_tasks:
         task.changed.update(dict.fromkeys(task.forming))

@@ -11,7 +11,7 @@ from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
 from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_ids, tally
-from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, tokens_of
+from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, first_units, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.required_results import stranded
@@ -170,7 +170,7 @@ def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, h
     """
     if task.counts[LEASED] > held or can_be_requeued(table, task):
         return
-    if task.counts[READY] and not (request.where and not task.queue(request.where).first(1).size):
+    if task.counts[READY] and not (request.where and not first_units(table, task.queue(request.where), 1).size):
         return
     if task.final or (held and stranded(table, task)):
         but = f" but for {counted(held, 'row')} that this session holds" if held else ""
@@ -193,6 +193,7 @@ def _lease_units(
         waits = await_bytes(table, at, _reply_fields(table, task.task.needs, at, request))
         if waits is not None:
             return waits
+    table.begin(choice.rows.size)
     choice.queue.taken(choice.count)
     lease = _open_lease(table, task, choice.rows, at, request, now)
     table.core.leases.hold(lease, session, 0)
@@ -263,9 +264,11 @@ def _claim_share(
         choice = choose(table, task, request)
         if choice is None:
             return None
+        table.begin(choice.rows.size)
         table.shared_batches[key] = shared
         claim = shared.make(request, _make_shares(table, task, choice, request, now))
         table.wake_task(task.task.name)
+        table.core.writing = False  # the batch is there, whether or not this rank can have its share now
     number, batch = claim
     lease = table.core.leases.by_id[batch.shares[request.rank]]
     if table.core.blocks.cold is not None and lease.reply is None:
@@ -311,6 +314,7 @@ def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, ses
             "all replicas must ask for the same"
         )
     first = not lease.holders
+    table.begin(lease.rows.size)
     table.core.leases.hold(lease, session, request.replica)
     if first:
         _start_share(table, lease, now)

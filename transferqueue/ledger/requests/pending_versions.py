@@ -22,7 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
-from transferqueue.ledger.rows.blocks import BlockRegistry
+from transferqueue.ledger.table import SharedState
 from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field
 from transferqueue.wire.messages import Publish, Pull, TensorSlice, WeightsReply
@@ -122,7 +122,7 @@ def check_part(pending: PendingVersion | None, given_up: Mapping[int, str], sess
 def parts_for(
     pending: PendingVersion | None,
     given_up: Mapping[int, str],
-    blocks: BlockRegistry,
+    core: SharedState,
     request: Pull,
     session: int,
 ) -> WeightsReply | None:
@@ -138,8 +138,9 @@ def parts_for(
     new = pending.after(request.have if request.pending == pending.number else 0)
     if not new.blocks:
         return None
-    blocks.pin(session, new.blocks)
-    places = [blocks.blocks[number].at for number in new.blocks]
+    core.begin()
+    core.blocks.pin(session, new.blocks)
+    places = [core.blocks.blocks[number].at for number in new.blocks]
     return WeightsReply(pending.version, new.fields, places, new.slices, pending.number, len(pending.kept))
 
 

@@ -53,6 +53,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
         raise Full(explain_room(table, why))
+    table.begin(request.rows, new=request.rows, fields=len(staged.names))
     first = _add_rows(table, staged, session.id, state.now)
     if reservation is not None:
         _use_reservation(table, reservation, staged)
@@ -199,6 +200,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
         table.rows.check_keys(staged.facts.keys, rows)
     if staged.empty:
         return DoneReply(rows.size)
+    table.begin(rows.size, fields=len(staged.names))
     reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
     retire(table, write_columns(staged, table.rows, table.parts, rows, at))
     if request.overwrite:
@@ -269,6 +271,7 @@ def drop(table: TableState, request: Drop, session: int, now: float) -> DoneRepl
     rows = decode_rows(request.rows)
     check_reason(table, request.reason)
     table.rows.live_places(rows)
+    table.begin(rows.size)
     drop_rows(table, rows, request.reason, now)
     apply_group_and_stale_rules(table, now)
     return DoneReply(rows.size)
@@ -286,6 +289,7 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
                 f'{numbered(rows[leased])} of table "{table.name}" {agreed(rows[leased], "is", "are")} leased by task "{task.task.name}"; '
                 "wait for its ack, or drop it"
             )
+    table.begin(rows.size)
     drop_rows(table, rows[table.rows.pages.fate.a[at] == LIVE], "deleted", now)
     apply_group_and_stale_rules(table, now)
     at, resident = table.rows.pages.find(rows)
@@ -310,6 +314,7 @@ def free_columns(table: TableState, request: FreeColumns, session: int, now: flo
     else:
         check_not_needed(table, fields, rows, at)
     chosen = {name: table.rows.has_all(at, table.rows.mask((name,))) for name in fields}
+    table.begin(rows.size, fields=len(fields))
     freed = free_values(table, chosen, rows, now, session=session)
     if request.again:
         table.rows.clear_fields(

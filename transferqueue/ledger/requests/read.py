@@ -44,6 +44,7 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
     if table.core.blocks.cold is not None and (waits := await_bytes(table, at, fields)) is not None:
         return waits
     content, blocks = describe_rows(table, rows, run_of(at), fields)
+    table.begin(len(blocks))
     table.core.blocks.pin(session, blocks)
     return ReadRows(content)
 

@@ -43,6 +43,7 @@ from transferqueue.ledger.requests.pending_versions import (
 )
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.commit import check_layout
+from transferqueue.ledger.table import SharedState
 from transferqueue.schema import Field
 from transferqueue.wire.messages import (
     AcquireUpdateSlot,
@@ -225,21 +226,17 @@ def _forget(channel: WeightChannelState, blocks: BlockRegistry, version: int) ->
 
 
 def begin(
-    channel: WeightChannelState,
-    blocks: BlockRegistry,
-    request: BeginVersion,
-    session: int,
-    deadlines: Deadlines,
-    now: float,
+    channel: WeightChannelState, core: SharedState, request: BeginVersion, session: int, now: float
 ) -> VersionBegun:
     """Begin a version in parts. One that was begun before is given up."""
     _check_next(channel, request.version)
-    give_up(channel, blocks, f"version {request.version} was begun instead")
+    core.begin()
+    give_up(channel, core.blocks, f"version {request.version} was begun instead")
     channel.begun += 1
     channel.pending = PendingVersion(
         channel.name, channel.begun, request.version, request.parts, session, request.length_s
     )
-    deadlines.add(channel.pending, now + request.length_s)
+    core.deadlines.add(channel.pending, now + request.length_s)
     return VersionBegun(channel.begun)
 
 
@@ -313,7 +310,7 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
     return LatestVersion(channel.latest, list(newest.fields), [block.at for block in kept], extents)
 
 
-def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, session: int) -> WeightsReply | MustWait:
+def pull(channel: WeightChannelState, core: SharedState, request: Pull, session: int) -> WeightsReply | MustWait:
     """The requested version, pinned for the session; or parts of it, if it is not published yet and the session takes parts."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
@@ -324,15 +321,16 @@ def pull(channel: WeightChannelState, blocks: BlockRegistry, request: Pull, sess
         )
     published = channel.versions.get(version)
     if published is None or (request.version < 0 and version <= request.above):
-        parts = parts_for(channel.pending, channel.given_up, blocks, request, session)
+        parts = parts_for(channel.pending, channel.given_up, core, request, session)
         if parts is not None:
             return parts
         if request.wait_s > 0:
             keys = ("channel", "parts") if request.parts else ("channel",)
             return MustWait(tuple((key, channel.name) for key in keys))
         raise DeadlineExceeded(explain_pull(channel, request))
-    blocks.pin(session, published.blocks)
-    places = [blocks.blocks[number].at for number in published.blocks]
+    core.begin()
+    core.blocks.pin(session, published.blocks)
+    places = [core.blocks.blocks[number].at for number in published.blocks]
     return WeightsReply(version, list(published.fields), places, list(published.slices))
 
 
@@ -358,7 +356,7 @@ def apply_version(channel: WeightChannelState, request: ReportApplied, session: 
 
 
 def take_turn(
-    channel: WeightChannelState, request: AcquireUpdateSlot, session: int, deadlines: Deadlines, now: float
+    channel: WeightChannelState, core: SharedState, request: AcquireUpdateSlot, session: int, now: float
 ) -> DoneReply | MustWait:
     """Give the session an update slot from now on. Asked for again, its time restarts."""
     others = len(channel.update_slots.keys() - {session})
@@ -366,8 +364,9 @@ def take_turn(
         if request.wait_s > 0:
             return MustWait((("turn", channel.name),))
         raise DeadlineExceeded(explain_turn(channel, request))
+    core.begin()
     turn = channel.update_slots.setdefault(session, UpdateSlot(channel.name, session))
-    deadlines.add(turn, now + request.length_s)
+    core.deadlines.add(turn, now + request.length_s)
     return DoneReply(1)
 
 

@@ -32,7 +32,7 @@ from typing import Final, Protocol
 from msgspec.structs import replace
 
 from transferqueue.errors import NotFound, ProtocolError, ShardLost, UsageError, listing
-from transferqueue.ledger.effects import Effects, FreeExtent, MustWait, WakeKey
+from transferqueue.ledger.effects import Effects, FreeExtent, MustWait, WakeKey, Writes
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
@@ -140,7 +140,7 @@ class Spill(Protocol):
     def lose(self, shard: int) -> list[int]:
         """A shard is lost, and its disk with it. Returns the blocks that were there."""
 
-    def want(self, numbers: Collection[int]) -> MustWait | None:
+    def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
         """What a request must wait for that is to name these blocks."""
 
     def is_wanted(self, numbers: Collection[int]) -> bool:
@@ -185,16 +185,20 @@ class BlockRegistry:
         self.last_shard = max(self.last_shard, shard)
         return extent
 
-    def return_grant(self, session: int, number: int) -> None:
-        """Close an extent. Idempotent: an extent that is closed or freed is no error."""
+    def may_return(self, session: int, number: int) -> bool:
+        """Whether an extent is there to be closed: one that is closed or freed is not, which is no error. `UsageError` if `session` may not."""
         extent = self.extents.get(number)
         if extent is None or not extent.session:
-            return
+            return False
         if extent.session != session:
             raise UsageError(f"extent {number} is granted to another session; return only what was granted to you")
         if number in self.missing.orders:
             raise _ordered(number)
-        self._disown(extent)
+        return True
+
+    def return_grant(self, number: int) -> None:
+        """Close an extent that `may_return` accepted."""
+        self._disown(self.extents[number])
 
     def return_grants(self, session: int) -> None:
         """Close all extents of `session`."""
@@ -510,14 +514,18 @@ class BlockRegistry:
             held[number] = held.get(number, 0) + 1
             self.blocks[number].pins += 1
 
-    def unpin(self, holder: int, counts: dict[int, int]) -> None:
-        """Return pins; `ProtocolError` (and no change) if `holder` has fewer."""
+    def check_unpin(self, holder: int, counts: dict[int, int]) -> None:
+        """`ProtocolError` if `holder` has fewer pins."""
         held = self.pins.get(holder, {})
         for number, count in counts.items():
             if count < 1 or held.get(number, 0) < count:
                 raise ProtocolError(
                     f"block {number} is pinned {held.get(number, 0)} times by this session; {count} were returned"
                 )
+
+    def unpin(self, holder: int, counts: dict[int, int]) -> None:
+        """Return pins, which `check_unpin` accepted."""
+        held = self.pins.get(holder, {})
         for number, count in counts.items():
             self._unpin(held, number, count)
         if not held:

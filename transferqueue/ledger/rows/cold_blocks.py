@@ -22,7 +22,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Final
 
 from transferqueue.errors import Full, Impossible
-from transferqueue.ledger.effects import MustWait, WakeKey
+from transferqueue.ledger.effects import MustWait, WakeKey, Writes
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.cold_arena import ColdArena, LoadOrder, disk_of
 from transferqueue.ledger.rows.missing_copies import OWN_SHARD
@@ -108,7 +108,7 @@ class ColdBlocks:
 
     # ------------------------------------------------------------ requests that need blocks
 
-    def want(self, numbers: Collection[int]) -> MustWait | None:
+    def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
         """What a request must wait for that is to name these blocks; None if they are all in memory.
 
         `Impossible` if they never can be in memory together, `Full` if too many orders wait.
@@ -117,7 +117,8 @@ class ColdBlocks:
             return None
         needed = frozenset(numbers)
         if (order := self.orders.get(needed)) is None:
-            order = self._begin(needed)
+            order = self._begin(needed, core)
+            core.writing = False  # the order is there; the request has changed nothing else
         return MustWait((_loaded(order),))
 
     def is_wanted(self, numbers: Collection[int]) -> bool:
@@ -125,7 +126,7 @@ class ColdBlocks:
         lacking = self.on_disk.keys() & numbers
         return bool(lacking) and any(not order.blocks.isdisjoint(lacking) for order in self.orders.values())
 
-    def _begin(self, needed: frozenset[int]) -> LoadOrder:
+    def _begin(self, needed: frozenset[int], core: Writes) -> LoadOrder:
         arenas = self._arenas_of(needed)
         for arena, members in arenas.items():
             if (lacking := arena.check_fits(members)) is not None:
@@ -134,6 +135,7 @@ class ColdBlocks:
                 raise Full(
                     f"{LOAD_ORDERS_MAX} requests wait for blocks on the disk of shard {arena.shard} already, which is the most; ask again"
                 )
+        core.begin()
         self._last_order += 1
         order = self.orders[needed] = LoadOrder(self._last_order, needed, frozenset(arena.shard for arena in arenas))
         for arena in arenas:

@@ -20,6 +20,9 @@ from transferqueue.limits import PAGE_ROWS
 SHIFT = PAGE_ROWS.bit_length() - 1
 MASK = PAGE_ROWS - 1
 
+COLUMN_BYTES = 2 * 8
+"""Of a row in a new column and in the places of its values, at most."""
+
 FREE, LIVE, DONE, DROPPED = 0, 1, 2, 3
 """Fate of a row in the `fate` column. FREE: the row is not resident (freed, or never put)."""
 
@@ -60,6 +63,14 @@ class RowPages:
         column = StateColumn(a, fill)
         self._columns.append(column)
         return column
+
+    def growth(self, rows: int, columns: int) -> int:
+        """Bytes that the columns take more while `rows` rows are added and `columns` columns, at most."""
+        capacity, needed = self._capacity, (len(self._left) + 1 + (rows >> SHIFT)) << SHIFT
+        while capacity < needed:
+            capacity *= 2
+        grown = 0 if capacity == self._capacity else sum(column.a.itemsize for column in self._columns)
+        return (grown + columns * COLUMN_BYTES) * capacity
 
     # ------------------------------------------------------------ rows in
 

@@ -85,15 +85,23 @@ def _units_in_budget(
 ) -> _BudgetFit:
     """The units at the front of the queue that fit the budget."""
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
-        ids = queue.first(budget)
+        ids = first_units(table, queue, budget)
         return _BudgetFit(ids, None, ids.size, ids.size, ids.size == budget)
     look = BATCH_FIRST
     while True:
-        ids = queue.first(look)
+        ids = first_units(table, queue, look)
         fit = _fit_budget(table, task, request, ids, budget)
         if ids.size < look or fit.count < ids.size or look >= ROWS_PER_REQUEST_MAX:
             return fit
         look = min(2 * look, ROWS_PER_REQUEST_MAX)
+
+
+def first_units(table: TableState, queue: ReadyQueue, count: int) -> IntArray:
+    """`ReadyQueue.first`. A queue sorts its entries when it is read: so this writes, though it changes no answer."""
+    table.begin(min(count, queue.size))
+    units = queue.first(count)
+    table.core.writing = False
+    return units
 
 
 def _fit_budget(table: TableState, task: TaskState, request: LeaseRequest, ids: IntArray, budget: int) -> _BudgetFit:

@@ -1,34 +1,27 @@
 """A ledger that records every change in a journal, and the replay of such a journal.
 
-The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments and the time. A call
-that was refused, that must wait, or that only reads changed nothing and is not recorded. A call that failed by a defect may have changed
-something, and is recorded. Events that were due before a call are recorded before it. Nothing may be told to a client before `commit`.
+The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments, the time, and its outcome. A call
+that was refused, that must wait, or that only reads changed nothing and is not recorded. Nor is one that tore the ledger: the server ends, and the
+next run continues as if it had not come. Events that were due before a call are recorded before it. Nothing may be told to a client before `commit`.
 
-A restart loads the image and replays the tail on it (`replay_journal`). To bound its duration, `commit` writes a new image when the
-tail has outgrown the last one.
+A restart loads the image and replays the tail on it (`replay_journal`). It compares the outcome of each call (the ids that it gave, the number of
+rows that it ended) with the record, and stops at the first that differs. To bound its duration, `commit` writes a new image when the tail has
+outgrown the last one.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Final, Protocol, get_args
+from typing import Any, Final, Protocol, get_args
+from zlib import crc32
 
 import msgspec
 
-from transferqueue.errors import (
-    Corruption,
-    DiskFailed,
-    FlowSignal,
-    InternalError,
-    JournalFailed,
-    PeerError,
-    TransferQueueError,
-    UsageError,
-)
+from transferqueue.errors import Corruption, DiskFailed, LedgerTorn, OutOfMemory, TransferQueueError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence import image
@@ -37,7 +30,6 @@ from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.limits import TAIL_BYTES_MIN, TAIL_RECORDS_MAX
 from transferqueue.server.durability.journal import Journal
 from transferqueue.wire import messages as m
-from transferqueue.wire.requests import declaration
 
 
 class _Record(msgspec.Struct, tag=True, array_like=True, forbid_unknown_fields=True):
@@ -73,6 +65,7 @@ class _Granted(_Record):
     nbytes: int
     now: float
     call: int
+    extent: int
 
 
 class _Seen(_Record):
@@ -92,6 +85,7 @@ class _ShardLost(_Record):
 
 class _Ticked(_Record):
     now: float
+    due: int
 
 
 class _Applied(_Record):
@@ -99,7 +93,7 @@ class _Applied(_Record):
     call: int
     now: float
     request: m.Request
-    failed: bool
+    outcome: list[int]
 
 
 class _CopiesOrdered(_Record):
@@ -116,12 +110,7 @@ class _CopiesFinished(_Record):
     extent: int
     written: list[int]
     now: float
-
-
-class _Unfinished(_Record):
-    """A change that a defect interrupted. Its replay stops at the same place, since the ledger is deterministic."""
-
-    change: bytes
+    added: int
 
 
 _Any = (
@@ -135,7 +124,6 @@ _Any = (
     | _ShardLost
     | _Ticked
     | _Applied
-    | _Unfinished
     | _CopiesOrdered
     | _CopiesFinished
 )
@@ -143,6 +131,19 @@ STATE: Final = blake2b(
     image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
 ).digest()
 """Fingerprint of the classes in images and records. A journal with another fingerprint was written by another version."""
+_CHANGES: Final[dict[str, type[_Record]]] = {
+    "opened": _Opened,
+    "closed": _Closed,
+    "pins_ended": _PinsEnded,
+    "granted": _Granted,
+    "seen": _Seen,
+    "lost": _Lost,
+    "shard_lost": _ShardLost,
+    "ticked": _Ticked,
+    "copies_ordered": _CopiesOrdered,
+    "copies_finished": _CopiesFinished,
+}
+"""The record of each change that `Ledger._note` names."""
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Any).decode
 
@@ -183,125 +184,16 @@ class RecordedLedger(Ledger):
         self._needs_image = False
         self._append(_Begun(epoch))
 
-    # ------------------------------------------------------------ recorded calls
+    def _note(self, change: str, *terms: Any) -> None:
+        self._append(_CHANGES[change](*terms))
 
-    def open_session(self, session: int, client: bytes, now: float, *, label: str = "", origin: bytes = b"") -> None:
-        """See `Ledger.open_session`."""
-        self.tick(now)
-        with self._unfinished(_Opened(session, client, self.state.now, label, origin)):
-            super().open_session(session, client, now, label=label, origin=origin)
-        self._append(_Opened(session, client, self.state.now, label, origin))
+    def _note_applied(self, request: m.Request, session: int, call: int, reply: m.Reply) -> None:
+        self._append(_Applied(session, call, self.state.now, request, outcome_of(reply)))
 
-    def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
-        """See `Ledger.close_session`."""
-        self.tick(now)
-        with self._unfinished(_Closed(session, self.state.now, pins)):
-            super().close_session(session, now, pins=pins)
-        self._append(_Closed(session, self.state.now, pins))
-
-    def end_pins(self, session: int) -> None:
-        """See `Ledger.end_pins`."""
-        self.check_closed(session)
-        with self._unfinished(_PinsEnded(session)):
-            super().end_pins(session)
-        self._append(_PinsEnded(session))
-
-    def grant(self, session: int, shard: int, offset: int, nbytes: int, now: float, *, call: int = 0) -> m.Granted:
-        """See `Ledger.grant`."""
-        self.tick(now)
-        record = _Granted(session, shard, offset, nbytes, self.state.now, call)
-        with self._unfinished(record):
-            reply = super().grant(session, shard, offset, nbytes, now, call=call)
-        self._append(record)
-        return reply
-
-    def seen(self, session: int, call: int) -> None:
-        """See `Ledger.seen`."""
-        super().seen(session, call)
-        self._append(_Seen(session, call))
-
-    def blocks_lost(self, blocks: Collection[int], now: float) -> dict[str, list[int]]:
-        """See `Ledger.blocks_lost`."""
-        self.tick(now)
-        with self._unfinished(_Lost(list(blocks), self.state.now)):
-            lost = super().blocks_lost(blocks, now)
-        self._append(_Lost(list(blocks), self.state.now))
-        return lost
-
-    def shard_lost(self, shard: int, now: float) -> dict[str, list[int]]:
-        """See `Ledger.shard_lost`."""
-        self.tick(now)
-        with self._unfinished(_ShardLost(shard, self.state.now)):
-            lost = super().shard_lost(shard, now)
-        self._append(_ShardLost(shard, self.state.now))
-        return lost
-
-    def order_copies(
-        self, session: int, shard: int, offset: int, nbytes: int, blocks: Collection[int], now: float
-    ) -> None:
-        """See `Ledger.order_copies`."""
-        self.tick(now)
-        record = _CopiesOrdered(session, shard, offset, nbytes, list(blocks), self.state.now)
-        with self._unfinished(record):
-            super().order_copies(session, shard, offset, nbytes, blocks, now)
-        self._append(record)
-
-    def finish_copies(self, session: int, extent: int, written: Collection[int], now: float) -> int:
-        """See `Ledger.finish_copies`. Recorded only if the session has this order."""
-        self.tick(now)
-        if self.ordered_extent(session) != extent:
-            return 0
-        record = _CopiesFinished(session, extent, list(written), self.state.now)
-        with self._unfinished(record):
-            added = super().finish_copies(session, extent, written, now)
-        self._append(record)
-        return added
-
-    def tick(self, now: float) -> None:
-        """See `Ledger.tick`. Every recorded call calls it first. Recorded only if something is due."""
-        due = self.next_deadline()
-        if due is None or due > now:
-            super().tick(now)
-            return
-        with self._unfinished(_Ticked(now)):
-            super().tick(now)
-        self._append(_Ticked(now))
-
-    def apply(self, request: m.Request, *, session: int, call: int, now: float) -> m.Reply | MustWait:
-        """See `Ledger.apply`."""
-        self.tick(now)  # here, so that a defect in a due event is not recorded as one of this request
-        try:
-            reply = super().apply(request, session=session, call=call, now=now)
-        except (UsageError, FlowSignal, PeerError):
-            raise
-        except Exception:
-            self._append(_Applied(session, call, self.state.now, request, True))
-            raise
-        if not isinstance(reply, MustWait) and declaration(request).repeat != "again":
-            self._append(_Applied(session, call, self.state.now, request, False))
-        return reply
-
-    @contextmanager
-    def _unfinished(self, record: _Any) -> Iterator[None]:
-        """Around the change of `record`: a typed refusal changed nothing; a change that a defect interrupts is recorded as such."""
-        try:
-            yield
-        except (UsageError, FlowSignal, PeerError):
-            raise
-        except Exception:
-            self._append(_Unfinished(_encode(record)))
-            raise
-
-    def _append(self, record: _Any) -> None:
-        try:
-            data = _encode(record)
-            self._tail.add(data)
-            self._journal.append(data)
-        except Exception as error:
-            raise JournalFailed(
-                f"a change cannot be written down ({type(error).__name__}: {error}); nothing since the last commit was told to "
-                "anybody. Start the server again"
-            ) from error
+    def _append(self, record: _Record) -> None:
+        data = _encode(record)
+        self._tail.add(data)
+        self._journal.append(data)
 
     def restore_snapshot(self, snapshot: LedgerSnapshot, now: float) -> None:
         """See `Ledger.restore_snapshot`. No record: the next commit leaves an image of what there is then."""
@@ -358,28 +250,47 @@ def replay_journal(
     return ledger, tail
 
 
+def outcome_of(reply: m.Reply | MustWait) -> list[int]:
+    """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it concerned."""
+    match reply:
+        case m.PutRows():
+            return [reply.first, reply.rows]
+        case m.DoneReply():
+            return [reply.rows]
+        case m.Leased():
+            return [reply.lease, reply.token, len(reply.content.rows) // 8, crc32(reply.content.rows)]
+        case m.Reserved():
+            return [reply.reservation, reply.rows]
+    return [crc32(type(reply).__name__.encode())]
+
+
 def _replay(ledger: Ledger, number: int, data: bytes) -> None:
     try:
         record = _decode(data)
-        unfinished = isinstance(record, _Unfinished) or (isinstance(record, _Applied) and record.failed)
-        with suppress(Exception) if unfinished else _refusal_is_corruption(number):
-            _replay_record(ledger, _decode(record.change) if isinstance(record, _Unfinished) else record)
     except msgspec.MsgspecError as error:
         raise Corruption(f"record {number} of the journal is none: {error}; restore a snapshot") from error
-
-
-@contextmanager
-def _refusal_is_corruption(number: int) -> Iterator[None]:
     try:
-        yield
-    except TransferQueueError as error:
-        raise Corruption(
-            f"record {number} of the journal was accepted once and is refused now: {error}; another version wrote it, or "
-            "it is damaged: start the version that wrote it, or restore a snapshot"
-        ) from error
+        recorded, replayed = _replay_record(ledger, record)
+    except (TransferQueueError, LedgerTorn) as error:
+        if isinstance(error.__cause__, MemoryError):
+            raise OutOfMemory(
+                f"record {number} of the journal cannot be replayed: {error}. Nothing was changed: start the server with more memory"
+            ) from error
+        raise _differs(number, record, "an acceptance", f"{type(error).__name__}: {error}") from error
+    if recorded != replayed:
+        raise _differs(number, record, recorded, replayed)
 
 
-def _replay_record(ledger: Ledger, record: _Any) -> None:
+def _differs(number: int, record: _Any, recorded: object, replayed: object) -> Corruption:
+    what = m.tag_of(record.request) if isinstance(record, _Applied) else type(record).__name__.strip("_")
+    return Corruption(
+        f"record {number} of the journal ({what}) has another outcome now: recorded was {recorded}, its replay gives {replayed}; another version "
+        "wrote it, or it is damaged: start the version that wrote it, or restore a snapshot"
+    )
+
+
+def _replay_record(ledger: Ledger, record: _Any) -> tuple[object, object]:
+    """Make the change of a record. Returns the recorded outcome, and the one of now."""
     match record:
         case _Begun(epoch=epoch):
             ledger.epoch = epoch
@@ -390,24 +301,26 @@ def _replay_record(ledger: Ledger, record: _Any) -> None:
         case _PinsEnded(session=session):
             ledger.end_pins(session)
         case _Granted():
-            ledger.grant(record.session, record.shard, record.offset, record.nbytes, record.now, call=record.call)
+            granted = ledger.grant(
+                record.session, record.shard, record.offset, record.nbytes, record.now, call=record.call
+            )
+            return record.extent, granted.extent
         case _Seen(session=session, call=call):
             ledger.seen(session, call)
         case _Lost(blocks=blocks, now=now):
             ledger.blocks_lost(blocks, now)
         case _ShardLost(shard=shard, now=now):
             ledger.shard_lost(shard, now)
-        case _Ticked(now=now):
-            ledger.tick(now)
+        case _Ticked(now=now, due=due):
+            return due, ledger.tick(now)
         case _CopiesOrdered():
             ledger.order_copies(record.session, record.shard, record.offset, record.nbytes, record.blocks, record.now)
-        case _CopiesFinished(session=session, extent=extent, written=written, now=now):
-            ledger.finish_copies(session, extent, written, now)
+        case _CopiesFinished(session=session, extent=extent, written=written, now=now, added=added):
+            return added, ledger.finish_copies(session, extent, written, now)
         case _Applied():
-            if isinstance(
-                ledger.apply(record.request, session=record.session, call=record.call, now=record.now), MustWait
-            ):
-                raise InternalError(f"{m.tag_of(record.request)} waits, but was carried out once")
+            reply = ledger.apply(record.request, session=record.session, call=record.call, now=record.now)
+            return record.outcome, "a wait" if isinstance(reply, MustWait) else outcome_of(reply)
+    return None, None
 
 
 @contextmanager

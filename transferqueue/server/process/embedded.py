@@ -9,10 +9,11 @@ import itertools
 import os
 import threading
 import weakref
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
-from transferqueue.errors import DeadlineExceeded
+from transferqueue.errors import DeadlineExceeded, LedgerTorn
 from transferqueue.limits import check_path, parse_bytes
 from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
@@ -36,7 +37,7 @@ class EmbeddedServer:
         """For other processes."""
         self.inproc_address: Final = server.inproc_address
         """For this process."""
-        thread = threading.Thread(target=server.run, name=f"transferqueue server {self.address}", daemon=True)
+        thread = threading.Thread(target=_run, args=(server,), name=f"transferqueue server {self.address}", daemon=True)
         self._end = weakref.finalize(self, _stop, server, thread, os.getpid())
         thread.start()
         _running[os.getpid(), self.address] = self
@@ -77,6 +78,12 @@ def start(arena_bytes: int | str | None = None, runtime: str | Path | None = Non
 def running(address: str) -> EmbeddedServer | None:
     """The server that runs in this process at `address`; None if there is none."""
     return _running.get((os.getpid(), address))
+
+
+def _run(server: ServerProcess) -> None:
+    """Serve until the end. A torn ledger ends the thread alone: the loop has logged why, and told the clients."""
+    with suppress(LedgerTorn, MemoryError):
+        server.run()
 
 
 def _stop(server: ServerProcess, thread: threading.Thread, pid: int) -> None:

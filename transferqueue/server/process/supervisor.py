@@ -3,7 +3,7 @@
 The rules:
 
 - The server is a forked child. Modules are loaded once, in this process, so a restart takes milliseconds.
-- A crash is a death by a signal, an unexpected error, or `EXIT_AGAIN`. A server that was stopped, or that ended for a reason that it
+- A crash is a death by a signal, an unexpected error, `EXIT_AGAIN`, or `EXIT_TORN`. A server that was stopped, or that ended for a reason that it
   printed, is not started again.
 - A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to `DISK_RETRY_S_MAX`, for as long as it takes.
 - After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-from transferqueue.errors import DiskFailed, JournalFailed, TransferQueueError, UsageError
+from transferqueue.errors import DiskFailed, JournalFailed, LedgerTorn, TransferQueueError, UsageError
 from transferqueue.limits import DISK_RETRY_S, DISK_RETRY_S_MAX, RESTARTS_MAX, RESTARTS_WITHIN_S
 
 EXIT_REPORTED: Final = 1
@@ -30,6 +30,8 @@ EXIT_DISK: Final = 74
 """The disk of the state is full or gives errors, and nothing is damaged: EX_IOERR of sysexits.h."""
 EXIT_AGAIN: Final = 75
 """The cause may be temporary: EX_TEMPFAIL of sysexits.h."""
+EXIT_TORN: Final = 71
+"""An operation was interrupted between its writes, by a defect or for want of memory: EX_OSERR of sysexits.h. A durable server comes back whole."""
 EXIT_DEFECT: Final = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -45,6 +47,9 @@ def exit_code(run: Callable[[], object]) -> int:
         if isinstance(error, JournalFailed):
             return EXIT_DISK if isinstance(error, DiskFailed) else EXIT_AGAIN
         return EXIT_WRONG_CALL if isinstance(error, UsageError) else EXIT_REPORTED
+    except (LedgerTorn, MemoryError) as error:
+        sys.stderr.write(f"transferqueue: {str(error) or 'the memory of the server process is exhausted'}\n")
+        return EXIT_TORN
     except SystemExit as ended:
         return ended.code if isinstance(ended.code, int) else 0
     return 0
