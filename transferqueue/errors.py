@@ -185,7 +185,8 @@ class InternalError(TransferQueueError):
 
 
 class LedgerTorn(BaseException):
-    """An unexpected exception came between the first and the last write of an operation, so the state of the ledger is not known. The server ends.
+    """An unexpected exception came between the first and the last write of an operation, or before all that it ordered was done. The server ends, since
+    its state is not known.
 
     Not in the tree above, since no client gets it, and no `except Exception` may hold it.
     """

@@ -54,8 +54,12 @@ REPLICAS_MAX: Final = 4096
 MEMORY_MARGIN_BYTES: Final = 2 * MIB
 """What an operation of the ledger asks the system for, beside what its rows take, before its first write: a small one needs kilobytes, and its reply
 and its record are encoded after it. From 4 MiB on, asking costs a system call."""
-ROW_MEMORY_BYTES: Final = 640
-"""Of the server's memory for each row that an operation touches, at most: arrays of ids and places, keys, the queue's entries (measured, doubled)."""
+ROW_MEMORY_BYTES: Final = 256
+"""Of the server's memory for each row that an operation touches: arrays of ids and places, entries of queues. 142 were measured."""
+NEW_ROW_MEMORY_BYTES: Final = 512
+"""More for each row that is put, beside what the columns of the table grow by: its key and tags. 384 were measured."""
+KEY_MEMORY_BYTES: Final = 80
+"""More for each key that a table has, when rows are put: its dictionaries are made anew as they grow."""
 COPIES_MAX: Final = 4
 """Shards that store each block of a table (`replicas`). Two survive the loss of any one; each further copy costs the bytes again."""
 LEASES_REMEMBERED_MAX: Final = 4096

@@ -9,7 +9,6 @@ import json
 from pathlib import Path
 
 import msgspec
-import pytest
 
 from tests.server.test_recording import Paper
 from transferqueue.ledger import Ledger

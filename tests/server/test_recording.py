@@ -240,7 +240,10 @@ def test_a_record_that_is_refused_now_is_reported(world, paper):
     client.put(1)
     world.ledger.commit()
     del paper.records[1]
-    with pytest.raises(Corruption, match=r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives Disconnected: session 1"):
+    with pytest.raises(
+        Corruption,
+        match=r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives Disconnected: session 1",
+    ):
         replay_journal(paper)
 
 
@@ -251,7 +254,9 @@ def test_a_record_that_would_wait_now_is_reported(world, paper):
     client.lease("t", 1, wait_s=5)
     world.ledger.commit()
     del paper.records[3]
-    with pytest.raises(Corruption, match=r"\(Lease\) has another outcome now: recorded was \[1, 1, 1, \d+\], its replay gives a wait"):
+    with pytest.raises(
+        Corruption, match=r"\(Lease\) has another outcome now: recorded was \[1, 1, 1, \d+\], its replay gives a wait"
+    ):
         replay_journal(paper)
 
 
@@ -264,7 +269,8 @@ def test_a_record_whose_replay_gives_other_rows_is_reported(world, paper):
     world.ledger.commit()
     del paper.records[3]
     with pytest.raises(
-        Corruption, match=r"record 3 .*\(Put\) has another outcome now: recorded was \[2, 1\], its replay gives \[0, 1\]"
+        Corruption,
+        match=r"record 3 .*\(Put\) has another outcome now: recorded was \[2, 1\], its replay gives \[0, 1\]",
     ):
         replay_journal(paper)
 

@@ -178,7 +178,7 @@ def test_an_unknown_put_that_was_seen_must_be_done_whole(logs: Written) -> None:
     logs.life("trainer-0", *worked(10, 11, 12, step=0))
     account = logs.checked(rows_put=4, rows_done=4)
     assert account.lost == 2
-    assert "task reward: rows lost: 1, such as 13" in account.violations
+    assert "task reward: rows lost, or counted as done though no worker acked them: 1, such as 13" in account.violations
 
 
 def test_a_row_done_twice_is_a_duplicate(logs: Written) -> None:
@@ -194,7 +194,9 @@ def test_a_lost_row_is_found_and_an_ack_nobody_lived_to_see_is_none(logs: Writte
     logs.life("reward-0", *worked(10), ["lease", 2, [11]], ["ack?", 2])
     logs.life("trainer-0", *worked(10, step=0))
     account = logs.checked(rows_put=2, rows_done=2)
-    assert account.violations == ["task train: rows lost: 1, such as 11"]
+    assert account.violations == [
+        "task train: rows lost, or counted as done though no worker acked them: 1, such as 11"
+    ]
 
 
 def test_a_rollback_undoes_later_steps_so_that_they_are_done_again_once(logs: Written) -> None:

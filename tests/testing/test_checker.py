@@ -104,6 +104,19 @@ def test_lost_at_the_end():
     assert story.kinds() == ["lost"]
 
 
+def test_a_row_that_is_done_and_that_no_worker_acked():
+    """As many rows are done as were acked; but one of these was dropped, so another one was done by nobody."""
+    story = Story()
+    story.put(0, "x", "y")
+    story.put(7, "w", outcome="unknown")
+    story.lease(1, {0: "x", 7: "w"})
+    story.ack(1, 0, 7)
+    story.op(h.DropCall("t", [7], "bad"), None, "unknown")
+    story.count(3, done=2, dropped={"bad": 1})
+    (found,) = check([*story.lines, h.Finished(story.at + 1)])
+    assert str(found).startswith("lost: 1 rows have ended, and no worker of some task acked them: 1;")
+
+
 def test_counts_that_do_not_add_up():
     story = Story()
     story.put(0, "x", "y")

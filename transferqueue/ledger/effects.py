@@ -78,10 +78,11 @@ class Effects:
         """Record an effect."""
         self._events.append(event)
 
+    def __bool__(self) -> bool:
+        return bool(self._woken or self._events)
+
     def take(self) -> list[Effect]:
         """All effects since the last call. Freed memory precedes wakes, so that woken requests find it free."""
-        if not self._woken and not self._events:
-            return []
         taken = [*self._events, *map(WakeWaiters, self._woken)]
         self._events, self._woken = [], {}
         return taken

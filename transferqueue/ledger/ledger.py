@@ -94,6 +94,8 @@ class Ledger:
         core.writing = True
         try:
             yield
+        except GeneratorExit:  # interrupted before the block began
+            raise
         except BaseException as error:  # noqa: BLE001  (raised with its cause)
             self._raise_torn(what, error)
         core.writing = False
@@ -217,7 +219,7 @@ class Ledger:
             reply = m.Granted(extent.id, shard, offset, nbytes)
             holder.replies.keep(call, reply)
             self._note("granted", session, shard, offset, nbytes, self.state.now, call, extent.id)
-        return reply
+            return reply
 
     def replied(self, session: int, call: int) -> m.Reply | None:
         """The cached reply to a call, or None. For requests that the caller answers itself (`Grant`)."""
@@ -280,7 +282,13 @@ class Ledger:
 
     def take_effects(self) -> list[Effect]:
         """Effects since the last call, for the caller to apply."""
-        return self.state.core.effects.take()
+        core = self.state.core
+        if not core.effects:
+            return []
+        core.writing = True
+        taken = core.effects.take()
+        core.writing = False
+        return taken
 
     # ------------------------------------------------------------ losses
 

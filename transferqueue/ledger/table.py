@@ -30,7 +30,14 @@ from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatches
 from transferqueue.ledger.tasks.task_order import TasksOfField, tasks_that_hold
 from transferqueue.ledger.tasks.task_state import OPEN, TaskState
-from transferqueue.limits import MEMORY_MARGIN_BYTES, MIB, ROW_MEMORY_BYTES, Limits
+from transferqueue.limits import (
+    KEY_MEMORY_BYTES,
+    MEMORY_MARGIN_BYTES,
+    MIB,
+    NEW_ROW_MEMORY_BYTES,
+    ROW_MEMORY_BYTES,
+    Limits,
+)
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.wire.messages import TableTerms
 
@@ -52,7 +59,7 @@ def unknown(table: str, task: str, now: float) -> Absence | None:
 
 def no_memory(nbytes: int = 0) -> Full:
     """The refusal of an operation for which the process has no memory. nbytes: what it asked for; 0: not known."""
-    asked = f"{(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB for this request" if nbytes else "this request"
+    asked = f"this request ({(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB)" if nbytes else "this request"
     return Full(
         f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was changed; put or lease fewer rows at "
         "once, finish or delete rows, or start the server with more address space (ulimit -v) and memory"
@@ -217,7 +224,10 @@ class TableState:
 
     def begin(self, rows: int = 0, new: int = 0, fields: int = 0) -> None:
         """See `SharedState.begin`. rows: how many rows the operation touches; new: of them, how many it adds; fields: how many columns."""
-        self.core.begin(rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields))
+        nbytes = rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields)
+        if new:
+            nbytes += new * NEW_ROW_MEMORY_BYTES + len(self.rows.keys) * KEY_MEMORY_BYTES
+        self.core.begin(nbytes)
 
     # ------------------------------------------------------------ wakes
 

@@ -16,7 +16,8 @@ It opens no socket, reads no clock and starts no thread. The loop brings events 
   answers of a few before the next few are tried.
 - An unexpected exception while a request is carried out, before the ledger writes, is logged once with a number and its traceback, the sender
   gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted; only that part is tried again, after
-  `DEFECT_PAUSE_S`. One that tears the ledger (`LedgerTorn`), or leaves what the ledger ordered undone for want of memory, ends the server.
+  `DEFECT_PAUSE_S`. One that tears the ledger, or leaves undone what the ledger ordered or the end of a session demands, ends the
+  server (`LedgerTorn`).
   `JournalFailed` and any other error of `commit` end it too, since no client may be told what is not durable.
 - A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its peer does
   not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no process can see it. If it
@@ -297,7 +298,7 @@ class Coordinator:
 
     def _free_lingering(self, now: float) -> None:
         for session in self.sessions.released_by_dead_process(now):
-            self._guard("end of pins", partial(self.ledger.end_pins, session.number))
+            self._must("the end of pins", partial(self.ledger.end_pins, session.number))
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
     def _expire(self, now: float) -> None:
@@ -553,12 +554,12 @@ class Coordinator:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
         if (jobs := self.operations.snapshots) is not None:
             self._guard("end of parts", partial(jobs.session_ended, number))
-        self._guard("end of a shard", partial(self.shards.close, session, now))
+        self._must("the end of a shard", partial(self.shards.close, session, now))
         lingers = self.sessions.close(session, now)
-        self._guard("end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
+        self._must("the end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
             self.spillers.shard_gone(shard.number)
-            self._guard("loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
+            self._must("the loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
 
@@ -570,20 +571,27 @@ class Coordinator:
     # ------------------------------------------------------------ defects
 
     def _guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one step of several. A defect in it is logged, and the other steps still happen. Without memory for it the server ends."""
+        """Do one step of several, without which the server works on. A defect in it is logged, and the other steps still happen."""
         try:
             act()
-        except (JournalFailed, MemoryError):
+        except JournalFailed:
             raise
         except Exception as error:  # noqa: BLE001  (logged with its cause)
             self._defect(what, error)
 
+    def _must(self, what: str, act: Callable[[], object]) -> None:
+        """Do what the ledger, or the end of a session, demands. If it is not done, the server ends."""
+        try:
+            act()
+        except JournalFailed:
+            raise
+        except Exception as error:
+            raise _torn(what, error) from error
+
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
         """Count and log an unexpected exception, end the session in which it occurred, and return the error for its client."""
         if self.ledger.torn:
-            raise LedgerTorn(
-                f"{what} met {type(error).__name__} ({error}) while the ledger wrote; the server ends"
-            ) from error
+            raise _torn(what, error) from error
         self.counters.internal_errors += 1
         number = f"{self.identity.epoch}-{self.counters.internal_errors}"
         _log.error("defect %s: %s failed%s", number, what, f" for {session.label}" if session else "", exc_info=error)
@@ -728,10 +736,11 @@ class Coordinator:
                 effects = self.ledger.take_effects()
                 if effects and (self.waiting.requests or type(effects[0]) is not WakeWaiters):  # else: nobody waits
                     self._apply_effects(effects, now)
-                while self._failed_sessions:
+                if self._failed_sessions:
                     number, reason = self._failed_sessions.pop()
                     if (session := self.sessions.get(number)) is not None:
                         self._end(session, now, reason)
+                    continue  # it has effects
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
                     may_go_on = self.spillers.go_on(now)  # it may give shards commands, for which their requests wait
@@ -742,10 +751,10 @@ class Coordinator:
                 if not most:
                     self.unfinished = True
                     return
-        except (JournalFailed, MemoryError):
+        except JournalFailed:
             raise
-        except Exception as error:  # noqa: BLE001  (logged with its cause; the rest is done next time)
-            self._defect(f"what follows {self.handled}", error)
+        except Exception as error:
+            raise _torn(f"what follows {self.handled}", error) from error
 
     def _try_again(self, waiting: WaitingRequest, now: float) -> bool:
         """Whether the request was served or refused."""
@@ -763,7 +772,7 @@ class Coordinator:
                 if self.waiting.requests:
                     self.waiting.wake(effect.key)
             elif type(effect) is FreeExtent:
-                self._guard("return of memory", partial(self.shards.give_back, effect, now))
+                self._must("the return of memory", partial(self.shards.give_back, effect, now))
             elif type(effect) is LeaseEnded:
                 self.counters.leases_ended += 1
                 life_event("lease_lost", lease=effect.lease, session=effect.session, why=effect.why)
@@ -821,6 +830,13 @@ class Coordinator:
 
 def _earlier(ahead: int) -> str:
     return "1 earlier request waits" if ahead == 1 else f"{ahead} earlier requests wait"
+
+
+def _torn(what: str, error: Exception) -> LedgerTorn:
+    return LedgerTorn(
+        f"{what} met {type(error).__name__} ({error}) and was not done, so the state of the server is not known and it ends. With durability process or "
+        "disk the next run continues from the journal"
+    )
 
 
 def _failed(error: TransferQueueError) -> m.Failed:

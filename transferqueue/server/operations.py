@@ -92,7 +92,8 @@ class Operations:
             taken = None
         if taken is not None:
             self._sources.spillers.taken(taken[0])
-            return self._ledger.grant(session.number, *taken, now, call=call)
+            with self._shards.granting(*taken, now):
+                return self._ledger.grant(session.number, *taken, now, call=call)
         if self._sources.spillers.is_any:
             shards = self._shards.may_have(request.nbytes, request.apart, request.use)
             self._sources.spillers.need(request.nbytes, shards, request.use)

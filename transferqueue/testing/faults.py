@@ -14,6 +14,8 @@ import msgspec
 import numpy as np
 
 from transferqueue.client.session.calls import PendingCalls
+from transferqueue.errors import InternalError
+from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
 from transferqueue.ledger.rows.blocks import BlockRegistry
@@ -187,6 +189,14 @@ def _if_any(was: Any) -> Any:
     return lambda self: was(self) if len(self.requests) else None
 
 
+def _lives_on(_was: Any) -> Any:
+    def refused(self: Any, what: str, error: BaseException | None = None) -> Any:
+        self.state.core.writing = False
+        raise InternalError(f"{what} failed") from error
+
+    return refused
+
+
 FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((ack, "return_rows", _consumed),),
     "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
@@ -227,11 +237,13 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),
     "the orders of a lost shard end one by one": ((ColdBlocks, "give_up", _one_by_one),),
     "new rows take the memory that blocks left for others": ((Backlog, "may_have", _always), (Spiller, "_share_memory", _nothing)),
+    "a server lives on with a torn ledger": ((Ledger, "_raise_torn", _lives_on),),
 }  # fmt: skip
 
 
 KIND_OF: Final = {
     "a turn goes on for a due request that has ended": "crowded-mixed",
+    "a server lives on with a torn ledger": "interrupted",
     "a turn ends though a request is due": "crowded-shards",
     "the orders of a lost shard end one by one": "crowded-shards",
     "new rows take the memory that blocks left for others": "full-shards",

@@ -203,7 +203,8 @@ class BlockFetches:
             return None
         self._lacks_room.discard(shard)
         self._progress[shard] = now
-        target = self._ledger.grant(session, SHARD, *extent, now)
+        with self.shards.granting(SHARD, *extent, now):
+            target = self._ledger.grant(session, SHARD, *extent, now)
         order = self._orders[session] = _FetchOrder(session, shard, target)
         for number, at in chosen.items():
             order.blocks[number] = wanted.pop(number), target.offset + at

@@ -61,7 +61,8 @@ class CopyOrders:
             if under_way and under_way + align(choice.nbytes, PAGE_BYTES) > COPIES_IN_FLIGHT_BYTES:
                 return False
             if (taken := self._take(choice.target, max(choice.nbytes, 1))) is not None:
-                self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
+                with self._shards.granting(choice.target, *taken, now):
+                    self._ledger.order_copies(session.number, choice.target, *taken, choice.blocks, now)
                 return True
             if not choice.nbytes:
                 return False

@@ -20,6 +20,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
 import msgspec
@@ -290,6 +291,15 @@ class ShardRegistry:
             self._wake(("memory",))
         elif (shard := self.remote.get(freed.shard)) is not None:
             shard.give_back(freed.extent, freed.offset, freed.nbytes, now)
+
+    @contextmanager
+    def granting(self, shard: int, offset: int, nbytes: int, now: float) -> Iterator[None]:
+        """Around the grant of memory that was taken, which is free again if the grant fails."""
+        try:
+            yield
+        except BaseException:
+            self.give_back(FreeExtent(0, shard, offset, nbytes), now)
+            raise
 
     def hold(self, extents: Iterable[int]) -> None:
         """Keep the bytes of these extents until `release`, even if they are freed meanwhile."""

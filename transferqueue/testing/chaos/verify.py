@@ -160,7 +160,7 @@ class Account:
             if self._drained:
                 missing = rows - {number for number, times in task.done.items() if times > 0} - task.perhaps
                 self.lost += len(missing - stale)
-                self._report(f"task {name}: rows lost", missing - stale)
+                self._report(f"task {name}: rows lost, or counted as done though no worker acked them", missing - stale)
                 dropped |= missing & stale
         if self._drained:
             hidden = [put for put in puts if put not in present and self._clock.makes_stale(put)]

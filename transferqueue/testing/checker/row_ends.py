@@ -17,6 +17,10 @@ ALONE: tuple[str, ...] = ("stale", "attempts", "group_incomplete", "lost", "tabl
 """Reasons for which the queue drops rows on its own."""
 
 
+SHOWN_MAX = 5
+"""Rows that the text of a violation names."""
+
+
 class _Lent:
     """One lease of a row: which replicas ended it, if any."""
 
@@ -206,6 +210,18 @@ def _drained(table: _Table, event: h.Counted) -> Found:
     done = sum(all((task, row) in table.maybe_acked for task in table.tasks) for row in _seen(table))
     if event.rows_done > done:
         yield Violation("lost", f"{event.rows_done} rows count as done, and {done} were acked by every task")
+    nobody = {
+        row
+        for row in table.rows.difference(table.dropped, table.maybe_dropped)
+        if any((task, row) not in table.maybe_acked for task in table.tasks)
+    }
+    alone = sum(count for reason, count in fates.items() if reason in ALONE)
+    if len(nobody) > alone and not event.rows_live:
+        shown = ", ".join(map(str, sorted(nobody)[:SHOWN_MAX]))
+        yield Violation(
+            "lost",
+            f"{len(nobody)} rows have ended, and no worker of some task acked them: {shown}; {alone} were dropped by the queue itself",
+        )
     certain = 0 if table.again else sum(all((task, row) in table.acked for task in table.tasks) for row in _seen(table))
     taken = sum(row in table.maybe_dropped or row in table.dropped for row in _seen(table))
     if certain > event.rows_done + taken:

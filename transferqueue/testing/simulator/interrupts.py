@@ -14,6 +14,8 @@ from transferqueue.server.durability import recorded_ledger
 
 DEFECTS: Final[tuple[type[BaseException], ...]] = (MemoryError, KeyboardInterrupt, RecursionError)
 _LEDGER: Final = str(Path(transferqueue.ledger.__file__).parent)
+_ONCE: Final = "_little_endian"
+"""A function of the ledger that keeps its results for the whole process: its lines would make the count depend on what ran before."""
 
 
 class Interrupt:
@@ -43,7 +45,9 @@ class Interrupt:
         code = frame.f_code
         if (counted := self._counted.get(code)) is None:
             file = code.co_filename
-            counted = self._counted[code] = file.startswith(_LEDGER) or file == recorded_ledger.__file__
+            counted = self._counted[code] = code.co_name != _ONCE and (
+                file.startswith(_LEDGER) or file == recorded_ledger.__file__
+            )
         return self._step if counted else None
 
     def _step(self, _frame: FrameType, event: str, _argument: Any) -> Any:

@@ -44,6 +44,9 @@ class SimJob:
         """The memory with which process `number` of a role joins, if it is a shard."""
         return None
 
+    def check_books(self, state: LedgerState, *, whole: bool) -> None:
+        """Raise `PromiseBroken` if the books name a row as done that no worker acked. whole: look at all of them, since the server is a new one."""
+
     def judge(self, state: LedgerState) -> None:
         """Raise `PromiseBroken` unless the final state agrees with the replies to clients. All roles have ended."""
         raise NotImplementedError

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from transferqueue.errors import JournalFailed, UsageError
+from transferqueue.errors import JournalFailed, LedgerTorn, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
 from transferqueue.limits import SIZE_BYTES_MAX, WAITERS_AT_ONCE
@@ -24,6 +24,7 @@ from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
+from transferqueue.testing.simulator.interrupts import DEFECTS, Interrupt
 from transferqueue.testing.simulator.spill import SimSpill
 from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
@@ -215,6 +216,12 @@ def _check_idle(node: Coordinator) -> None:
         raise PromiseBroken(f"a turn ended, and its effects were not applied: {effects}")
 
 
+ENDS: Final[tuple[type[BaseException], ...]] = (Crashed, JournalFailed, LedgerTorn, *DEFECTS)
+"""What ends a server process."""
+LINES_MAX: Final = 400
+"""Of the ledger, that most events take less of."""
+
+
 class SimServer:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
     blocks go to a disk, of `disk_bytes`; only at that level."""
@@ -386,15 +393,31 @@ class SimServer:
         if node is None:
             return
         try:
-            act(node)
+            self._interrupted(act, node)
             self._send(node)
-        except (Crashed, JournalFailed):
+        except ENDS:
             self.kill()
             return
         if self.node is node:
             _check_idle(node)
             self.checked(node)
             self._sleep(node)
+
+    def _interrupted(self, act: Callable[[Coordinator], object], node: Coordinator) -> None:
+        """Have something interrupt the ledger, if this world does that. Whoever comes here then goes on, or ends as a server process would."""
+        world = self._world
+        if world.healed or not world.rates.interrupted or world.random.random() >= world.rates.interrupted:
+            act(node)
+            return
+        defect = Interrupt(world.random.choice(DEFECTS), world.random.randint(1, LINES_MAX))
+        try:
+            with defect.planted():
+                act(node)
+        finally:
+            world.faults[f"{defect.error.__name__} in the ledger"] += defect.raised
+            world.faults["ledger torn"] += node.ledger.torn
+        if node.ledger.torn:
+            raise PromiseBroken(f"{defect.error.__name__} tore the ledger, and the server goes on")
 
     def _send(self, node: Coordinator) -> None:
         while node.outbox or node.unfinished:

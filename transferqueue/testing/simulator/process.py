@@ -66,7 +66,7 @@ class Process:
         )
         self._running = self._role(self)
         self._connect()
-        self._ask(self._hello, lambda _: self._resume(None))
+        self._ask(self._hello, self._welcomed)
 
     @property
     def alive(self) -> bool:
@@ -170,6 +170,12 @@ class Process:
         pending = PendingCall(request, lambda: then(pending.error or pending.reply or m.DoneReply()))
         self._send(self._calls.send(pending, self._clock()))
         self._plan()
+
+    def _welcomed(self, reply: m.Reply | TransferQueueError) -> None:
+        if isinstance(reply, TransferQueueError):
+            self.kill()  # as a program does whose `connect` raises
+        else:
+            self._resume(None)
 
     def _resume(self, reply: Any) -> None:
         if self._running is None:

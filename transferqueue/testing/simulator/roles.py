@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from transferqueue.errors import Sealed, UsageError
-from transferqueue.limits import Limits
+from transferqueue.limits import HISTORY_EVENTS_MAX, Limits
 from transferqueue.policies import (
     Complete,
     DeliverPartial,
@@ -40,6 +40,10 @@ GROUPS: Final = 11
 ALONE: Final = ("stale", "group_incomplete", "attempts")
 """Reasons for which the queue drops rows on its own."""
 SCORE: Final = Field("score", "int64")
+
+
+EVENTS_CHECKED: Final = 64
+"""Of a table, after each event of the server, which adds a few."""
 
 
 class ClientAccount:
@@ -175,6 +179,16 @@ class Rollouts(SimJob):
     def _opened(self, process: Process, role: Callable[[Process], Steps]) -> Steps:
         yield create(self.account)
         yield from role(process)
+
+    def check_books(self, state: LedgerState, *, whole: bool) -> None:
+        """See `SimJob`."""
+        if (table := state.tables.get(self.table)) is None:
+            return
+        for event in table.history.since(0 if whole else table.history.end - EVENTS_CHECKED, HISTORY_EVENTS_MAX):
+            if event.what == "acked":
+                acked = {(event.task, row) for row in event.rows.tolist()}
+                if strange := acked - self.account.maybe_acked:
+                    raise PromiseBroken(f"the books say that a worker acked {sorted(strange)}, and none did")
 
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`."""

@@ -65,6 +65,7 @@ _KINDS: Final = {
     "shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True),
     "full-disk": WorldKind(FEWER_FAULTS, spills=True, full=True),
     "full-shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True, full=True),
+    "interrupted": WorldKind(Rates(interrupted=0.03)),
     "interned": WorldKind(interns=True),
     "interned-disk": WorldKind(interns=True, spills=True),
 }
@@ -143,6 +144,7 @@ class SimRun:
         self.server.deliver, self.server.checked = self._deliver, self._check
         self.server.on_down, self.server.on_up = self._server_ended, self._reconnect
         self.numbers = self.rows_put = 0
+        self._checked: Coordinator | None = None
         self._events_until: Callable[[float], None]
         self._make_jobs()
 
@@ -260,7 +262,7 @@ class SimRun:
     # ------------------------------------------------------------ what must hold
 
     def _check(self, node: Coordinator) -> None:
-        if node.counters.internal_errors:
+        if node.counters.internal_errors and not self.world.rates.interrupted:
             raise PromiseBroken("the server had an internal error")
         for table in node.ledger.state.tables.values():
             dropped = sum(table.rows_dropped.values())
@@ -279,6 +281,9 @@ class SimRun:
                 )
             if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
                 raise PromiseBroken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")
+        for job in self.jobs:
+            job.check_books(node.ledger.state, whole=node is not self._checked)
+        self._checked = node
         extents = sum(extent.nbytes for extent in own_extents(node.ledger))
         if node.memory.used != extents:
             raise PromiseBroken(f"{node.memory.used} bytes are lent, by extents of {extents}")

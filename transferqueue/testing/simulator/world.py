@@ -38,6 +38,8 @@ class Rates:
     checkpoint: float = 0.002
     spill_full: float = 0.05
     spill_unreadable: float = 0.1
+    interrupted: float = 0.0
+    """Of each event of the server, by `interrupts.DEFECTS` at some line of the ledger."""
 
 
 class World:
