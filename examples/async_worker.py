@@ -60,7 +60,7 @@ async def run(rows: int, in_flight: int) -> None:
     async with tq.aconnect("embedded") as queue:
         table = await queue.create_table(
             "texts",
-            tasks=[tq.Task("measure", needs=["text"], gives=["length"], attempts_max=0)],  # 0: tried until it is done
+            tasks=[tq.Task("measure", needs=["text"], gives=["length"])],  # 0: tried until it is done
             retention=tq.Manual(),
         )
         workers = [asyncio.create_task(worker(f"worker-{n}", table, service, in_flight // 2)) for n in range(2)]

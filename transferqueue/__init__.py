@@ -85,6 +85,7 @@ if TYPE_CHECKING:
         Refill,
         Requeue,
         Retention,
+        Retry,
         Selector,
         TagIs,
         Task,
@@ -122,7 +123,7 @@ _MODULES: Final = {
     "SchemaError Sealed TransferQueueError Unreachable UsageError VersionGivenUp",
     "limits": "Limits",
     "policies": "Acked AckedColumns Compare Complete DeliverPartial DropGroup DropStale Fifo Freshest HoldClock KeepStale LongestFirst Manual "
-    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder Refill Requeue Retention Selector TagIs Task "
+    "ManualColumns OldestVersionFirst OnStale Pacing Plugin Predicate Priority PutOrder Refill Requeue Retention Retry Selector TagIs Task "
     "TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
@@ -191,6 +192,7 @@ __all__ = [
     "Requeue",
     "Reservation",
     "Retention",
+    "Retry",
     "Rows",
     "RowsChanged",
     "RowsEnded",

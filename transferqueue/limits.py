@@ -192,8 +192,6 @@ TIME_LIMIT_S_DEFAULT: Final = 1800.0
 """A worker that has held a batch this long counts as hanging. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
 """Default limit of a wait: one minute tells a stalled pipeline from a slow one in most jobs."""
-ATTEMPTS_MAX_DEFAULT: Final = 5
-"""A row that failed five workers will fail the sixth."""
 REPLIES_KEPT_MAX: Final = 1024
 """Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 

@@ -13,7 +13,7 @@ import msgspec
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.lazy import renamed_names
-from transferqueue.limits import ATTEMPTS_MAX_DEFAULT, LEASE_S_DEFAULT, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
+from transferqueue.limits import LEASE_S_DEFAULT, SECONDS_MAX, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
 
 
 @dataclass_transform(frozen_default=True)
@@ -24,7 +24,7 @@ class _Policy(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 def _numbers(subject: str, **values: object) -> None:
     """Refuse values that are not numbers. None is allowed where it is the default."""
     for name, value in values.items():
-        allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s")
+        allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s", "attempts")
         if not allowed and not isinstance(value, int | float):
             raise UsageError(f"{subject}: {name}={value!r} is {type(value).__name__}; give a number")
 
@@ -196,6 +196,52 @@ Predicate = TagIs | VersionBetween | Compare
 # ---------------------------------------------------------------- tasks and pacing
 
 
+class Retry(_Policy, kw_only=True):
+    """When a row whose lease failed (an exception in ``with batch``, ``release(failed=True)``) is leased again.
+
+    The n-th failure of a row makes it wait ``min(first_s * factor ** (n - 1), max_s)`` seconds. A lease that ends because its worker died
+    or went silent is no failure: its rows are leased again at once. While all leases of a task fail, the task is paused, and one lease at a
+    time is tried; such failures do not count.
+
+    Args:
+        first_s: seconds after the first failure; 0: no wait.
+        factor: the factor from one wait to the next, at least 1.
+        max_s: the longest wait, in seconds.
+        attempts: a row is dropped with reason ``attempts`` after so many failures (None: never).
+
+    Example:
+        >>> [Retry().wait_s(failures) for failures in (1, 2, 3, 20)]
+        [1.0, 2.0, 4.0, 60.0]
+    """
+
+    first_s: float = 1.0
+    factor: float = 2.0
+    max_s: float = 60.0
+    attempts: int | None = None
+
+    def __post_init__(self) -> None:
+        _numbers("retry", first_s=self.first_s, factor=self.factor, max_s=self.max_s, attempts=self.attempts)
+        if not 0 <= self.first_s <= SECONDS_MAX:
+            raise UsageError(f"retry: first_s={self.first_s} is not a number of seconds from 0 on; 0 means at once")
+        if not 1 <= self.factor <= SECONDS_MAX:
+            raise UsageError(f"retry: factor={self.factor} is below 1 or too large; 1 makes all waits equal")
+        if not self.first_s <= self.max_s <= SECONDS_MAX:
+            raise UsageError(
+                f"retry: max_s={self.max_s} is below first_s={self.first_s}, or too long; give the longest wait"
+            )
+        if self.attempts is not None and (isinstance(self.attempts, bool) or self.attempts < 1):
+            raise UsageError(
+                f"retry: attempts={self.attempts} is not a positive number of failures; None means that no row is dropped for failing"
+            )
+
+    def wait_s(self, failures: int) -> float:
+        """Seconds that a row waits after so many failures, of which the last one was just now."""
+        try:
+            return min(self.first_s * self.factor ** (failures - 1), self.max_s)
+        except OverflowError:
+            return self.max_s
+
+
 class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
 
@@ -206,8 +252,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     selector: which ready rows next. groups: `Complete(...)` for whole groups only.
     lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a live worker renews the lease in time.
     time_limit_s: seconds that a worker may hold a batch (None: half an hour, or lease_s if that is more). A worker that holds it longer
-    counts as hanging, and loses the rows though its process lives. attempts_max: a row is dropped with reason ``attempts`` after this
-    many failed leases (0: never).
+    counts as hanging, and loses the rows though its process lives.
+    retry: when rows whose lease failed are leased again, and after how many failures they are dropped (never, unless it says so).
     from_: "start": the task gets every live row; "now": only rows put after the task was declared.
     """
 
@@ -217,7 +263,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     selector: Selector = Fifo()
     groups: Complete | None = None
     lease_s: float = LEASE_S_DEFAULT
-    attempts_max: int = ATTEMPTS_MAX_DEFAULT
+    retry: Retry = Retry()
     from_: Literal["start", "now"] = "start"
     time_limit_s: float | None = None
 
@@ -241,7 +287,6 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
         _numbers(
             f'task "{self.name}"',
             lease_s=self.lease_s,
-            attempts_max=self.attempts_max,
             time_limit_s=self.time_limit_s,
         )
         if not self.lease_s > 0:
@@ -251,8 +296,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
                 f'task "{self.name}": time_limit_s={self.time_limit_s} is below lease_s={self.lease_s}, for which rows are lent '
                 "at least; give a longer limit or a shorter lease"
             )
-        if self.attempts_max < 0:
-            raise UsageError(f'task "{self.name}": attempts_max={self.attempts_max} is negative; 0 means no limit')
+        if not isinstance(self.retry, Retry):
+            raise UsageError(f'task "{self.name}": retry={self.retry!r} is no policy; give tq.Retry(...)')
         if set(self.needs) & set(self.gives):
             both = ", ".join(sorted(set(self.needs) & set(self.gives)))
             raise Impossible(f'task "{self.name}" both needs and gives {both}: it would wait for itself')

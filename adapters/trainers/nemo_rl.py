@@ -218,7 +218,7 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
             )
         if _claims(task) not in tasks:
             with contextlib.suppress(AlreadyExists):  # another process was quicker, perhaps with other fields
-                table.add_task(tq.Task(_claims(task), needs=needs, attempts_max=0))  # who claims may die, a sample not
+                table.add_task(tq.Task(_claims(task), needs=needs))  # who claims may die, a sample not
             tasks = self._partition(partition_id).tasks
         claims = tasks[_claims(task)]
         if claims.needs != needs:

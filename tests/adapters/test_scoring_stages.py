@@ -40,12 +40,12 @@ def rows(count: int = 10) -> dict[str, list[Any]]:
 
 def served(function: Any, columns: dict[str, list[Any]]) -> list[tuple[Any, ...]]:
     """What the stage gives each row."""
-    task = tq.Task("score", needs=tuple(function.needs), gives=tuple(function.gives), attempts_max=1)
+    task = tq.Task("score", needs=tuple(function.needs), gives=tuple(function.gives))
     with tq.connect("embedded") as queue:
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
         table.put(**columns)
         table.seal()
-        run_stage(table, Stage(task=task, rows=6, at_least=1), function, emit=lambda event: None)
+        run_stage(table, Stage(task=task, rows=6, at_least=1, failures_max=1), function, emit=lambda event: None)
         given = table.read(fields=tuple(function.gives))
         return list(zip(*([np.asarray(row).copy() for row in given[name]] for name in function.gives), strict=True))
 

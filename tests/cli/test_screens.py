@@ -100,7 +100,6 @@ TERMS = table_terms(
             needs=["prompt_ids", "rewards", "advantages"],
             selector=TokenBalanced(equal_counts=False),
             groups=Complete(deadline_s=30, incomplete=DeliverPartial()),
-            attempts_max=0,
         ),
     },
     limits=Limits(rows=4096, bytes="8GiB"),

@@ -298,9 +298,9 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
         r"tasks: groups.incomplete='drop' is not Refill \| DeliverPartial \| DropGroup; give one",
     ),
     "half an attempt": (
-        lambda q: q.create_table("x", tasks=[tq.Task("a", attempts_max=1.5)]),  # type: ignore[arg-type]
+        lambda q: q.create_table("x", tasks=[tq.Task("a", retry=tq.Retry(attempts=1.5))]),  # type: ignore[arg-type]
         tq.UsageError,
-        r"tasks: attempts_max=1.5 is not int; give one",
+        r"tasks: attempts=1.5 is not int; give one",
     ),
     "a number for extra_fields": (
         lambda q: q.create_table("x", extra_fields=1),  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import LeaseExpired, UsageError
 
-CLOCK = tq.Task("clock", needs=["tick"], lease_s=0.12, time_limit_s=0.12, attempts_max=0)
+CLOCK = tq.Task("clock", needs=["tick"], lease_s=0.12, time_limit_s=0.12)
 """Its one row is leased, and comes back when its lease has expired: so a test knows that time has passed at the server."""
 
 
@@ -24,7 +24,7 @@ def pass_time(table: tq.Table, leases: int = 1) -> None:
 
 
 def make(queue: tq.Queue, **terms: float) -> tq.Table:
-    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], attempts_max=3, **terms), CLOCK])  # type: ignore[arg-type]
+    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], retry=tq.Retry(attempts=3), **terms), CLOCK])  # type: ignore[arg-type]
     table.put(tick=[0])
     return table
 
@@ -104,7 +104,7 @@ def test_the_limit_of_a_task_that_another_client_declared_is_asked_for() -> None
 def test_the_same_in_an_event_loop() -> None:
     async def work() -> tuple[int, int]:
         async with tq.aconnect() as queue:
-            work = tq.Task("work", needs=["x"], lease_s=0.1, time_limit_s=0.1, attempts_max=0)
+            work = tq.Task("work", needs=["x"], lease_s=0.1, time_limit_s=0.1)
             table = await queue.create_table("t", tasks=[work, CLOCK])
             await table.put(tick=[0])
             await table.put(x=[1])

@@ -9,7 +9,10 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import Impossible, UsageError
 
-TASKS = [tq.Task("reward", needs=["x"], gives=["rewards"], attempts_max=3), tq.Task("train", needs=["x", "rewards"])]
+TASKS = [
+    tq.Task("reward", needs=["x"], gives=["rewards"], retry=tq.Retry(attempts=3)),
+    tq.Task("train", needs=["x", "rewards"]),
+]
 
 
 def test_a_misnamed_result_is_refused_with_the_name_meant_and_the_rows_come_again() -> None:

@@ -43,7 +43,7 @@ def flip(file, value):
 
 
 def filled(queue):
-    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"], attempts_max=2)])
+    table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"], retry=tq.Retry(attempts=2))])
     for row in range(3):
         table.put(x=[np.arange(3) + 1_000_003 * (row + 1)])
     return table

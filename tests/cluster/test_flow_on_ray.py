@@ -28,7 +28,7 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[2]
 HERE = "tests.workflows.flow_stages"
-DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], retry=tq.Retry(first_s=0.01))
 WORKERS = {"runtime_env": {"env_vars": {"PYTHONPATH": str(ROOT)}}, "num_cpus": 0.5}
 OPTIONS = {"numbers": WORKERS, "double": WORKERS}
 
@@ -64,7 +64,7 @@ def queue(address):
 
 def jobs(factory, marks=""):
     settings = {"total": 32, "marks": str(marks)}
-    stage = Stage(task=DOUBLE, rows=4, at_least=1)
+    stage = Stage(task=DOUBLE, rows=4, at_least=1, failures_max=3)
     return [
         StageJob(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
         StageJob(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),

@@ -133,7 +133,7 @@ def test_no_row_is_wrong_or_lost_twice_while_shards_are_killed_at_work(tmp_path:
     with served(tmp_path, "2MiB") as server, ExitStack() as alive, tq.connect(server.ipc) as queue:
         shards_alive = [alive.enter_context(spilling(server.tcp, tmp_path / f"{n}")) for n in range(2)]
         field = tq.Field("body", "uint8", (ROW_BYTES,))
-        table = queue.create_table("rows", fields=[field], tasks=[tq.Task("train", needs=["body"], attempts_max=0)])
+        table = queue.create_table("rows", fields=[field], tasks=[tq.Task("train", needs=["body"])])
         for number in range(rounds):
             for put in range(12):
                 try:

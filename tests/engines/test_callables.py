@@ -126,14 +126,19 @@ def test_stages(name: str, check: Callable[[StageSubject], None]) -> None:
     conform("stage", name, "plain Python", check, STAGES[name]())
 
 
-def served(stage: StageFunction, columns: Mapping[str, Any], emit: Callable[[Event], None] = lambda _: None) -> tq.Rows:
+def served(
+    stage: StageFunction,
+    columns: Mapping[str, Any],
+    emit: Callable[[Event], None] = lambda _: None,
+    retry: tq.Retry = tq.Retry(),  # noqa: B008  (a value)
+) -> tq.Rows:
     """The rows as the stage left them."""
-    task = tq.Task("stage", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+    task = tq.Task("stage", needs=tuple(stage.needs), gives=tuple(stage.gives), retry=retry)
     with tq.connect() as queue:
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
         table.put(**columns)
         table.seal()
-        run_stage(table, Served(task=task, rows=16, at_least=1, stall_s=30), stage, emit=emit)
+        run_stage(table, Served(task=task, rows=16, at_least=1, stall_s=30, failures_max=1), stage, emit=emit)
         found = table.read()
         for name in found.fields:
             found[name].list()
@@ -226,7 +231,7 @@ def test_an_agent_has_a_deadline() -> None:
         return 0.0
 
     events: list[Event] = []
-    served(Agents(agent, needs=["x"], base_url="", timeout_s=0.01), {"x": [0]}, emit=events.append)
+    served(Agents(agent, needs=["x"], base_url="", timeout_s=0.01), {"x": [0]}, events.append, tq.Retry(attempts=1))
     failures = [event.text for event in events if isinstance(event, Failure)]
     assert "DeadlineExceeded: the agent of row 0 of the batch was not finished after 0.01 s" in failures[0]
 

@@ -33,12 +33,12 @@ def test_frozen_lake() -> None:
         turns_max=20,
         seed="seed",
     )
-    task = tq.Task("play", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+    task = tq.Task("play", needs=tuple(stage.needs), gives=tuple(stage.gives))
     with tq.connect() as queue:
         table = queue.create_table("episodes", tasks=[task], retention=tq.Manual())
         table.put(seed=np.arange(ROWS))
         table.seal()
-        run_stage(table, Stage(task=task, rows=ROWS, stall_s=60), stage, emit=print)
+        run_stage(table, Stage(task=task, rows=ROWS, stall_s=60, failures_max=1), stage, emit=print)
         rows = table.read()
         assert table.audit()["rows_done"] == ROWS
         assert set(rows.policy_version.tolist()) == {2}

@@ -188,7 +188,7 @@ def test_rows_whose_host_died_are_lost_and_counted_once_the_store_has_given_it_u
         tq.connect(server.tcp, data="remote") as queue,
     ):
         await_shards(queue, 1)
-        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"], attempts_max=1000)])
+        table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"], retry=tq.Retry(attempts=1000))])
         rows = table.put(x=values(0))
         alone.memory.kill()
         alone.memory.wait()

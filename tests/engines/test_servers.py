@@ -204,11 +204,11 @@ def test_what_agents_said_is_recorded_as_it_was_drawn(stream: bool, plain: Plain
     engine = plain.open()
     with RecordingProxy(f"{url}/v1", version=lambda: engine.version) as recorder, tq.connect() as queue:
         stage = Agents(Talker(stream=stream), needs=["prompt"], recorder=recorder)
-        task = tq.Task("agent", needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+        task = tq.Task("agent", needs=tuple(stage.needs), gives=tuple(stage.gives))
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
         table.put(prompt=["w5 w6", "w7", "w8 w9 w10"])
         table.seal()
-        run_stage(table, Stage(task=task, rows=3, stall_s=60), stage, emit=print)
+        run_stage(table, Stage(task=task, rows=3, stall_s=60, failures_max=1), stage, emit=print)
         rows = table.read()
         assert rows["rewards"].list() == [10.0] * 3
         assert table.audit()["rows_done"] == 3

@@ -51,6 +51,8 @@ class Row:
     order: dict[str, int] = field(default_factory=dict)
     step: dict[str, int] = field(default_factory=dict)
     ordinal: int = -1
+    wait: dict[str, int] = field(default_factory=dict)
+    """task -> number of the wait after its last failure"""
 
     @property
     def unit(self) -> int:
@@ -78,6 +80,16 @@ class Lease:
     deadline: float | None
     open: set[int] = field(default_factory=set)
     held: set[int] = field(default_factory=set)
+
+
+@dataclass
+class Wait:
+    """Rows of one release that wait equally long after a failure."""
+
+    task: str
+    rows: list[tuple[int, int]]
+    """(row, number of its wait)"""
+    deadline: float | None = None
 
 
 @dataclass
@@ -109,6 +121,7 @@ class Model:
         self.counter = 0
         self.leases: dict[int, Lease] = {}
         self.next_lease = 1
+        self.waits = 0
         self.reservations: dict[int, Reservation] = {}
         self.next_reservation = 1
         self.owed: dict[int, int] = {}
@@ -138,7 +151,11 @@ class Model:
         return sum(row.state.get(task) in states for row in self.live())
 
     def outstanding(self) -> int:
-        put = self.count(self.pacing.task, "pending", "held", "ready", "leased") if self.pacing else len(self.live())
+        put = (
+            self.count(self.pacing.task, "pending", "held", "retrying", "ready", "leased")
+            if self.pacing
+            else len(self.live())
+        )
         return put + sum(one.left for one in self.reservations.values()) + sum(self.owed.values())
 
     def reserved(self) -> int:
@@ -166,16 +183,53 @@ class Model:
             subject.deadline = None
             if isinstance(subject, Lease):
                 self.give_up(subject)
+            elif isinstance(subject, Wait):
+                self.resume(subject)
             else:
                 subject.late = True
                 self.changed[subject.task][subject.id] = None
                 self.conclude()
             assert when <= now
 
-    def give_up(self, lease: Lease, *, failed: bool = True) -> None:
+    def resume(self, wait: Wait) -> None:
+        """Rows are ready again that still wait for this end."""
+        over = [row for row, number in wait.rows if row in self.rows and self.rows[row].wait.get(wait.task) == number]
+        over = [row for row in over if self.rows[row].state[wait.task] == "retrying"]
+        self.make_ready(wait.task, over)
+        self.conclude()
+
+    def make_ready(self, name: str, rows: list[int]) -> None:
+        for number in rows:
+            row = self.rows[number]
+            row.state[name] = "held" if self.tasks[name].groups else "ready"
+            if self.tasks[name].groups:
+                self.units[name][row.unit].state = "forming"
+                self.changed[name][row.unit] = None
+
+    def postpone(self, name: str, rows: list[int]) -> None:
+        """Rows whose lease failed wait, those longer that failed more often."""
+        retry, failures = self.tasks[name].retry, {}
+        for number in rows:
+            row = self.rows[number]
+            row.attempts[name] = row.attempts.get(name, 0) + 1
+            self.waits += 1
+            row.state[name], row.wait[name] = "retrying", self.waits
+            failures.setdefault(row.attempts[name], []).append((number, self.waits))
+            if self.tasks[name].groups:
+                self.units[name][row.unit].state = "forming"
+                self.changed[name][row.unit] = None
+        for number, waiting in failures.items():
+            wait_s = min(retry.first_s * retry.factor ** (number - 1), retry.max_s)
+            self.at(self.now + wait_s, Wait(name, waiting))
+        if retry.attempts:
+            spent = [row for row in rows if self.rows[row].attempts[name] >= retry.attempts]
+            if spent:
+                self.doomed.append((spent, "attempts"))
+
+    def give_up(self, lease: Lease) -> None:
         rows = [row for row in lease.rows if row in lease.held]
         lease.held.clear()
-        self.give_back(lease.task, rows, failed=failed)
+        self.give_back(lease.task, rows, failed=False)
         self.end(lease)
         self.conclude()
 
@@ -332,7 +386,7 @@ class Model:
         if task.groups and rows:
             full = full or spare < smallest
         if not taken or not (final or full or (at_least and cost >= at_least)):
-            ended = self.sealed and final and not self.count(name, "leased") and not self._may_return(name)
+            ended = self.sealed and final and not self.count(name, "leased", "retrying") and not self._may_return(name)
             over = "EndOfTable" if drained else "Impossible"
             raise Refused(over if ended and not units else "DeadlineExceeded")
         chosen = [row for unit in taken for row in unit]
@@ -353,7 +407,7 @@ class Model:
         pacing = self.pacing
         if pacing and pacing.max_staleness is not None and isinstance(pacing.on_stale, Requeue):
             return False
-        moving = {one for one in self.tasks if self.count(one, "ready", "leased")}
+        moving = {one for one in self.tasks if self.count(one, "ready", "leased", "retrying")}
         for _ in self.tasks:
             moving |= {one for one in self.tasks if self._may_complete(one, moving)}
         return self.count(name, "pending") > 0 and not self._may_complete(name, moving)
@@ -372,7 +426,7 @@ class Model:
         for field_ in needed & set(self.tasks[name].gives) - fields:
             others = [one for one, task in self.tasks.items() if one != name and field_ in task.gives]
             for row in (self.rows[number] for number in rows):
-                waits = any(row.state[one] in ("pending", "held", "ready", "leased") for one in others)
+                waits = any(row.state[one] in ("pending", "held", "retrying", "ready", "leased") for one in others)
                 if field_ not in row.fields and (row.id, field_) not in self.freed and not waits:
                     return True
         return False
@@ -455,7 +509,9 @@ class Model:
             if self.tasks[name].groups:
                 unit = self.units[name][row.unit]
                 unit.state, unit.deadline = "over", None
-                for late in [one for one in self.members(row.unit) if one.state[name] in ("pending", "held")]:
+                for late in [
+                    one for one in self.members(row.unit) if one.state[name] in ("pending", "held", "retrying")
+                ]:
                     late.state[name] = "absent"
                     self.unwanted.append((late.id, name))
             if all(state in ("done", "absent") for state in row.state.values()):
@@ -503,7 +559,7 @@ class Model:
             self.clock = version
         for lease in [one for one in self.leases.values() if one.task == name]:
             if lease.id in self.leases:
-                self.give_up(lease, failed=False)
+                self.give_up(lease)
         rows = self._stepped(name, step + 1, 1 << 53)
         self.give_back(name, rows, failed=False)
         self.conclude()
@@ -537,22 +593,13 @@ class Model:
 
     def give_back(self, name: str, rows: list[int], *, failed: bool) -> None:
         task = self.tasks[name]
-        for number in rows:
-            row = self.rows[number]
-            row.state[name] = "held" if task.groups else "ready"
-            if task.groups:
-                self.units[name][row.unit].state = "forming"
-                self.changed[name][row.unit] = None
+        if failed:
+            self.postpone(name, rows)
+        else:
+            self.make_ready(name, rows)
         gone = [row for row in rows if not set(task.needs) <= set(self.rows[row].fields)]
         if gone:
             self.doomed.append((gone, "lost"))
-        if failed:
-            for number in rows:
-                self.rows[number].attempts[name] = self.rows[number].attempts.get(name, 0) + 1
-            if task.attempts_max:
-                spent = [row for row in rows if self.rows[row].attempts[name] >= task.attempts_max]
-                if spent:
-                    self.doomed.append((spent, "attempts"))
         if self.pacing and self.pacing.task == name:
             self.judge_stale(rows)
 
@@ -600,7 +647,7 @@ class Model:
     def _lose(self, name: str, task: Task, row: Row) -> None:
         self._unlease(name, row)
         before, row.state[name] = row.state[name], "gone"
-        if task.groups is None or before not in ("pending", "held", "ready", "leased", "stepped"):
+        if task.groups is None or before not in ("pending", "held", "retrying", "ready", "leased", "stepped"):
             return
         unit = self.units[name].setdefault(row.unit, Unit(name, row.unit))
         unit.lost += 1
@@ -653,7 +700,7 @@ class Model:
             waits = (
                 name
                 for name, task in self.tasks.items()
-                if gone & set(task.needs) and row.state[name] in ("pending", "held", "ready")
+                if gone & set(task.needs) and row.state[name] in ("pending", "held", "retrying", "ready")
             )
             if row.fate == "live" and any(waits):
                 lost.append(row.id)
@@ -706,7 +753,7 @@ class Model:
         rule = self.tasks[name].groups
         assert rule is not None
         rows = self.members(unit.id)
-        pending = [row.id for row in rows if row.state[name] == "pending"]
+        pending = [row.id for row in rows if row.state[name] in ("pending", "retrying")]
         ready = [row.id for row in rows if row.state[name] in ("held", "ready")]
         everybody = [row.id for row in rows]
         size, there = self.sizes.get(unit.id, 1), self.present.get(unit.id, 1)
@@ -729,7 +776,8 @@ class Model:
                 self.await_rest(unit)
             case Refill():
                 if not self.sealed:
-                    self._refill(name, unit, pending, size - there)
+                    lacking = [row for row in pending if self.rows[row].state[name] == "pending"]
+                    self._refill(name, unit, lacking, size - there)
                 elif not pending:
                     self.doomed.append((everybody, "group_incomplete"))
 
@@ -743,7 +791,7 @@ class Model:
                 taken = [row for row in pending if self.rows[row].state[other] == "leased"]
                 for row in taken:
                     self._unlease(other, self.rows[row])
-                self.give_back(other, taken, failed=True)
+                self.give_back(other, taken, failed=False)
         unit.lost, unit.late = 0, False
         self.await_rest(unit)
 
@@ -753,7 +801,7 @@ class Model:
         if self.pacing is None or self.pacing.max_staleness is None:
             return
         pace = self.pacing.task
-        waiting = ("pending", "held", "ready")
+        waiting = ("pending", "held", "retrying", "ready")
         stale = [row for row in rows if self.stale(self.rows[row]) and self.rows[row].state[pace] in waiting]
         if not stale:
             return
@@ -769,7 +817,7 @@ class Model:
         found: dict[int, None] = {}
         for number in rows:
             for row in self.members(self.rows[number].unit):
-                if row.state[pace] in ("pending", "held", "ready"):
+                if row.state[pace] in ("pending", "held", "retrying", "ready"):
                     found[row.id] = None
         return list(found)
 
@@ -802,7 +850,7 @@ class Model:
         ):
             return False
         target = pacing.on_stale.task
-        waiting = ("pending", "held", "ready", "leased")
+        waiting = ("pending", "held", "retrying", "ready", "leased")
         back = name == target or name in self._downstream(target)[1]
         return back and any(row.state[pacing.task] in waiting for row in self.live())
 
@@ -838,7 +886,7 @@ class Model:
         if version < self.clock:
             raise Refused("UsageError")
         if self.pacing and self.pacing.max_staleness is not None and isinstance(self.pacing.on_stale, HoldClock):
-            waiting = ("pending", "held", "ready")
+            waiting = ("pending", "held", "retrying", "ready")
             bound = version - self.pacing.max_staleness
             if any(0 <= row.version < bound and row.state[self.pacing.task] in waiting for row in self.live()):
                 raise Refused("DeadlineExceeded")

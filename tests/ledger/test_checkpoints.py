@@ -13,7 +13,7 @@ from transferqueue.ledger import Ledger
 from transferqueue.ledger.rows import indexes
 from transferqueue.ledger.rows.indexes import FinishedOrdinals
 from transferqueue.limits import Limits
-from transferqueue.policies import Complete, Pacing, Task
+from transferqueue.policies import Complete, Pacing, Retry, Task
 from transferqueue.wire import messages as m
 
 
@@ -125,7 +125,7 @@ def test_rows_rolled_back_come_again_at_their_old_place_and_count_once(world: Wo
 
 
 def test_a_rollback_ends_the_leases_of_the_task_and_no_others(world: World, client: Driver) -> None:
-    client.create(tasks=[Task("grade"), Task("train", attempts_max=1)], pacing=Pacing("train", 4))
+    client.create(tasks=[Task("grade"), Task("train", retry=Retry(attempts=1))], pacing=Pacing("train", 4))
     client.put(2)
     held, other = client.lease("train", 1), client.lease("grade", 1)
     client.rollback(-1)

@@ -33,7 +33,7 @@ MANY = sizes(100_000, 1_000_000)
 
 def filled(rows: int, selector: Selector) -> Driver:
     client = World().client()
-    client.create(tasks=[Task("x", ["r"], selector=selector, attempts_max=0)], limits=Limits(rows=2 * rows + 1024))
+    client.create(tasks=[Task("x", ["r"], selector=selector)], limits=Limits(rows=2 * rows + 1024))
     dice = np.random.default_rng(0)
     step = min(250, rows) if rows <= FEW else 2500
     for at in range(0, rows, step):

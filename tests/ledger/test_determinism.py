@@ -15,7 +15,7 @@ import pytest
 
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger import FreeExtent, Ledger, MustWait
-from transferqueue.ledger.tasks.task_state import READY, WAITING_FOR_GROUP
+from transferqueue.ledger.tasks.task_state import LEASED, READY, WAITING_FOR_GROUP
 from transferqueue.limits import Limits
 from transferqueue.policies import (
     Compare,
@@ -26,6 +26,7 @@ from transferqueue.policies import (
     Pacing,
     Refill,
     Requeue,
+    Retry,
     TagIs,
     Task,
     VersionBetween,
@@ -35,7 +36,7 @@ from transferqueue.wire import messages as m
 
 TASKS = [
     Task("roll", [], ["a"], lease_s=9.0),
-    Task("grade", ["a"], ["score"], LongestFirst(), attempts_max=2, lease_s=7.0),
+    Task("grade", ["a"], ["score"], LongestFirst(), retry=Retry(attempts=2), lease_s=7.0),
     Task(
         "adv", ["score"], ["adv"], groups=Complete(min_size=2, incomplete=DeliverPartial(), deadline_s=8.0), lease_s=8.0
     ),
@@ -292,13 +293,13 @@ class Fuzz:
             assert inside or extent.open
         for name, task in table.tasks.items():
             live = at[table.rows.pages.fate.a[at] == 1]
-            counted = np.bincount(task.state.a[live], minlength=8)[:4].tolist()
-            assert counted == task.counts[:4], name
+            counted = np.bincount(task.state.a[live], minlength=10)[:5].tolist()
+            assert counted == task.counts[:5], name
             ready = live[(task.state.a[live] == WAITING_FOR_GROUP) | (task.state.a[live] == READY)]
             assert task.completed(ready).all(), name
             held = [row for one in self.ledger.state.core.leases.by_id.values() if one.task == name
                     for row in one.rows[one.held].tolist()]  # fmt: skip
-            assert len(held) == len(set(held)) == task.counts[3]
+            assert len(held) == len(set(held)) == task.counts[LEASED]
 
 
 def run(seed: int, steps: int) -> tuple[str, Fuzz]:

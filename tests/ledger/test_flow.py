@@ -19,6 +19,7 @@ from transferqueue.policies import (
     OldestVersionFirst,
     Pacing,
     Requeue,
+    Retry,
     Task,
     VersionBetween,
 )
@@ -433,10 +434,10 @@ def test_rows_put_before_any_task_wait_for_tasks() -> None:
 # ---------------------------------------------------------------- leases and time
 
 
-def test_a_lease_expires_is_renewed_and_counts_as_an_attempt() -> None:
+def test_a_lease_expires_is_renewed_and_counts_as_a_death() -> None:
     world = World()
     client = world.client()
-    client.create(tasks=[Task("x", lease_s=10, attempts_max=2)])
+    client.create(tasks=[Task("x", lease_s=10, retry=Retry(attempts=1))])
     client.put(1)
     batch = client.lease("x", 1)
     assert (batch.reply.lease_s, world.ledger.next_deadline()) == (10.0, 10.0)
@@ -450,6 +451,7 @@ def test_a_lease_expires_is_renewed_and_counts_as_an_attempt() -> None:
     assert second.token > batch.token
     client.release(second, failed=False)
     client.release(client.lease("x", 1), failed=True, reason="ValueError: no")
+    assert world.stats()["tasks"]["x"]["worker_deaths"] == 1
     assert world.table().rows_dropped == {"attempts": 1}
     life = client.observe("row", "t", 0)
     assert [event["what"] for event in life["events"]][-2:] == ["failed", "dropped"]
@@ -460,7 +462,7 @@ def test_tokens_ascend_over_all_tables() -> None:
     client = world.client()
     tokens = []
     for name in ("a", "b"):
-        client.create(name, tasks=[Task("x", attempts_max=0)])
+        client.create(name, tasks=[Task("x")])
         client.put(1, table=name)
     for _ in range(3):
         for name in ("a", "b"):
@@ -470,11 +472,12 @@ def test_tokens_ascend_over_all_tables() -> None:
     assert tokens == sorted(set(tokens))
 
 
-def test_zero_attempts_max_is_no_limit() -> None:
+def test_a_row_is_not_dropped_for_failing_unless_its_task_says_so() -> None:
     world = World()
     client = world.client()
-    client.create(tasks=[Task("x", attempts_max=0)])
+    client.create(tasks=[Task("x")])
     client.put(1)
     for _ in range(300):
         client.release(client.lease("x", 1), failed=True)
+        world.pass_time(60)
     assert world.stats()["rows_live"] == 1

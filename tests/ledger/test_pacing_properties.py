@@ -40,8 +40,8 @@ class Schedule:
         self.training: list[tuple[Driver, Given]] = []
         self.stamps: dict[int, int] = {}
         tasks = [
-            Task("rollout", [], ["score"], lease_s=LEASE_S, attempts_max=0),
-            Task("train", ["score"], lease_s=LEASE_S, attempts_max=0),
+            Task("rollout", [], ["score"], lease_s=LEASE_S),
+            Task("train", ["score"], lease_s=LEASE_S),
         ]
         pacing = Pacing("train", BATCH, depth, bound, on_stale)
         self.clients[0].create(tasks=tasks, limits=Limits(rows=4 * self.room), pacing=pacing)

@@ -9,8 +9,8 @@ from transferqueue.errors import AlreadyExists, DeadlineExceeded, EndOfTable, Im
 from transferqueue.ledger import MustWait
 from transferqueue.policies import Complete, DeliverPartial, Task
 
-REWARD = Task("reward", ["x"], ["rewards", "trace"], lease_s=10.0, attempts_max=0)
-TRAIN = Task("train", ["x", "rewards"], lease_s=10.0, attempts_max=0)
+REWARD = Task("reward", ["x"], ["rewards", "trace"], lease_s=10.0)
+TRAIN = Task("train", ["x", "rewards"], lease_s=10.0)
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_who_waits_in_a_sealed_table_for_what_nobody_gives_any_more_learns_it_at
 
 
 def test_a_wait_goes_on_while_a_task_before_it_moves_and_is_woken_by_its_end(world: World, client: Driver) -> None:
-    pad = Task("pad", ["rewards"], ["padded"], attempts_max=0)
+    pad = Task("pad", ["rewards"], ["padded"])
     client.create("chain", tasks=[REWARD, Task("log", ["x"])])
     client.put(2, ["x"], table="chain")
     client.ack(client.lease("reward", 1, table="chain"), table="chain")

@@ -171,13 +171,15 @@ def test_a_group_ranks_by_its_oldest_member_its_sum_of_tokens_and_its_highest_pr
 
 
 def test_a_row_that_comes_back_keeps_its_place() -> None:
-    client = World().client()
-    client.create(tasks=[Task("x", attempts_max=0)])
+    world = World()
+    client = world.client()
+    client.create(tasks=[Task("x")])
     client.put(6)
     first = client.lease("x", 2)
     second = client.lease("x", 2)
     client.release(first, failed=True)
     client.release(second, [3])
+    world.pass_time(1)
     assert client.lease("x", 4).rows == [0, 1, 3, 4]
 
 
@@ -193,7 +195,7 @@ def test_facts_that_change_move_a_ready_row() -> None:
 
 def test_token_budget_takes_what_fits_and_hands_out_alone_what_never_would() -> None:
     client = World().client()
-    client.create(tasks=[Task("x", attempts_max=0)])
+    client.create(tasks=[Task("x")])
     client.put(6, tokens=[4, 4, 3, 50, 0, 2])
     assert client.lease("x", tokens=11).rows == [0, 1, 2]
     assert client.lease("x", tokens=11).rows == [3]
@@ -213,7 +215,7 @@ def test_at_least_is_enough() -> None:
 
 def test_where_takes_from_the_middle_and_stays_up_to_date() -> None:
     client = World().client()
-    client.create(tasks=[Task("x", attempts_max=0)])
+    client.create(tasks=[Task("x")])
     tags = [{"kind": "math"}, {"kind": "code"}, {}, {"kind": "math"}, {"n": 1}, {"n": True}]
     client.put(6, tags=tags, inline={"reward": [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]})
     math = [TagIs("kind", "math")]
@@ -393,7 +395,7 @@ def test_a_number_of_64_bits_is_compared_with_truth_values() -> None:
 
 def test_times_ready_grows_with_every_row_that_becomes_ready_or_returns() -> None:
     client = World().client()
-    client.create(tasks=[Task("x", ["r"], selector=PutOrder(), attempts_max=0), Task("kept", ["never"])])
+    client.create(tasks=[Task("x", ["r"], selector=PutOrder()), Task("kept", ["never"])])
     answer = client.world.ledger.times_ready
     assert answer("t", "other") is answer("other", "x") is None
     life = answer("t", "x")[0]

@@ -80,7 +80,7 @@ def test_equal_counts_balance_a_long_tail() -> None:
 def ranks(world: int, selector: Selector | None = None, **terms: Any) -> tuple[World, list[Driver]]:
     place = World()
     clients = [place.client(f"rank-{number}") for number in range(world)]
-    task = Task("x", selector=selector or TokenBalanced(), lease_s=10, attempts_max=0, **terms)
+    task = Task("x", selector=selector or TokenBalanced(), lease_s=10, **terms)
     clients[0].create(tasks=[task], limits=Limits(rows=1 << 12))
     return place, clients
 

@@ -15,7 +15,7 @@ from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.persistence.snapshot_checks import check
 from transferqueue.limits import PAGE_BYTES, PAGE_ROWS, Limits
-from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Refill, Task
+from transferqueue.policies import Complete, DeliverPartial, LongestFirst, Manual, Pacing, Refill, Retry, Task
 from transferqueue.schema import Field, align
 from transferqueue.wire import messages as m
 
@@ -71,7 +71,7 @@ def test_rows_keep_ids_facts_values_keys_and_tags(world: World, client: Driver) 
 
 
 def test_leases_end_as_no_attempt_and_attempts_are_kept(world: World, client: Driver) -> None:
-    client.create(tasks=[Task("train", attempts_max=3)])
+    client.create(tasks=[Task("train", retry=Retry(attempts=3))])
     client.put(3)
     client.release(client.lease("train", 1), failed=True)
     client.lease("train", 2)

@@ -41,6 +41,7 @@ from transferqueue.policies import (
     PutOrder,
     Refill,
     Requeue,
+    Retry,
     Task,
     VersionBetween,
 )
@@ -84,7 +85,14 @@ class LedgerMachine(RuleBasedStateMachine):
         grade_groups=st.sampled_from([None, None, None, Complete(incomplete=DeliverPartial(), min_size=1)]),
         on_stale=stale_rules,
         retention=st.sampled_from([Acked(), Manual(), AckedColumns()]),
-        attempts_max=st.integers(0, 2),
+        retry=st.sampled_from(
+            [
+                Retry(),
+                Retry(first_s=2, attempts=1),
+                Retry(first_s=0, attempts=2),
+                Retry(first_s=3, factor=1, max_s=3, attempts=2),
+            ]
+        ),
         replicas=st.sampled_from([1, 1, 2]),
     )
     def begin(
@@ -95,13 +103,13 @@ class LedgerMachine(RuleBasedStateMachine):
         grade_groups: Complete | None,
         on_stale: Any,
         retention: Any,
-        attempts_max: int,
+        retry: Retry,
         replicas: int,
     ) -> None:
         tasks = [
-            Task("grade", ["a"], ["score"], selector, grade_groups, lease_s=10, attempts_max=attempts_max),
-            Task("log", [], [], lease_s=13, attempts_max=0),
-            Task("train", ["a", "score"], [], train_selector, groups, lease_s=11, attempts_max=2),
+            Task("grade", ["a"], ["score"], selector, grade_groups, lease_s=10, retry=retry),
+            Task("log", [], [], lease_s=13),
+            Task("train", ["a", "score"], [], train_selector, groups, lease_s=11, retry=Retry(attempts=2)),
         ]
         bound = None if on_stale is None else 1
         pacing = Pacing("train", 5, 3, bound, on_stale or DropStale())
@@ -533,7 +541,7 @@ class LedgerMachine(RuleBasedStateMachine):
         }
         assert table.outstanding == model.outstanding()
         for name, task in table.tasks.items():
-            for state in ("pending", "held", "ready", "leased", "stepped"):
+            for state in ("pending", "held", "retrying", "ready", "leased", "stepped"):
                 assert task.counts[STATES.index(state)] == model.count(name, state), (name, state)
 
     @invariant()
@@ -573,7 +581,7 @@ class LedgerMachine(RuleBasedStateMachine):
     @invariant()
     def nothing_stale_is_ready(self) -> None:
         for row in self.model.live():
-            if row.state["train"] in ("pending", "held", "ready"):
+            if row.state["train"] in ("pending", "held", "retrying", "ready"):
                 assert not self.model.stale(row)
 
     @invariant()

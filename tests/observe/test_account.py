@@ -10,11 +10,14 @@ from tests.ledger.driver import Driver, World
 from transferqueue.errors import NotFound
 from transferqueue.observe.answers.row import RowLife
 from transferqueue.observe.answers.stats import ChannelStats, TableStats, TaskStats, parse
-from transferqueue.policies import Complete, Manual, Pacing, Requeue, Task
+from transferqueue.policies import Complete, Manual, Pacing, Requeue, Retry, Task
 from transferqueue.wire import messages as m
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "OBSERVING.md"
-TASKS = [Task("reward", needs=["x"], gives=["r"]), Task("train", needs=["x", "r"], groups=Complete(), attempts_max=2)]
+TASKS = [
+    Task("reward", needs=["x"], gives=["r"]),
+    Task("train", needs=["x", "r"], groups=Complete(), retry=Retry(attempts=2)),
+]
 
 
 @pytest.fixture
@@ -47,6 +50,7 @@ def test_counters_only_grow(world: World, maker: Driver) -> None:
     maker.update([0, 1, 2, 3], inline={"r": 1.0})
     first = maker.lease("train", groups=1)
     maker.release(first, failed=True)
+    world.pass_time(1)
     again = maker.lease("train", groups=2)
     assert (train(world).given, train(world).failed, train(world).done) == (6, 2, 0)
     maker.ack(again)

@@ -153,7 +153,7 @@ def test_3_a_worker_that_hangs_past_its_time_limit_gives_its_rows_back_and_is_re
             worker.tell("go on")
             assert worker.line() == "refused"
     assert fates(table)["rows_done"] == 2
-    assert table.stats()["tasks"]["work"]["failed"] == 2
+    assert table.stats()["tasks"]["work"]["worker_deaths"] == 2
 
 
 def test_3_results_and_ack_commit_together(queue: tq.Queue) -> None:
@@ -174,7 +174,7 @@ def test_3_results_and_ack_commit_together(queue: tq.Queue) -> None:
 
 
 def test_4_nothing_is_lost_silently(queue: tq.Queue) -> None:
-    table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"], attempts_max=1)])
+    table = queue.create_table("t", tasks=[tq.Task("a", needs=["x"], retry=tq.Retry(attempts=1))])
     rows = table.put(x=np.arange(6))
     table.drop(rows[:1], "filtered")
     with pytest.raises(RuntimeError), table.lease("a", rows=2):
@@ -284,7 +284,7 @@ def test_8_who_waits_for_what_nobody_gives_any_more_learns_it_at_once(queue: tq.
 @pytest.mark.parametrize("rounds", sizes(3, 10))
 def test_9_workers_may_be_killed_at_any_moment(queue: tq.Queue, rounds: int) -> None:
     """Three workers a round die by SIGKILL while they work; every row is done once."""
-    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"], attempts_max=0)], limits=tq.Limits(rows=4096))
+    table = queue.create_table("t", tasks=[tq.Task("work", needs=["x"])], limits=tq.Limits(rows=4096))
     rows = table.put(x=np.arange(2000), body=np.zeros((2000, 64), np.uint8))
     program = """
         print('up')

@@ -5,12 +5,12 @@ from typing import Any
 import pytest
 
 from transferqueue.errors import UsageError
-from transferqueue.policies import Complete, DeliverPartial, Pacing, Requeue, Task
+from transferqueue.policies import Complete, DeliverPartial, Pacing, Requeue, Retry, Task
 from transferqueue.testing.checker.checker import check
 from transferqueue.testing.history import history as h
 
-SCORE = Task("score", needs=["a"], gives=["b"], attempts_max=2)
-TRAIN = Task("train", needs=["a", "b"], attempts_max=0)
+SCORE = Task("score", needs=["a"], gives=["b"], retry=Retry(attempts=2))
+TRAIN = Task("train", needs=["a", "b"])
 
 
 class Story:
@@ -210,23 +210,24 @@ def test_fencing():
     assert story.kinds() == ["fencing"]
 
 
-def test_attempts():
+def failing(*failed: bool) -> Story:
+    """A row is dropped for failing after leases that were released so."""
     story = Story()
     story.put(0, "x")
-    for lease in (1, 2):
+    for lease, one in enumerate(failed, 1):
         story.lease(lease, {0: "x"})
-    assert story.kinds() == []
-    story.lease(3, {0: "x"})
-    assert story.kinds() == ["attempts"]
+        story.op(h.ReleaseCall("t", "score", lease, [0], failed=one))
+    story.count(1, dropped={"attempts": 1})
+    return story
 
 
-def test_a_release_is_no_attempt():
-    story = Story()
-    story.put(0, "x")
-    for lease in (1, 2, 3):
-        story.lease(lease, {0: "x"})
-        story.op(h.ReleaseCall("t", "score", lease, [0]))
-    assert story.kinds() == []
+def test_a_row_is_dropped_after_its_attempts():
+    assert failing(True, True).kinds() == []
+
+
+@pytest.mark.parametrize("failed", [(True,), (True, False), ()])
+def test_a_row_is_dropped_for_failing_too_early(failed: tuple[bool, ...]):
+    assert failing(*failed).kinds() == ["attempts"]
 
 
 def test_readiness():
@@ -302,7 +303,7 @@ def test_staleness_at_the_clock_that_was_certainly_reached():
 
 
 def test_rows_beyond_the_limit():
-    story = Story(Task("score", needs=["a"], attempts_max=0), rows_max=2)
+    story = Story(Task("score", needs=["a"]), rows_max=2)
     story.put(0, "x", "y")
     story.put(2, "z")
     assert story.kinds() == ["memory bound"]

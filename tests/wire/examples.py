@@ -33,7 +33,7 @@ CONTENT: Final = m.ReplyRows(
     [m.ReplyColumns(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
 )  # fmt: skip
 TASKS: Final = [
-    p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, 3, "now", 45.0),
+    p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, p.Retry(first_s=0.5, attempts=3), "now", 45.0),
     p.Task("oldest", ["x"], selector=p.OldestVersionFirst(), groups=p.Complete(incomplete=p.Refill())),
     p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.DeliverPartial())),
     p.Task("long", selector=p.LongestFirst()),

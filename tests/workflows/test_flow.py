@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 HERE = "tests.workflows.flow_stages"
 GENEROUS_S = 60.0
-DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], retry=tq.Retry(first_s=0.01))
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def queue() -> Iterator[tq.Queue]:
 
 def jobs(factory: str, *, total: int = 32, marks: Path | None = None) -> list[StageJob]:
     settings = {"total": total, "marks": str(marks or "")}
-    stage = Stage(task=DOUBLE, rows=4, at_least=1)
+    stage = Stage(task=DOUBLE, rows=4, at_least=1, failures_max=3)
     return [
         StageJob(name="numbers", table="t", factory=f"{HERE}:numbers", settings=settings),
         StageJob(name="double", table="t", factory=f"{HERE}:{factory}", stage=stage, settings=settings),

@@ -12,11 +12,12 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult
 from transferqueue.workflows.flow.events import Event, Failure, TimeSpan
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_source, run_stage
+from transferqueue.workflows.flow.loop.serving import FailureLog
 from transferqueue.workflows.flow.reports.audit import audit
 from transferqueue.workflows.flow.stage import Context, Stage, load
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64"), tq.Field("z", "int64")]
-DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], retry=tq.Retry(first_s=0.01))
 CHECK = tq.Task("check", needs=["y"])
 
 
@@ -34,9 +35,12 @@ def table_of(queue: tq.Queue, rows: int, *tasks: tq.Task) -> tq.Table:
     return table
 
 
-def serve(table: tq.Table, work: Any, *, task: tq.Task = DOUBLE, rows: int = 4) -> tuple[int, list[Event]]:
+def serve(
+    table: tq.Table, work: Any, *, task: tq.Task = DOUBLE, rows: int = 4, failures_max: int | None = None
+) -> tuple[int, list[Event]]:
     events: list[Event] = []
-    done = run_stage(table, Stage(task=task, rows=rows, at_least=1), work, emit=events.append)
+    stage = Stage(task=task, rows=rows, at_least=1, failures_max=failures_max)
+    done = run_stage(table, stage, work, emit=events.append)
     return done, events
 
 
@@ -109,7 +113,7 @@ def test_a_failure_gives_the_rows_back_and_they_come_again(queue: tq.Queue) -> N
     assert "fails_once" in failure.text
 
 
-def test_a_stage_that_always_fails_is_broken_after_as_many_attempts_as_a_row_has(queue: tq.Queue) -> None:
+def test_a_stage_that_always_fails_ends_at_its_limit_and_drops_nothing(queue: tq.Queue) -> None:
     table = table_of(queue, 4, DOUBLE, CHECK)
 
     def fails(batch: tq.Batch) -> Mapping[str, Any]:
@@ -118,15 +122,45 @@ def test_a_stage_that_always_fails_is_broken_after_as_many_attempts_as_a_row_has
     with pytest.raises(
         StageFailedInProcess, match=r'stage "double" failed 3 times in a row.*RuntimeError: no luck'
     ) as broken:
-        serve(table, fails)
+        serve(table, fails, failures_max=3)
     assert isinstance(broken.value.__cause__, RuntimeError)
-    assert audit(table).dropped == {"attempts": 4}
+    assert audit(table).dropped == {}
+
+
+def test_a_stage_without_a_limit_outlives_its_failures_and_logs_them(
+    queue: tq.Queue, caplog: pytest.LogCaptureFixture
+) -> None:
+    table = table_of(queue, 4, DOUBLE, CHECK)
+    calls: list[int] = []
+
+    def works_at_last(batch: tq.Batch) -> Mapping[str, Any]:
+        calls.append(len(batch))
+        if len(calls) < 6:
+            raise RuntimeError("the judge is away")
+        return doubled(batch)
+
+    done, events = serve(table, works_at_last)
+    assert (done, len([event for event in events if isinstance(event, Failure)])) == (4, 5)
+    assert [record.getMessage() for record in caplog.records if record.name == "transferqueue.flow"] == [
+        'stage "double" failed with RuntimeError: the judge is away; its rows are tried again'
+    ]
+
+
+def test_failures_after_the_first_are_logged_each_minute_with_their_number(caplog: pytest.LogCaptureFixture) -> None:
+    log = FailureLog(Stage(task=DOUBLE, rows=1), lambda event: None)
+    for now in range(0, 130, 10):
+        log.failed(RuntimeError("away"), 1, float(now))
+    assert [record.getMessage() for record in caplog.records] == [
+        'stage "double" failed with RuntimeError: away; its rows are tried again',
+        'stage "double" failed 6 times in 60 s, the last time with RuntimeError: away; its rows are tried again',
+        'stage "double" failed 6 times in 60 s, the last time with RuntimeError: away; its rows are tried again',
+    ]
 
 
 def test_columns_that_do_not_fit_are_a_failure_and_change_nothing(queue: tq.Queue) -> None:
     table = table_of(queue, 4, DOUBLE, CHECK)
     with pytest.raises(StageFailedInProcess, match="y"):
-        serve(table, lambda batch: {"y": ["text"] * len(batch)})
+        serve(table, lambda batch: {"y": ["text"] * len(batch)}, failures_max=1)
 
 
 def test_a_late_ack_is_reported_and_the_loop_goes_on(queue: tq.Queue) -> None:

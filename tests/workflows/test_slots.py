@@ -22,7 +22,7 @@ from transferqueue.workflows.flow.reports.chrome_trace import busy_share
 from transferqueue.workflows.flow.stage import Stage
 
 FIELDS = [tq.Field("x", "int64"), tq.Field("y", "int64")]
-DOUBLE = tq.Task("double", needs=["x"], gives=["y"], attempts_max=3)
+DOUBLE = tq.Task("double", needs=["x"], gives=["y"], retry=tq.Retry(first_s=0.01))
 CHECK = tq.Task("check", needs=["y"])
 WAIT_S = 20
 
@@ -107,15 +107,6 @@ def test_a_wait_is_a_stall_only_while_nothing_is_in_work() -> None:
     assert state.idle_s(101.0) == 1.0
 
 
-def test_failures_are_counted_in_a_row() -> None:
-    state = Slots(slots=2, rows=1, groups=0, least=1, now=0.0)
-    counts = []
-    for failed in (True, True, False, True):
-        state.served(failed=failed)
-        counts.append(state.failures)
-    assert counts == [1, 2, 0, 1]
-
-
 @pytest.mark.parametrize("amounts", [{"rows": 4, "slots": 2}, {"tokens": 4, "slots": 8}, {"rows": 1, "slots": -1}])
 def test_slots_that_make_no_sense_are_refused(amounts: dict[str, int]) -> None:
     with pytest.raises(tq.UsageError, match=r'stage "double": slots='):
@@ -193,11 +184,11 @@ def test_a_stage_that_always_fails_is_broken(queue: tq.Queue) -> None:
         raise RuntimeError("no luck at all")
 
     with pytest.raises(StageFailedInProcess, match='stage "double" failed 3 times in a row'):
-        serve(table, fails)
+        serve(table, fails, Stage(task=DOUBLE, rows=2, at_least=1, slots=4, stall_s=WAIT_S, failures_max=3))
 
 
 def test_a_broken_stage_gives_the_rows_of_its_other_leases_back(queue: tq.Queue) -> None:
-    task = tq.Task("double", needs=["x"], gives=["y"], attempts_max=1)
+    task = tq.Task("double", needs=["x"], gives=["y"], retry=tq.Retry(first_s=0.01))
     table = table_of(queue, 8, task)
     broken = threading.Event()
 
@@ -212,7 +203,7 @@ def test_a_broken_stage_gives_the_rows_of_its_other_leases_back(queue: tq.Queue)
             yield PartialResult(at=np.array([at]), columns={"y": [2 * x[at]]})
 
     with pytest.raises(StageFailedInProcess, match="no luck"):
-        serve(table, work, Stage(task=task, rows=4, at_least=1, slots=8, stall_s=WAIT_S))
+        serve(table, work, Stage(task=task, rows=4, at_least=1, slots=8, stall_s=WAIT_S, failures_max=1))
     assert table.stats()["tasks"]["double"]["done"] >= 1
     assert table.stats()["tasks"]["double"]["leased"] == 0
 

@@ -58,7 +58,7 @@ def _expire_leases_with_results_in(state: LedgerState, blocks: frozenset[int]) -
     for lease in list(state.core.leases.by_id.values()):
         if lease.staged is not None and not blocks.isdisjoint(lease.staged.blocks):
             why = "the bytes of its results were lost"
-            expire_lease(state.tables[lease.table], lease, why, state.now, failed=False)
+            expire_lease(state.tables[lease.table], lease, why, state.now, died=False)
 
 
 def _lose_values(table: TableState, blocks: IntArray, why: str, now: float) -> list[int]:

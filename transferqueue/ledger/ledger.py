@@ -40,11 +40,13 @@ from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.known_puts import put_key
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
+from transferqueue.ledger.rules.retry import resume_due
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import Absence, SharedState, no_memory
 from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
+from transferqueue.ledger.tasks.retries import RetryQueue
 from transferqueue.ledger.tasks.selectors import PluginFactory
 from transferqueue.ledger.tasks.task_state import LEASED
 from transferqueue.limits import COPY_ORDER_S, SESSIONS_MAX
@@ -184,8 +186,7 @@ class Ledger:
             self.state.core.last_message_at[session] = now
 
     def close_session(self, session: int, now: float, *, pins: bool = True) -> None:
-        """Close the session of a client that left or died. Its leases end as failed attempts, its reservations are
-        released.
+        """Close the session of a client that left or died. Its leases end, and its reservations are released.
 
         pins=False: the client may still read its views or write into its grants (a paused or forked process), so those
         stay until `end_pins`. Closing a session that is not open is no error.
@@ -256,6 +257,10 @@ class Ledger:
     def _apply_due(self, subject: Expiring, now: float) -> None:
         if isinstance(subject, LeaseState):
             self._expire(subject)
+        elif isinstance(subject, RetryQueue):
+            table, task = self.state.task(subject.table, subject.task)
+            resume_due(table, task, now)
+            apply_group_and_stale_rules(table, now)
         elif isinstance(subject, FormingGroup):
             subject.late = True
             subject.owner.changed[subject.unit] = None

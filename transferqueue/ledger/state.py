@@ -55,9 +55,7 @@ class LedgerState:
     # ------------------------------------------------------------ the end of sessions
 
     def close_session(self, number: int) -> None:
-        """End the leases of the session as failed attempts and release its reservations. No error if it is closed
-        already.
-        """
+        """End the leases of the session and release its reservations. No error if it is closed already."""
         gone = self.sessions.get(number)
         if gone is None or not gone.open:
             return

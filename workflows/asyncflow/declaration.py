@@ -10,7 +10,6 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import UsageError
 from transferqueue.limits import (
-    ATTEMPTS_MAX_DEFAULT,
     FIELDS_MAX,
     LEASE_S_DEFAULT,
     NAME_CHARS_MAX,
@@ -60,6 +59,21 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     deadline_s: float | None = None
 
 
+class RetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When rows of a failed lease are leased again: after `first_s` seconds, then `factor` times longer each time, at most `max_s`. After
+    `attempts` failures a row is dropped (null: never).
+    """
+
+    first_s: float = 1.0
+    factor: float = 2.0
+    max_s: float = 60.0
+    attempts: int | None = None
+
+    def policy(self) -> tq.Retry:
+        """Return it as a policy of the queue."""
+        return tq.Retry(first_s=self.first_s, factor=self.factor, max_s=self.max_s, attempts=self.attempts)
+
+
 class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A stage: the fields its engines need and give. A row is ready when all it `needs` is set, and goes to the stage once."""
 
@@ -69,7 +83,7 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     order: Literal["fifo", "oldest_version_first", "freshest", "longest_first", "priority"] = "fifo"
     groups: GroupSpec | None = None
     lease_s: float = LEASE_S_DEFAULT
-    attempts_max: int = ATTEMPTS_MAX_DEFAULT
+    retry: RetrySpec = RetrySpec()
 
     def task(self) -> tq.Task:
         """Return it as a task of the queue."""
@@ -80,7 +94,7 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             selector=_ORDERS[self.order](),
             groups=None if self.groups is None else _groups(self.groups),
             lease_s=self.lease_s,
-            attempts_max=self.attempts_max,
+            retry=self.retry.policy(),
         )
 
 

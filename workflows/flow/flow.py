@@ -13,7 +13,7 @@ Rules:
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
    raises it too, unless `run` did.
-5. Rows that were tried too often (dropped, reason ``attempts``) fail the flow, with the last failure's traceback.
+5. A stage whose function raises goes on: its rows are tried again, and it logs why (`loop.runner`, rule 3).
 6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
    itself is killed, their lifelines close and they exit.
    Where processes work only together (`StageJob.together`), the death of one ends the others, with SIGKILL, and all are started again.
@@ -57,7 +57,6 @@ from transferqueue.workflows.flow.events import Event, Failure, Figures
 from transferqueue.workflows.flow.processes.child_process import ChildProcess
 from transferqueue.workflows.flow.processes.signals import signal_pipe
 from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob
-from transferqueue.workflows.flow.reports.audit import audit
 
 RESTARTS_MAX: Final = 2
 """Restarts of a process without work in between. A process that works between its deaths is killed from outside, such as
@@ -323,7 +322,6 @@ class Flow:
             self._observe(child.job.label, event)
             if isinstance(event, Failure):
                 child.failure = event
-                self._check_attempts(child)
 
     def _died(self, child: ChildProcess) -> None:
         """Read the rest of its events, then start it again, fail the flow, or count it as finished."""
@@ -381,16 +379,6 @@ class Flow:
         ]
         whole = all(job.label in self._children for job in others if job.name != dead.name)
         return others if whole else [job for job in others if job.name == dead.name]
-
-    def _check_attempts(self, child: ChildProcess) -> None:
-        dropped = audit(self._queue.table(child.job.table)).dropped.get("attempts", 0)
-        if dropped:
-            raise StageFailed(
-                f'stage "{child.job.label}": {dropped} rows were dropped after as many failed attempts as a row may have; '
-                f"the last failure was {_last_line(child.last_words())}",
-                stage=child.job.label,
-                last_words=child.last_words(),
-            )
 
 
 def _failed(child: ChildProcess, code: int, last_words: str) -> StageFailed:

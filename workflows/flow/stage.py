@@ -47,7 +47,8 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
     are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
     soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The function must then be callable from several threads
-    at once. stall_s: longest wait for rows. where: rows that the stage leases first; others only while none of these is ready, so that rows which no
+    at once. stall_s: longest wait for rows. failures_max: end the process with
+    `StageFailedInProcess` after so many failures in a row (None: never, it tries again as the task's `Retry` says). where: rows that the stage leases first; others only while none of these is ready, so that rows which no
     process prefers are generated too.
     """
 
@@ -58,6 +59,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     at_least: int = 0
     slots: int = 0
     stall_s: float = STALL_S
+    failures_max: int | None = None
     where: tuple[tq.TagIs | tq.VersionBetween | tq.Compare, ...] = ()
 
     def __post_init__(self) -> None:

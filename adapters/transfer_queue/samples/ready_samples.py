@@ -76,7 +76,6 @@ class ReadySamples:
                 selector=tq.PutOrder(),
                 lease_s=min(_LEASE_S, HELD_S),
                 time_limit_s=HELD_S,
-                attempts_max=0,
             )
         )
 

@@ -18,12 +18,11 @@ from tests.workflows.job.policies import job_of, table_of
 from transferqueue.adapters.protocols import Completion, PartialResult, Prompt, Sampling
 from transferqueue.adapters.stages.environments import Episodes
 from transferqueue.errors import UsageError
-from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.play import FAILED, EnvironmentFailed, Play
+from transferqueue.workflows.job.stages.play import FAILED, TRIES_MAX, EnvironmentFailed, Play
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
@@ -224,14 +223,14 @@ class Shaky(Gated):
         return super().step(action)
 
 
-@pytest.mark.parametrize("failures", [ATTEMPTS_MAX_DEFAULT - 1, ATTEMPTS_MAX_DEFAULT])
+@pytest.mark.parametrize("failures", [TRIES_MAX - 1, TRIES_MAX])
 def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
     tokenizer: Any, failures: int
 ) -> None:
     settings = job("tests.workflows.job.test_play:Shaky")
     play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     Shaky.failures, Shaky.failed = failures, 0
-    if failures < ATTEMPTS_MAX_DEFAULT:
+    if failures < TRIES_MAX:
         assert played(play, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
         return
     with pytest.raises(EnvironmentFailed, match=rf"timeout {failures} \(try {failures}\)"):

@@ -27,7 +27,9 @@ def queue() -> Iterator[tq.Queue]:
 
 @pytest.fixture
 def table(queue: tq.Queue) -> tq.Table:
-    return queue.create_table("t", tasks=[tq.Task("train", needs=["x"], groups=tq.Complete(), attempts_max=2)])
+    return queue.create_table(
+        "t", tasks=[tq.Task("train", needs=["x"], groups=tq.Complete(), retry=tq.Retry(attempts=2))]
+    )
 
 
 def put(table: tq.Table, *prompts: int) -> None:

@@ -91,7 +91,7 @@ def _tasks(tasks: list[TaskTerms], width: int) -> list[Text]:
         GridColumn(heading="task", cells=[Text(task.name, style="bold") for task in tasks], left=True),
         GridColumn(heading="next rows", cells=[Text(task.selector) for task in tasks], left=True),
         GridColumn(heading="lease", cells=[Text(units.span(task.lease_s)) for task in tasks]),
-        GridColumn(heading="attempts", cells=[Text(str(task.attempts_max or "no limit")) for task in tasks]),
+        GridColumn(heading="retry", cells=[Text(task.retry) for task in tasks]),
         GridColumn(heading="sees", cells=[Text(_starts(task)) for task in tasks], rank=1, left=True),
     ]
     lines = _grid(columns, len(tasks), width)

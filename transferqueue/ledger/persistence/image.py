@@ -52,6 +52,7 @@ from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState, LeaseTable
 from transferqueue.ledger.tasks.ready_queue import Arrivals, ReadyQueue, SortedRun
 from transferqueue.ledger.tasks.reservations import FlowControl, ReservationState
+from transferqueue.ledger.tasks.retries import PostponedRows, RetryQueue
 from transferqueue.ledger.tasks.selectors import PluginFactory, Ranker
 from transferqueue.ledger.tasks.shared_batches import SharedBatch, SharedBatches
 from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, TaskState
@@ -59,7 +60,7 @@ from transferqueue.wire import messages
 
 _WHOLE: Final = (
     LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
-    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, RetryQueue, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 
@@ -100,7 +101,7 @@ def _structs(*modules: ModuleType) -> list[type]:
 _KNOWN: Final = ClassRegistry(
     _FORMS,
     structs=_structs(messages, policies, schema, limits, effects),
-    tuples=[TableEvent, FilteredReady],
+    tuples=[TableEvent, FilteredReady, PostponedRows],
     methods=["alive"],
 )
 FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()

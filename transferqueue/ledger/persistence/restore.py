@@ -24,7 +24,7 @@ from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stal
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, TaskState
+from transferqueue.ledger.tasks.task_state import ACKED_WITH_STEP, KEPT_STALE, LEASED, RETRYING, TaskState
 from transferqueue.limits import PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import CreateTable, WrittenBlock
@@ -174,6 +174,7 @@ class _SnapshotRestore:
         task.checkpoint = counts.checkpoint
         tally = task.counters
         tally.given, tally.done, tally.failed, tally.dropped = counts.given, counts.done, counts.failed, counts.dropped
+        tally.worker_deaths = counts.worker_deaths
         if isinstance(task, GroupTaskState):
             task.restore_groups(snapshot.forming[name], ids, at, self._now)
         else:
@@ -181,8 +182,9 @@ class _SnapshotRestore:
 
     def _end_leases(self, table: TableState, ids: IntArray, at: IntArray) -> None:
         for task in table.tasks.values():
-            leased: BoolArray = task.state.a[at] == LEASED
-            return_rows(table, task, ids[leased], failed=False, now=self._now)
+            for state in (LEASED, RETRYING):
+                out: BoolArray = task.state.a[at] == state
+                return_rows(table, task, ids[out], failed=False, now=self._now, before=state)
         apply_group_and_stale_rules(table, self._now)
         table.wake_room()
         table.wake_tasks()

@@ -6,7 +6,7 @@ ledger from it. The rules:
 - Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
   the clock; the cursor; counters; versions of weights; and where bytes lie.
 - Not kept: sessions, leases, reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
-  attempt: its rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
+  failure, and every wait after a failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
   promised are asked for again.
 - Times are stored as ages, since another server has another clock.
 """
@@ -41,6 +41,7 @@ class TaskCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     done: int
     failed: int
     dropped: int
+    worker_deaths: int = 0
 
 
 class TableCounts(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -175,7 +176,12 @@ def _counts(table: TableState) -> TableCounts:
         refills[group] = refills.get(group, 0) + count
     tasks = {
         name: TaskCounts(
-            task.checkpoint, task.counters.given, task.counters.done, task.counters.failed, task.counters.dropped
+            task.checkpoint,
+            task.counters.given,
+            task.counters.done,
+            task.counters.failed,
+            task.counters.dropped,
+            task.counters.worker_deaths,
         )
         for name, task in table.tasks.items()
     }

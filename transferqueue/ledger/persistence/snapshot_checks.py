@@ -31,6 +31,7 @@ from transferqueue.ledger.tasks.task_state import (
     LEASED,
     PENDING,
     READY,
+    RETRYING,
     STATES,
     WAITING_FOR_GROUP,
 )
@@ -157,7 +158,7 @@ class _Checks:
             )
         for task in counts.tasks.values():
             self._numbers("a checkpoint", [task.checkpoint], -1)
-            self._numbers("a count of a task", [task.given, task.done, task.failed, task.dropped])
+            self._numbers("a count of a task", [task.given, task.done, task.failed, task.dropped, task.worker_deaths])
         if len(counts.rows_dropped) > REASONS_MAX + REASONS_OURS_MAX or any(
             len(reason) > TEXT_CHARS_MAX for reason in counts.rows_dropped
         ):
@@ -258,7 +259,7 @@ class _Checks:
         self._rows(~self._live & (state < DONE), f'has ended, but not for task "{name}"')
         complete = self._complete(task)
         self._rows(
-            ~complete & ((state == READY) | (state == WAITING_FOR_GROUP)),
+            ~complete & ((state == READY) | (state == RETRYING) | (state == WAITING_FOR_GROUP)),
             f'is ready for "{name}" without the fields that it needs',
         )
         self._rows(complete & (state == PENDING), f'has the fields that "{name}" needs, but is pending')
@@ -299,6 +300,7 @@ class _Checks:
         if ready != queued:
             raise self._wrong(f'task "{name}": the groups with ready rows are not those that are queued')
         wrong = [unit for unit in of(WAITING_FOR_GROUP) if known.get(unit) not in (FORMING, OUT)]
+        wrong += [unit for unit in of(RETRYING) if known.get(unit) != FORMING]
         wrong += [unit for unit in of(LEASED) | of(ACKED_WITH_STEP) if unit not in known]
         if wrong:
             raise self._wrong(f'task "{name}": the state of group {min(wrong)} contradicts its rows')

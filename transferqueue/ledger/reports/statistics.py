@@ -40,6 +40,7 @@ from transferqueue.ledger.tasks.task_state import (
     LEASED,
     PENDING,
     READY,
+    RETRYING,
     STATES,
     WAITING_FOR_GROUP,
     TaskState,
@@ -112,13 +113,15 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
     stats: Plain = {
         **{
             STATES[state]: task.counts[state]
-            for state in (PENDING, WAITING_FOR_GROUP, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
+            for state in (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, KEPT_STALE)
         },
         "checkpoint": task.checkpoint,
         "done": task.counters.done,
         "dropped": task.counters.dropped,
         "given": task.counters.given,
         "failed": task.counters.failed,
+        "worker_deaths": task.counters.worker_deaths,
+        "retry_s": None if (at := task.retries.next) is None or not task.counts[RETRYING] else max(0.0, at - now),
         "leases": len(leases),
         "age_s": _next_in_line(table, task, now),
         "oldest_lease_s": max((now - lease.since for lease in leases), default=None),
@@ -364,7 +367,7 @@ def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
 
 
 def _never_progresses(table: TableState, task: TaskState) -> bool:
-    return not task.counts[READY] and not task.counts[LEASED] and stranded(table, task)
+    return not task.at_work and stranded(table, task)
 
 
 def _of_table(table: TableState) -> list[str]:

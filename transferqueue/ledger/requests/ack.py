@@ -28,7 +28,7 @@ from transferqueue.ledger.rules.required_results import check_required_results
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
-from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.wire.messages import Ack, AckLeases, DoneReply, ReleaseRequest, Renew, Renewed
 
 LOST_SHOWN_MAX: Final = 8
@@ -154,7 +154,7 @@ def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: A
         finish_rows(table, task, rows, now)
     if table.pacing is not None and task is table.pacing_task:
         table.wake_room()
-    if table.sealed and (task is table.pacing_task or not (task.counts[READY] or task.counts[LEASED])):
+    if table.sealed and (task is table.pacing_task or not task.at_work):
         table.wake_tasks()  # other tasks may now know that no row comes (back) to them
     elif table.sealed:
         table.wake_task(task.task.name)
@@ -409,18 +409,20 @@ def renew(table: TableState, request: Renew, session: int, now: float) -> Renewe
 # ---------------------------------------------------------------- ends that nobody asked for
 
 
-def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, failed: bool = True) -> None:
-    """End a lease that expired or lost its holder, as a failed attempt. An unclaimed share is no attempt."""
+def expire_lease(table: TableState, lease: LeaseState, why: str, now: float, *, died: bool = True) -> None:
+    """End a lease that expired or lost its holder. died: its worker did; nobody worked on an unclaimed share."""
     task = table.tasks[lease.task]
     claimed = bool(lease.holders)
     rows = lease.rows[lease.held]
     lease.held[:] = lease.open[:] = False
     table.history.add(now, why, rows, lease.task, next(iter(lease.holders.values()), 0))
-    return_rows(table, task, rows, failed=failed and claimed, now=now)
+    if died and claimed:
+        task.counters.worker_deaths += rows.size
+    return_rows(table, task, rows, failed=False, now=now)
     end_lease(table, lease, why, by_holder=False)
     if lease.share is not None:
         for number in table.shared_batches[lease.task, *lease.share].break_up(lease.id):
             expire_lease(
-                table, table.core.leases.by_id[number], "its batch was given up by another rank", now, failed=failed
+                table, table.core.leases.by_id[number], "its batch was given up by another rank", now, died=died
             )
     apply_group_and_stale_rules(table, now)

@@ -56,7 +56,7 @@ def rollback(table: TableState, request: Rollback, session: int, now: float) -> 
     for lease in list(table.core.leases.by_id.values()):
         held = lease.table == table.name and lease.task == task.task.name
         if held and lease.id in table.core.leases.by_id:
-            expire_lease(table, lease, why, now, failed=False)
+            expire_lease(table, lease, why, now, died=False)
     rows = task.stepped.take(lambda step: step > request.step)
     table.history.add(now, "rolled back", rows, task.task.name, detail=f"to step {request.step}")
     return_rows(table, task, rows, failed=False, now=now, before=ACKED_WITH_STEP)

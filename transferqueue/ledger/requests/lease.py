@@ -21,7 +21,7 @@ from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.predicates import check_where
 from transferqueue.ledger.tasks.shared_batches import SharedBatches, shares
-from transferqueue.ledger.tasks.task_state import LEASED, READY, TaskState
+from transferqueue.ledger.tasks.task_state import LEASED, READY, RETRYING, TaskState
 from transferqueue.limits import REPLICAS_MAX, ROWS_PER_REQUEST_MAX, SPANS_AWAITED_MAX
 from transferqueue.policies import AckedColumns
 from transferqueue.text import counted
@@ -168,7 +168,7 @@ def _raise_if_ended(table: TableState, task: TaskState, request: LeaseRequest, h
     """Raise if the sealed table can give this request no row any more: `EndOfTable`, or `Impossible` if pending rows
     are left. held: leased rows that do not come again; the caller ends them before it hears of pending ones.
     """
-    if task.counts[LEASED] > held or can_be_requeued(table, task):
+    if task.counts[LEASED] > held or task.counts[RETRYING] or can_be_requeued(table, task):
         return
     if task.counts[READY] and not (request.where and not first_units(table, task.queue(request.where), 1).size):
         return

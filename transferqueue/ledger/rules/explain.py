@@ -25,6 +25,7 @@ from transferqueue.ledger.tasks.task_state import (
     OPEN,
     PENDING,
     READY,
+    RETRYING,
     WAITING_FOR_GROUP,
     TaskState,
 )
@@ -263,8 +264,9 @@ def rows_by_holder(table: TableState) -> str:
         counts = task.counts
         if task.open_rows:
             lines.append(
-                f'task "{task.task.name}" has {task.open_rows - counts[LEASED] - counts[PENDING] - counts[WAITING_FOR_GROUP]} ready, '
+                f'task "{task.task.name}" has {counts[READY]} ready, '
                 f"{counts[LEASED]} leased, {counts[PENDING] + counts[WAITING_FOR_GROUP]} not complete"
+                + (f", {counts[RETRYING]} waiting after a failure" if counts[RETRYING] else "")
             )
         lines += [f'task "{task.task.name}": {text}' for text in _waiting_for_checkpoint(task)]
     if table.flow.reserved:

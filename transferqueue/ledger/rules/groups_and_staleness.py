@@ -25,6 +25,7 @@ from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
 from transferqueue.ledger.rules.finish import drop_rows, lose_leases
 from transferqueue.ledger.rules.requeue import redo_or_drop_missing, requeue_rows
+from transferqueue.ledger.rules.retry import postpone_failed
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import FORMING, FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.task_order import downstream
@@ -109,7 +110,7 @@ def _deliver_or_drop(table: TableState, task: GroupTaskState, forming: FormingGr
 def _queue_group(table: TableState, task: GroupTaskState, group: FormingGroup) -> None:
     """Queue the ready members of a group as one unit, and drop the others."""
     rows = np.array(table.groups.members(group.unit), np.int64)
-    waiting = task.state.a[table.rows.pages.index(rows)] == PENDING
+    waiting = task.to_come(table.rows.pages.index(rows))
     task.enqueue([group.unit])
     table.wake_task(task.task.name)
     if waiting.any():
@@ -135,12 +136,12 @@ def _refill(table: TableState, task: GroupTaskState, forming: FormingGroup, now:
 
 
 def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: float) -> None:
-    """End the leases that other tasks hold on rows. It counts as a failed attempt, as an expiry does."""
+    """End the leases that other tasks hold on rows. It is no failure, as an expiry is none."""
     for task in table.tasks.values():
         if task is not but:
             at = table.rows.pages.index(rows)
             lost = lose_leases(table, task, rows, at, "its group waited past the deadline")
-            return_rows(table, task, lost, failed=True, now=now)
+            return_rows(table, task, lost, failed=False, now=now)
 
 
 def mark_group_to_drop(table: TableState, unit: int) -> None:
@@ -151,22 +152,19 @@ def mark_group_to_drop(table: TableState, unit: int) -> None:
 def return_rows(
     table: TableState, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
 ) -> None:
-    """Make leased (or acked) rows ready again for `task`. Rows that failed too often are dropped, stale rows get the
-    stale policy, and rows that lost a field meanwhile are requeued.
+    """Make leased (or acked) rows ready again for `task`: at once, or after the wait of their `Retry` if the lease failed.
+    Rows that failed too often are dropped, stale rows get the stale policy, and rows that lost a field meanwhile are
+    requeued.
     """
     if not rows.size:
         return
     at = table.rows.pages.index(rows)
-    task.return_rows(rows, at, now, before)
+    if failed:
+        postpone_failed(table, task, rows, at, now)
+    else:
+        task.return_rows(rows, at, now, before)
     if not task.completed(at).all():
         redo_or_drop_missing(table, task, rows, now)
-    if failed:
-        task.counters.failed += rows.size
-        task.attempts.a[at] += 1
-        if task.task.attempts_max:
-            spent = task.attempts.a[at] >= task.task.attempts_max
-            if spent.any():
-                table.to_drop.append((rows[spent], "attempts"))
     if task is table.pacing_task:
         apply_stale_policy(table, rows, now)
         table.wake_room()

@@ -22,7 +22,7 @@ from transferqueue.errors import UsageError, listing
 from transferqueue.ledger.rows.arrays import BoolArray, IntArray, numbered
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
-from transferqueue.ledger.tasks.task_state import LEASED, OPEN, PENDING, READY, TaskState
+from transferqueue.ledger.tasks.task_state import OPEN, PENDING, TaskState
 from transferqueue.policies import Requeue
 
 NEAR = 0.75
@@ -82,7 +82,7 @@ def _requeues_stale(table: TableState) -> bool:
 
 def _active_tasks(table: TableState) -> set[str]:
     """Tasks that may still end rows: the smallest set that rule 2 describes."""
-    active = {name for name, task in table.tasks.items() if task.counts[READY] or task.counts[LEASED]}
+    active = {name for name, task in table.tasks.items() if task.at_work}
     grew = True
     while grew:
         more = {

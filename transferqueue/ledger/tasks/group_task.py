@@ -6,6 +6,7 @@ Each group has, for each such task, one of these states:
        ^                                |                |
        +------a member was dropped------+----release-----+
 
+The members of a group whose lease failed wait (RETRYING) in a FORMING group, which is whole again when they are ready.
 A FORMING group becomes *incomplete* if its deadline passes, a member is dropped, or the table is sealed and the group
 can never be whole. `rules.groups_and_staleness` then applies the declared policy. Members that arrive for a group that
 is OVER are ABSENT for this task.
@@ -31,6 +32,7 @@ from transferqueue.ledger.tasks.task_state import (
     LEASED,
     PENDING,
     READY,
+    RETRYING,
     WAITING_FOR_GROUP,
     TaskState,
 )
@@ -133,6 +135,13 @@ class GroupTaskState(TaskState):
             group.ready += count
             self.changed[unit] = None
 
+    def postpone(self, rows: IntArray, at: IntArray, until: float) -> None:
+        """Make leased members wait. Their groups form again."""
+        super().postpone(rows, at, until)
+        for unit, _ in self.groups.counts(self.groups.units(rows, at)):
+            self.forming[unit].state = FORMING
+            self.changed[unit] = None
+
     def rerank(self, rows: IntArray, at: IntArray) -> None:
         """Rank queued groups again after facts of their members changed."""
         units = [unit for unit, _ in self.groups.counts(self.groups.units(rows, at)) if self._state(unit) == QUEUED]
@@ -150,7 +159,7 @@ class GroupTaskState(TaskState):
         """Mark members as absent that arrived while the others were leased."""
         rows = np.array(self.groups.members(unit), np.int64)
         at = self.rows.pages.index(rows)
-        late = self.state.a[at] <= WAITING_FOR_GROUP
+        late = self.state.a[at] < READY
         if late.any():
             self.mark_absent(rows[late], at[late])
 
@@ -324,6 +333,12 @@ class GroupTaskState(TaskState):
     # ------------------------------------------------------------ incomplete groups
 
     def missing(self, unit: int) -> tuple[int, int]:
-        """Of a forming group: the number of pending members, and of ready ones."""
+        """Of a forming group: the number of members that may become ready (pending, or after a failure), and of ready ones."""
         at = self.rows.pages.index(np.array(self.groups.members(unit), np.int64))
-        return int((self.state.a[at] == PENDING).sum()), self.forming[unit].ready
+        return int(self.to_come(at).sum()), self.forming[unit].ready
+
+    def to_come(self, at: IntArray) -> BoolArray:
+        """Which members are pending, or wait after a failure."""
+        states = self.state.a[at]
+        to_come: BoolArray = (states == PENDING) | (states == RETRYING)
+        return to_come

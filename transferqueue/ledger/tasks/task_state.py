@@ -5,22 +5,23 @@ Each row has, for each task, one of these states:
     PENDING --all needs set--> READY --lease--> LEASED --ack--> DONE
        |                         ^                |
        |                         +--release, expiry, death of the holder
-       |                         |
+       |                         |                +--failure--> RETRYING --its wait is over--> READY
        +--> WAITING_FOR_GROUP ---+  (tasks that take groups: the row is complete, its group not yet)
 
+    RETRYING:        a lease of the row failed; it waits as `Task.retry` says (`tasks.retries`)
     ACKED_WITH_STEP: acked with a step that no checkpoint covers yet; then DONE, or READY again (`requests.checkpoints`)
     ABSENT:          the task never sees the row (it was declared later with from_="now", or had finished the group)
     KEPT_STALE:      stale under `KeepStale`: never leased again, readable until deleted
     GONE:            the row has a fate
 
-`hold` of a READY row is the stamp of its entry in the ready queue, of a LEASED row its lease, of an ACKED_WITH_STEP row
+`hold` of a READY or RETRYING row is the stamp of its entry in its queue, of a LEASED row its lease, of an ACKED_WITH_STEP row
 its step. `order` numbers rows as they first became ready, and decides among equal keys. A row that returns keeps it,
 and with it its place.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Final, NamedTuple
 
 import msgspec
@@ -31,14 +32,15 @@ from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
 from transferqueue.ledger.tasks.predicates import matches
 from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, Entries, ReadyQueue, in_order
+from transferqueue.ledger.tasks.retries import PostponedRows, RetryQueue
 from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
 from transferqueue.limits import VIEWS_MAX
 from transferqueue.policies import Predicate, Task
 
-PENDING, WAITING_FOR_GROUP, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(9)
-STATES: Final = ("pending", "held", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
+PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(10)
+STATES: Final = ("pending", "held", "retrying", "ready", "leased", "stepped", "done", "absent", "kept", "gone")
 _READY: Final = bytes([READY])
-OPEN: Final = (PENDING, WAITING_FOR_GROUP, READY, LEASED)
+OPEN: Final = (PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED)
 """States in which the task still has work with the row."""
 
 
@@ -46,13 +48,14 @@ class TaskCounters:
     """Counters of rows in one task. Each only grows, so that a rate is a difference.
 
     given: leased, or put into a share of a rank (twice counts as two). done: finished by the task. failed: returned
-    from a lease that failed, expired or lost its holder. dropped: ended before the task was done with them.
+    from a lease that failed. worker_deaths: returned from a lease whose holder died or was late. dropped: ended before
+    the task was done with them.
     """
 
-    __slots__ = ("done", "dropped", "failed", "given")
+    __slots__ = ("done", "dropped", "failed", "given", "worker_deaths")
 
     def __init__(self) -> None:
-        self.given = self.done = self.failed = self.dropped = 0
+        self.given = self.done = self.failed = self.worker_deaths = self.dropped = 0
 
 
 class FilteredReady(NamedTuple):
@@ -77,6 +80,8 @@ class TaskState:
         self.hold = rows.pages.column(np.int64)
         self.order = rows.pages.column(np.int64)
         self.attempts = rows.pages.column(np.int32)
+        """Leases of the row that failed."""
+        self.retries = RetryQueue(rows.table, task.name)
         self.stepped = StepIndex(rows, self.state, self.hold, ACKED_WITH_STEP)
         self.checkpoint = -1
         """The latest step that a checkpoint covers."""
@@ -143,6 +148,21 @@ class TaskState:
         """Make leased (or acked) rows ready again, at their old place in the order."""
         self.move(at, rows.size, before, READY)
         self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
+
+    def postpone(self, rows: IntArray, at: IntArray, until: float) -> None:
+        """Make leased rows, whose lease failed, wait until a time (see `resumed`)."""
+        self.move(at, rows.size, LEASED, RETRYING)
+        self._stamp += 1
+        self.hold.a[at] = self._stamp
+        self.retries.add(until, self._stamp, rows)
+
+    def resumed(self, waits: Iterable[PostponedRows], now: float) -> None:
+        """Make the rows of these waits ready again, but for those that left their wait before."""
+        for wait in waits:
+            at, waiting = self.rows.pages.find(wait.rows)
+            waiting &= (self.state.a[at] == RETRYING) & (self.hold.a[at] == wait.stamp)
+            if waiting.any():
+                self.return_rows(wait.rows[waiting], at[waiting], now, RETRYING)
 
     def rerank(self, rows: IntArray, at: IntArray) -> None:
         """Rank ready rows again after their facts changed."""
@@ -238,6 +258,7 @@ class TaskState:
         """Forget what refers back to this task, as its table is dropped: its columns return at once, and not at some garbage collection."""
         self.ready = ReadyQueue(_none_alive)
         self.views.clear()
+        self.retries.deadline = None
 
     @property
     def ready_units(self) -> int:
@@ -297,6 +318,12 @@ class TaskState:
         return sum(self.counts[state] for state in OPEN)
 
     @property
+    def at_work(self) -> bool:
+        """Whether a row is ready, leased, or waits for another try."""
+        counts = self.counts
+        return bool(counts[READY] or counts[LEASED] or counts[RETRYING])
+
+    @property
     def final(self) -> bool:
-        """Whether no row can become ready except a new one, or one that returns from a lease."""
+        """Whether no row can become ready except a new one, or one that returns from a lease or after a failure."""
         return not self.counts[PENDING] and not self.counts[WAITING_FOR_GROUP]

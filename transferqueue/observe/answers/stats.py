@@ -15,6 +15,17 @@ from transferqueue.errors import ProtocolError
 _T = TypeVar("_T")
 
 
+class TaskError(msgspec.Struct, frozen=True, kw_only=True):
+    """One kind of failure of a task's workers: how often it came, and the ages of the first and the last time. worker: who had the last one."""
+
+    type: str
+    text: str
+    worker: str
+    count: int
+    first_s: float
+    last_s: float
+
+
 class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of one task by where they stand, and its counters."""
 
@@ -36,6 +47,11 @@ class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     stranded: bool = False
     unattended_s: float | None = None
     unattended: str = ""
+    errors: list[TaskError] = []
+    retrying: int = 0
+    retry_s: float | None = None
+    paused_s: float | None = None
+    worker_deaths: int = 0
 
 
 class TableStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -44,7 +44,7 @@ class TaskTerms(msgspec.Struct, frozen=True, kw_only=True):
     selector: str
     groups: str
     lease_s: float
-    attempts_max: int
+    retry: str
     starts: str
 
 
@@ -153,6 +153,6 @@ def _task(task: Task, fields: Mapping[str, Field]) -> TaskTerms:
         selector=policy_text(task.selector),
         groups=policy_text(task.groups) if task.groups else "",
         lease_s=task.lease_s,
-        attempts_max=task.attempts_max,
+        retry=policy_text(task.retry),
         starts=task.from_,
     )

@@ -19,7 +19,7 @@ from transferqueue.observe.answers.events import RowsEvent
 ROWS_MAX: Final = 4096
 """Rows of one table that are followed at once: 4 MB. Puts beyond have no trace."""
 SPANS_MAX: Final = 64
-"""Leases of one row that its trace has: more than `attempts_max` of any task that makes sense."""
+"""Leases of one row that its trace has: more than `Retry.attempts` of any task that makes sense."""
 MARKS_MAX: Final = 64
 ENDS_OF_A_ROW: Final = ("done", "dropped")
 ENDS_IN_ORDER: Final = ("acked", "acked as dropped", "released")

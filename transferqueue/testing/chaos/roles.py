@@ -54,7 +54,7 @@ ADVANCE_S: Final = 0.05
 
 def make_tables(queue: tq.Queue) -> None:
     """Make both tables, at policy version 0."""
-    lease: dict[str, Any] = {"lease_s": LEASE_S, "attempts_max": 0}
+    lease: dict[str, Any] = {"lease_s": LEASE_S}
     paced = queue.create_table(
         PACED,
         tasks=[

@@ -11,7 +11,7 @@ kind                          violation
 ``invented row``, ``row ids`` a row that nobody put; one id for two rows
 ``duplicated effect``         a row done twice by a task, or leased after it was done or dropped; one put, two sets of rows
 ``fencing``                   the ack of a lease that had ended was accepted
-``attempts``                  a row that failed too often was leased again
+``attempts``                  rows were dropped for failing that had not failed so often
 ``readiness``                 a row without a field that the task needs
 ``atomic put``                data of a refused call was visible
 ``torn read``                 a value that nobody wrote, or memory that changed under a view

@@ -22,13 +22,12 @@ SHOWN_MAX = 5
 
 
 class _Lent:
-    """One lease of a row: which replicas ended it, if any."""
+    """One lease of a row."""
 
-    __slots__ = ("lease", "let_go", "replicas")
+    __slots__ = ("lease", "replicas")
 
     def __init__(self, lease: int, replicas: int) -> None:
         self.lease, self.replicas = lease, replicas
-        self.let_go = False
 
 
 class _Table:
@@ -42,6 +41,8 @@ class _Table:
         self.acked: dict[tuple[str, int], int] = {}
         """(task, row) -> the lease whose ack was accepted."""
         self.maybe_acked: set[tuple[str, int]] = set()
+        self.failed = Counter[tuple[str, int]]()
+        """(task, row) -> how often a holder said, perhaps in vain, that its work with the row failed."""
         self.dropped: dict[int, tuple[str, int]] = {}
         """Row -> why it ended, and the last operation that had begun when the end was known."""
         self.maybe_dropped: dict[int, str] = {}
@@ -71,10 +72,8 @@ class RowEndJudge(Judge):
                 self._tables[name].again = True
             case h.PutCall(table=name, rows=rows):
                 self._tables[name].maybe_put += rows
-            case h.AckCall() | h.ReleaseCall() as call:
-                table = self._tables[call.table]
-                for row in call.rows:
-                    _let_go(table, call.task, row, call.lease, failed=isinstance(call, h.ReleaseCall) and call.failed)
+            case h.ReleaseCall(failed=True) as call:
+                self._tables[call.table].failed.update((call.task, row) for row in call.rows)
         return ()
 
     def ended(self, op: Operation, end: h.Ended) -> Found:
@@ -121,15 +120,9 @@ class RowEndJudge(Judge):
                 f'table "{event.table}" counts {event.rows_put} rows put; clients were told of {table.put}, '
                 f"and of {table.maybe_put} more nobody knows",
             )
+        yield from _attempts(table, event)
         if event.drained:
             yield from _drained(table, event)
-
-
-def _let_go(table: _Table, task: str, row: int, lease: int, *, failed: bool) -> None:
-    """The holder tries to end its lease of a row; a failed release counts as an attempt."""
-    for holder in table.lent[task, row]:
-        if holder.lease == lease and not failed:
-            holder.let_go = True
 
 
 def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult) -> Found:
@@ -146,21 +139,17 @@ def _leased(table: _Table, op: Operation, call: h.LeaseCall, got: h.LeasedResult
             )
         if row in table.dropped and table.dropped[row][1] < op.number:
             yield Violation("duplicated effect", f"row {row} was dropped and lent after that", op.number)
-        yield from _attempts(table, op, call, row, [lease for lease in before if lease.lease < got.lease])
         before.append(_Lent(got.lease, call.replicas))
 
 
-def _attempts(table: _Table, op: Operation, call: h.LeaseCall, row: int, before: list[_Lent]) -> Found:
-    """A lease of a row that did not end with its holder failed: the holder died, was late, or reported a failure."""
-    task = table.tasks.get(call.task)
-    if task is None or not task.attempts_max or task.groups is not None or table.again or call.world > 1:
-        return
-    failed = sum(not lease.let_go and lease.replicas == 1 for lease in before)
-    if failed >= task.attempts_max:
+def _attempts(table: _Table, event: h.Counted) -> Found:
+    """A row is dropped for failing only after as many failures as its task allows; the death of a worker is none."""
+    most = {name: task.retry.attempts for name, task in table.tasks.items()}
+    spent = {row for (task, row), failed in table.failed.items() if (least := most.get(task)) and failed >= least}
+    dropped = event.dropped.get("attempts", 0)
+    if dropped > len(spent):
         yield Violation(
-            "attempts",
-            f'row {row} failed {failed} times in task "{call.task}", which gives up after {task.attempts_max}, and was lent again',
-            op.number,
+            "attempts", f"{dropped} rows were dropped for failing; {len(spent)} failed as often as they may"
         )
 
 
@@ -236,6 +225,6 @@ def may_drop_alone(event: h.Declared) -> bool:
     """Whether rows of the table may be dropped without a request of a client."""
     stale = event.pacing is not None and event.pacing.max_staleness is not None
     return stale or any(
-        task.attempts_max or (task.groups is not None and not isinstance(task.groups.incomplete, Refill))
+        task.retry.attempts or (task.groups is not None and not isinstance(task.groups.incomplete, Refill))
         for task in event.tasks
     )

@@ -37,7 +37,7 @@ class StageSubject(Protocol):
 @contextmanager
 def _filled(subject: StageSubject, stage: StageFunction) -> Iterator[tq.Table]:
     """A sealed table of the subject's rows, with the stage as its task."""
-    task = tq.Task(_TASK, needs=tuple(stage.needs), gives=tuple(stage.gives), attempts_max=1)
+    task = tq.Task(_TASK, needs=tuple(stage.needs), gives=tuple(stage.gives))
     with tq.connect("embedded") as queue:
         table = queue.create_table("t", tasks=[task], retention=tq.Manual())
         table.put(**subject.columns())
@@ -48,7 +48,7 @@ def _filled(subject: StageSubject, stage: StageFunction) -> Iterator[tq.Table]:
 def _serve(table: tq.Table, stage: StageFunction, rows: int) -> None:
     """Serve all rows, `rows` at a time; `RuleBroken` with the error that the stage raised."""
     events: list[Event] = []
-    work = flow.Stage(task=table.tasks[_TASK], rows=rows, at_least=1, stall_s=_STALL_S)
+    work = flow.Stage(task=table.tasks[_TASK], rows=rows, at_least=1, stall_s=_STALL_S, failures_max=1)
     try:
         run_stage(table, work, stage, emit=events.append)
     except (StageFailedInProcess, FlowSignal) as error:

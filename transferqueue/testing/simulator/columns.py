@@ -79,8 +79,8 @@ class ColumnEndsJob(SimJob):
 
     def _open(self) -> Steps:
         tasks = [
-            Task("look", needs=["image"], lease_s=2.5, attempts_max=0),
-            Task("use", needs=["body"], lease_s=2.0, attempts_max=0),
+            Task("look", needs=["image"], lease_s=2.5),
+            Task("use", needs=["body"], lease_s=2.0),
         ]
         limits = Limits(rows=3 * ROWS)
         yield m.CreateTable(

@@ -179,7 +179,7 @@ class ReplicatedShardsJob(SimJob):
     # ------------------------------------------------------------ in
 
     def _open(self) -> Steps:
-        task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
+        task = Task("use", needs=["body"], lease_s=2.0)
         limits = Limits(rows=self.rows_max)
         yield m.CreateTable(self.table, [self.body], [task], limits, exist_ok=True, replicas=self.replicas)
 

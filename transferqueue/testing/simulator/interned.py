@@ -67,8 +67,8 @@ class InternedJob(SimJob):
 
     def _open(self) -> Steps:
         tasks = [
-            Task("teach", needs=["number"], gives=["answer"], lease_s=2.0, attempts_max=0),
-            Task("learn", needs=["body", "answer"], lease_s=2.0, attempts_max=0),
+            Task("teach", needs=["number"], gives=["answer"], lease_s=2.0),
+            Task("learn", needs=["body", "answer"], lease_s=2.0),
         ]
         yield m.CreateTable(self.table, FIELDS, tasks, LIMITS, retention=Manual(), exist_ok=True)
 

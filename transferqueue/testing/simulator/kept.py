@@ -52,7 +52,7 @@ class ManualRetentionJob(SimJob):
             )
 
     def _open(self) -> Steps:
-        task = Task("use", needs=["body"], lease_s=2.0, attempts_max=0)
+        task = Task("use", needs=["body"], lease_s=2.0)
         yield m.CreateTable(self.table, [job.BODY, job.NUMBER], [task], LIMITS, retention=Manual(), exist_ok=True)
 
     # ------------------------------------------------------------ in

@@ -30,7 +30,7 @@ class SharedBatchJob(SimJob):
     table = "ranks"
 
     def __init__(self) -> None:
-        task = Task("train", needs=["number"], selector=TokenBalanced(equal_counts=False), lease_s=2.5, attempts_max=0)
+        task = Task("train", needs=["number"], selector=TokenBalanced(equal_counts=False), lease_s=2.5)
         self._feed = Feed(self.table, puts=PUTS, rows=ROWS, limits=Limits(rows=3 * ROWS), tasks=[task])
         self._number_of: dict[int, int] = {}
         self._share: dict[int, tuple[int, list[int]]] = {}

@@ -24,6 +24,7 @@ from transferqueue.policies import (
     Priority,
     Refill,
     Requeue,
+    Retry,
     Task,
 )
 from transferqueue.schema import Field
@@ -55,7 +56,7 @@ class ClientAccount:
 
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:
         self.size, self.staleness = chance.choice((2, 3, 4)), chance.choice((1, 2, 3))
-        self.attempts = chance.choice((2, 3, 6))
+        self.retry = Retry(first_s=chance.choice((0.1, 1.0)), max_s=8.0, attempts=chance.choice((1, 3, 6, None)))
         self.incomplete = chance.choice(
             (DropGroup(), DeliverPartial(), Refill()) if roomy else (DropGroup(), DeliverPartial())
         )
@@ -76,7 +77,8 @@ class ClientAccount:
         self.put = 0
         self.maybe_put = 0
         self.token: dict[tuple[str, int], int] = {}
-        self.leases: dict[tuple[str, int], int] = {}
+        self.failed: dict[tuple[str, int], int] = {}
+        """(task, row) -> how often a worker said, perhaps in vain, that its work failed."""
         self.acked: dict[tuple[str, int], int] = {}
         self.maybe_acked: set[tuple[str, int]] = set()
         self.clock = 0
@@ -118,11 +120,6 @@ class ClientAccount:
                 raise PromiseBroken(f'row {row} is given to task "{task}" again though its ack was confirmed')
             if lease.token > self.token.get(key, 0):
                 self.token[key] = lease.token
-                self.leases[key] = self.leases.get(key, 0) + 1
-                if self.leases[key] > self.attempts and not isinstance(self.incomplete, Refill):
-                    raise PromiseBroken(
-                        f'row {row} was given to task "{task}" {self.leases[key]} times, above {self.attempts}'
-                    )
         if task == "train":
             for group in set(groups):
                 if not self.least <= groups.count(group) <= self.size:
@@ -140,10 +137,15 @@ class ClientAccount:
         """Whether this task may rightly lease rows again: stale rows are scored again with newer weights."""
         return task == "score" and isinstance(self.on_stale, Requeue)
 
-    def released(self, task: str, rows: list[int]) -> None:
-        """A worker releases rows, which does not count as an attempt."""
-        for row in rows if not self.is_redone(task) else ():
-            self.leases[task, row] -= 1
+    def fails(self, task: str, rows: list[int]) -> None:
+        """A worker is about to release rows as failed."""
+        for row in rows:
+            self.failed[task, row] = self.failed.get((task, row), 0) + 1
+
+    def spent(self) -> int:
+        """The number of rows that failed as often as they may, so that they may have been dropped for that."""
+        most = self.retry.attempts
+        return 0 if most is None else len({row for (_, row), failed in self.failed.items() if failed >= most})
 
     def done(self, task: str, rows: list[int], token: int) -> None:
         """An ack was confirmed."""
@@ -205,15 +207,15 @@ class Rollouts(SimJob):
             raise PromiseBroken(
                 f"{table.rows_done} rows are done; {sure} to {might} were acked; dropped: {table.rows_dropped}"
             )
+        if table.rows_dropped.get("attempts", 0) > account.spent():
+            raise PromiseBroken(f"{table.rows_dropped} rows were dropped; {account.spent()} failed too often")
 
 
 def create(account: ClientAccount) -> m.CreateTable:
     """The request that makes the table of a run."""
-    score = Task(
-        "score", needs=["body"], gives=["score"], selector=account.selector, lease_s=2.0, attempts_max=account.attempts
-    )
+    score = Task("score", needs=["body"], gives=["score"], selector=account.selector, lease_s=2.0, retry=account.retry)
     groups = Complete(deadline_s=8.0, min_size=account.least, incomplete=account.incomplete)
-    train = Task("train", needs=["body", "score"], lease_s=2.5, attempts_max=account.attempts, groups=groups)
+    train = Task("train", needs=["body", "score"], lease_s=2.5, retry=account.retry, groups=groups)
     pacing = Pacing(
         "train", batch_rows=2 * account.size, depth=2, max_staleness=account.staleness,
         on_stale=account.on_stale, channel=account.channel,
@@ -308,9 +310,9 @@ def _lease_of(process: Process, account: ClientAccount, task: str) -> m.LeaseReq
 
 def _give_back(process: Process, account: ClientAccount, lease: m.Leased, rows: list[int]) -> Steps:
     failed = process.world.random.random() < 0.5
-    if not failed:
-        account.released("score", rows)
-    yield m.ReleaseRequest("t", lease.lease, lease.token, failed=failed, reason="for a change")
+    if failed:
+        account.fails("score", rows)
+    yield m.ReleaseRequest("t", lease.lease, lease.token, failed=failed, reason="ValueError: for a change")
 
 
 def _ack_without_result(lease: m.Leased) -> Steps:

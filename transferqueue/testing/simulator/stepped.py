@@ -32,7 +32,7 @@ class CheckpointJob(SimJob):
     table = "stepped"
 
     def __init__(self) -> None:
-        task = Task("train", needs=["number"], lease_s=2.5, attempts_max=0)
+        task = Task("train", needs=["number"], lease_s=2.5)
         self._feed = Feed(self.table, puts=PUTS, rows=ROWS, limits=Limits(rows=4 * ROWS), tasks=[task])
         self._saved: tuple[int, frozenset[int]] = (-1, frozenset())
 

@@ -5,9 +5,9 @@ Rules:
 1. A row is acked, or released unfinished, together with the columns that its stage returns, in one commit.
 2. While the function works, the client renews the lease (see `Table.lease`). A process that is frozen loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.
-3. When the function raises, its rows are released as failed; the queue leases them again, at most ``attempts_max`` times.
-   As many failures in a row mean that the stage is broken, and not a row: the loop raises `StageFailedInProcess`. A
-   function that knows that another try would fail the same raises it itself, and the loop ends at once.
+3. When the function raises, its rows are released as failed, and the loop goes on; the queue leases them again as the task's `Retry` says. The
+   loop logs why. A function that knows that another try would fail the same raises `StageFailedInProcess`, which ends the loop
+   at once; so do `Stage.failures_max` failures in a row.
 4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
 5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
 6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each lease.
@@ -18,14 +18,13 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable, Sealed
-from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
+from transferqueue.workflows.flow.events import WAIT, WORK, Event, TimeSpan
 from transferqueue.workflows.flow.loop.preference import lease_preferred
-from transferqueue.workflows.flow.loop.serving import StageFailedInProcess, check_broken, serve
+from transferqueue.workflows.flow.loop.serving import FailureLog, StageFailedInProcess, serve
 from transferqueue.workflows.flow.loop.slots import LEASE_WAIT_S, Feeder
 from transferqueue.workflows.flow.stage import STALL_S, ChoosingWork, LeaseChoice, Produce, Stage, Work
 
@@ -48,7 +47,8 @@ def run_stage(
     if stage.slots:
         return Feeder(table, stage, work, emit=emit, stop=stop).run()
     choice = work.choice if isinstance(work, ChoosingWork) else LeaseChoice
-    rows_done = failures = 0
+    failures = FailureLog(stage, emit)
+    rows_done = 0
     while not (stop and stop.is_set()):
         waited = time.monotonic()
         batch = _next_batch(table, stage, choice, stop)
@@ -59,10 +59,10 @@ def run_stage(
         rows, failure = len(batch), serve(batch, work)
         emit(TimeSpan(name=WORK, start=started, end=time.monotonic(), rows=rows, version=batch.version))
         rows_done += rows if failure is None else 0
-        failures = 0 if failure is None else failures + 1
-        if failure is not None:
-            emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
-            check_broken(stage, failures, failure)
+        if failure is None:
+            failures.succeeded()
+        else:
+            failures.failed(failure, rows, time.monotonic())
     return rows_done
 
 

@@ -6,8 +6,7 @@ The law, which `Slots` holds without I/O:
    more rows than there is room for. A group is leased whole, so its stage leases when the largest group that it has seen fits, or when
    nothing is in work.
 2. A row's slot is free when its part is committed, not when its lease ends.
-3. As many failed leases in a row as a row may have attempts mean that the stage is broken. Leases end in any order; each that succeeds
-   sets the count to 0.
+3. A lease that fails ends no other (`serving.FailureLog`). Leases end in any order; each that succeeds ends a row of failures.
 4. The stage has stalled when no row was in work, and none came, for as long as the stage allows. While a row is in work, a wait for more is no stall.
 5. After a failure that ends the stage, no lease is begun, and each running lease ends with the part that it commits next: its other
    rows are released, as no attempt.
@@ -17,16 +16,15 @@ from __future__ import annotations
 
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final
 
 import transferqueue as tq
 from transferqueue.errors import DeadlineExceeded, EndOfTable
-from transferqueue.workflows.flow.events import WAIT, WORK, Event, Failure, TimeSpan
+from transferqueue.workflows.flow.events import WAIT, WORK, Event, TimeSpan
 from transferqueue.workflows.flow.loop.preference import lease_preferred
-from transferqueue.workflows.flow.loop.serving import check_broken, serve
+from transferqueue.workflows.flow.loop.serving import FailureLog, serve
 from transferqueue.workflows.flow.stage import ChoosingWork, LeaseChoice, Stage, Work
 
 LEASE_WAIT_S: Final = 2.0
@@ -49,7 +47,6 @@ class Slots:
         self._largest = 0
         self._idle_since = now
         self.in_work = 0
-        self.failures = 0
 
     def limit(self, slots: int) -> None:
         """Run at most `slots` rows from now on, or as many as one lease must have. Rows in work stay."""
@@ -73,10 +70,6 @@ class Slots:
         self.in_work -= rows
         self._idle_since = now
 
-    def served(self, *, failed: bool) -> None:
-        """A lease has ended."""
-        self.failures = self.failures + 1 if failed else 0
-
     def idle_s(self, now: float) -> float:
         """How long no row has been in work."""
         return 0.0 if self.in_work else now - self._idle_since
@@ -95,6 +88,7 @@ class Feeder:
         stop: threading.Event | None = None,
     ) -> None:
         self._table, self._stage, self._work, self._emit = table, stage, work, emit
+        self._failures = FailureLog(stage, emit)
         self._choice = work.choice if isinstance(work, ChoosingWork) else LeaseChoice
         self._stop = stop or threading.Event()
         self._changed = threading.Condition()
@@ -166,11 +160,11 @@ class Feeder:
         try:
             failure = serve(batch, self._work, ended)
             with self._changed:
-                self._slots.served(failed=failure is not None)
-                self._rows_done += rows - left if failure is None else 0
-                if failure is not None:
-                    self._emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
-                    check_broken(self._stage, self._slots.failures, failure)
+                if failure is None:
+                    self._rows_done += rows - left
+                    self._failures.succeeded()
+                else:
+                    self._failures.failed(failure, rows, time.monotonic())
         except BaseException as error:  # noqa: BLE001  (`run` raises it)
             self._fail(error)
         finally:

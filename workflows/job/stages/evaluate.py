@@ -42,7 +42,7 @@ def requests_table(queue: tq.Queue) -> tq.Table:
     return queue.create_table(
         EVALUATIONS,
         fields=[tq.Field("step", "int64"), tq.Field("version", "int64")],
-        tasks=[tq.Task(EVALUATE, needs=["step", "version"], attempts_max=2)],
+        tasks=[tq.Task(EVALUATE, needs=["step", "version"], retry=tq.Retry(attempts=2))],
         limits=tq.Limits(rows=_ROWS_MAX),
         exist_ok=True,
     )

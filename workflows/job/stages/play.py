@@ -29,7 +29,6 @@ from transferqueue.adapters.stages.environments import Episode, EpisodeEnded, Ep
 from transferqueue.adapters.stages.generation import row_seed
 from transferqueue.adapters.stages.reward_functions import load_callable
 from transferqueue.errors import FlowSignal, PeerError, UsageError
-from transferqueue.limits import ATTEMPTS_MAX_DEFAULT
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job import names
@@ -44,6 +43,8 @@ from transferqueue.workflows.job.stages.rollout import generating
 
 _log: Final = logging.getLogger("transferqueue.job")
 _SHOWN_CHARS: Final = 300
+TRIES_MAX: Final = 5
+"""An environment that failed five times, each time with other words, will fail the sixth time."""
 FAILED: Final = "environment_error"
 """Drop reason of rows whose environment raised, for an environment with ``on_error = "drop"``."""
 
@@ -150,7 +151,7 @@ class Play:
     ) -> Episode | None:
         """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the environment's seed is made from.
 
-        An environment that raises gets another try, up to `ATTEMPTS_MAX_DEFAULT` in all, unless it fails with the same words as before.
+        An environment that raises gets another try, up to `TRIES_MAX` in all, unless it fails with the same words as before.
         """
         said, attempt = "", 0
         while True:
@@ -161,7 +162,7 @@ class Play:
                 raise
             except Exception as error:
                 before, said = said, f"{type(error).__name__}: {error}"
-                if said != before and attempt < ATTEMPTS_MAX_DEFAULT and not given_up():
+                if said != before and attempt < TRIES_MAX and not given_up():
                     continue
                 text = self._failure(error, attempt, ordinal, data)
                 if self._settings.on_error == "drop" and not given_up():
