@@ -192,6 +192,15 @@ TIME_LIMIT_S_DEFAULT: Final = 1800.0
 """A worker that has held a batch this long counts as hanging. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
 """Default limit of a wait: one minute tells a stalled pipeline from a slow one in most jobs."""
+OUTAGE_LEASES: Final = 3
+"""So many leases of a task that fail in a row, without a row in common between two of them, mean that the cause is no row: the task is paused.
+Three, since the chance that two rows fail by themselves side by side is small, and a worker should not spend the tries of many."""
+OUTAGE_S_MAX: Final = 3600.0
+"""A task that was paused for so long counts failures again. Services return in minutes; rows that cannot be done must end."""
+TASK_ERRORS_MAX: Final = 8
+"""Kinds of errors that the ledger keeps of each task: more would not be read."""
+ERROR_TEXT_CHARS_MAX: Final = 300
+"""Of the text of each, so that a task's errors take a few kilobytes."""
 REPLIES_KEPT_MAX: Final = 1024
 """Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 

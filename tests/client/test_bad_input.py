@@ -300,7 +300,7 @@ QUEUES: dict[str, tuple[Callable[[tq.Queue], object], type[Exception], str]] = {
     "half an attempt": (
         lambda q: q.create_table("x", tasks=[tq.Task("a", retry=tq.Retry(attempts=1.5))]),  # type: ignore[arg-type]
         tq.UsageError,
-        r"tasks: attempts=1.5 is not int; give one",
+        r"retry.attempts=1.5 is not int",
     ),
     "a number for extra_fields": (
         lambda q: q.create_table("x", extra_fields=1),  # type: ignore[arg-type]

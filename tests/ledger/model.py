@@ -83,12 +83,28 @@ class Lease:
 
 
 @dataclass
-class Wait:
-    """Rows of one release that wait equally long after a failure."""
+class Waits:
+    """Rows of a task that wait after a failure."""
 
     task: str
-    rows: list[tuple[int, int]]
-    """(row, number of its wait)"""
+    until: list[tuple[float, int, list[int]]] = field(default_factory=list)
+    """(when, number of the wait, rows)"""
+    parked: list[tuple[float, int, list[int]]] = field(default_factory=list)
+    deadline: float | None = None
+
+
+@dataclass
+class Circuit:
+    """Whether all leases of a task fail."""
+
+    task: str
+    failures: int = 0
+    first: set[int] | None = None
+    apart: bool = False
+    opened: float | None = None
+    trials: int = 0
+    trial: set[int] = field(default_factory=set)
+    due: bool = False
     deadline: float | None = None
 
 
@@ -121,7 +137,9 @@ class Model:
         self.counter = 0
         self.leases: dict[int, Lease] = {}
         self.next_lease = 1
-        self.waits = 0
+        self.wait_number = 0
+        self.waits = {name: Waits(name) for name in self.tasks}
+        self.circuits = {name: Circuit(name) for name in self.tasks}
         self.reservations: dict[int, Reservation] = {}
         self.next_reservation = 1
         self.owed: dict[int, int] = {}
@@ -183,20 +201,82 @@ class Model:
             subject.deadline = None
             if isinstance(subject, Lease):
                 self.give_up(subject)
-            elif isinstance(subject, Wait):
-                self.resume(subject)
+            elif isinstance(subject, Waits):
+                self.resume_due(subject)
+                self.conclude()
+            elif isinstance(subject, Circuit):
+                self.trial_due(subject)
+                self.conclude()
             else:
                 subject.late = True
                 self.changed[subject.task][subject.id] = None
                 self.conclude()
             assert when <= now
 
-    def resume(self, wait: Wait) -> None:
-        """Rows are ready again that still wait for this end."""
-        over = [row for row, number in wait.rows if row in self.rows and self.rows[row].wait.get(wait.task) == number]
-        over = [row for row in over if self.rows[row].state[wait.task] == "retrying"]
-        self.make_ready(wait.task, over)
-        self.conclude()
+    # ------------------------------------------------------------ failures
+
+    def resume(self, name: str, waits: list[tuple[float, int, list[int]]]) -> None:
+        """Rows are ready again that still are in these waits."""
+        for _, number, rows in waits:
+            mine = [row for row in rows if row in self.rows and self.rows[row].state[name] == "retrying"]
+            self.make_ready(name, [row for row in mine if self.rows[row].wait[name] == number])
+        self._await_first(name)
+
+    def _await_first(self, name: str) -> None:
+        waits = self.waits[name]
+        first = min((when for when, _, _ in waits.until), default=None)
+        if first is None:
+            waits.deadline = None
+        elif first != waits.deadline:
+            self.at(first, waits)
+
+    def resume_due(self, waits: Waits) -> None:
+        over = sorted((one for one in waits.until if one[0] <= self.now), key=lambda one: one[:2])
+        waits.until = [one for one in waits.until if one[0] > self.now]
+        self.resume(waits.task, over)
+
+    def trial_due(self, circuit: Circuit) -> None:
+        name = circuit.task
+        if circuit.due or not self.ready_units(name):
+            parked, self.waits[name].parked = self.waits[name].parked, []
+            self.resume(name, parked)
+        circuit.due = True
+        if self.waits[name].parked:
+            self.at(self.now + self.wait_s(name, circuit.trials), circuit)
+
+    def wait_s(self, name: str, number: int) -> float:
+        retry = self.tasks[name].retry
+        return min(retry.first_s * retry.factor ** (number - 1), retry.max_s)
+
+    def lease_failed(self, lease: Lease, rows: list[int]) -> None:
+        """Three failed leases in a row, two of them without a common row and with rows that never failed, pause the task."""
+        name, circuit = lease.task, self.circuits[lease.task]
+        circuit.failures += 1
+        if circuit.opened is not None:
+            if lease.id not in circuit.trial or circuit.deadline is not None:
+                return
+        else:
+            if any(not self.rows[row].attempts.get(name) for row in rows):
+                if circuit.first is None:
+                    circuit.first = set(rows)
+                elif not circuit.first & set(rows):
+                    circuit.apart = True
+            if circuit.failures < 3 or not circuit.apart:
+                return
+            circuit.opened = self.now
+        circuit.trials, circuit.due = circuit.trials + 1, False
+        self.at(self.now + self.wait_s(name, circuit.trials), circuit)
+
+    def succeeded(self, name: str) -> None:
+        old = self.circuits[name]
+        if not old.failures:
+            return
+        old.deadline, self.circuits[name] = None, Circuit(name)
+        if old.opened is not None:
+            waits = self.waits[name]
+            every = [*sorted(waits.until, key=lambda one: one[:2]), *waits.parked]
+            waits.until, waits.parked = [], []
+            self.resume(name, every)
 
     def make_ready(self, name: str, rows: list[int]) -> None:
         for number in rows:
@@ -207,24 +287,29 @@ class Model:
                 self.changed[name][row.unit] = None
 
     def postpone(self, name: str, rows: list[int]) -> None:
-        """Rows whose lease failed wait, those longer that failed more often."""
-        retry, failures = self.tasks[name].retry, {}
+        """Rows whose lease failed wait, those longer that failed more often; or until others were tried, if the task is paused."""
+        circuit, waits, by_failures = self.circuits[name], self.waits[name], {}
         for number in rows:
             row = self.rows[number]
-            row.attempts[name] = row.attempts.get(name, 0) + 1
-            self.waits += 1
-            row.state[name], row.wait[name] = "retrying", self.waits
-            failures.setdefault(row.attempts[name], []).append((number, self.waits))
+            row.attempts[name] = row.attempts.get(name, 0) + (circuit.opened is None)
+            row.state[name] = "retrying"
+            by_failures.setdefault(row.attempts[name] if circuit.opened is None else 0, []).append(number)
             if self.tasks[name].groups:
                 self.units[name][row.unit].state = "forming"
                 self.changed[name][row.unit] = None
-        for number, waiting in failures.items():
-            wait_s = min(retry.first_s * retry.factor ** (number - 1), retry.max_s)
-            self.at(self.now + wait_s, Wait(name, waiting))
-        if retry.attempts:
-            spent = [row for row in rows if self.rows[row].attempts[name] >= retry.attempts]
-            if spent:
-                self.doomed.append((spent, "attempts"))
+        for number, mine in sorted(by_failures.items()):
+            self.wait_number += 1
+            for row in mine:
+                self.rows[row].wait[name] = self.wait_number
+            if circuit.opened is None:
+                waits.until.append((self.now + self.wait_s(name, number), self.wait_number, mine))
+            else:
+                waits.parked.append((0.0, self.wait_number, mine))
+        self._await_first(name)
+        attempts = self.tasks[name].retry.attempts
+        spent = [row for row in rows if attempts and self.rows[row].attempts[name] >= attempts]
+        if circuit.opened is None and spent:
+            self.doomed.append((spent, "attempts"))
 
     def give_up(self, lease: Lease) -> None:
         rows = [row for row in lease.rows if row in lease.held]
@@ -236,6 +321,7 @@ class Model:
     def end(self, lease: Lease) -> None:
         lease.deadline = None
         self.leases.pop(lease.id, None)
+        self.circuits[lease.task].trial.discard(lease.id)
 
     # ------------------------------------------------------------ rows in
 
@@ -385,7 +471,9 @@ class Model:
         full = len(taken) < len(units) or spare == 0
         if task.groups and rows:
             full = full or spare < smallest
-        if not taken or not (final or full or (at_least and cost >= at_least)):
+        circuit = self.circuits[name]
+        held = circuit.opened is not None and (not circuit.due or bool(circuit.trial))
+        if held or not taken or not (final or full or (at_least and cost >= at_least)):
             ended = self.sealed and final and not self.count(name, "leased", "retrying") and not self._may_return(name)
             over = "EndOfTable" if drained else "Impossible"
             raise Refused(over if ended and not units else "DeadlineExceeded")
@@ -400,6 +488,9 @@ class Model:
         self.next_lease += 1
         self.leases[lease.id] = lease
         self.at(self.now + lease.length, lease)
+        if circuit.opened is not None:
+            circuit.trial.add(lease.id)
+            circuit.deadline = None
         return lease
 
     def stranded(self, name: str) -> bool:
@@ -464,6 +555,8 @@ class Model:
             self.write(held, fields, version, commit)
         lease.held -= set(named)
         lease.open -= set(named)
+        if held:
+            self.succeeded(lease.task)
         if drop:
             self.give_back(lease.task, held, failed=False)
             self.doomed.append((held, drop))
@@ -491,6 +584,8 @@ class Model:
             held = [row for row in lease.rows if row in lease.held]
             acked += held
             lease.held, lease.open = set(), set()
+            if held:
+                self.succeeded(lease.task)
             if step > self.checkpoint[lease.task]:
                 for row in held:
                     self.rows[row].state[lease.task], self.rows[row].step[lease.task] = "stepped", step
@@ -583,6 +678,8 @@ class Model:
             self.write(held, fields, version, commit)
         lease.held -= set(named)
         lease.open -= set(named)
+        if failed:
+            self.lease_failed(lease, held)
         self.give_back(lease.task, held, failed=failed)
         if not lease.open or not lease.held:
             self.end(lease)

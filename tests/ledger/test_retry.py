@@ -8,6 +8,7 @@ import pytest
 
 from tests.ledger.driver import Driver, Given, World
 from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
+from transferqueue.ledger import Ledger
 from transferqueue.policies import Complete, DropGroup, Retry, Task, TokenBalanced
 from transferqueue.wire import messages as m
 
@@ -173,3 +174,192 @@ def test_a_retry_that_makes_no_sense_is_refused_when_it_is_made(terms: dict[str,
 
 def test_waits_do_not_overflow() -> None:
     assert Retry(factor=1e9).wait_s(10**6) == 60
+
+
+# ---------------------------------------------------------------- a task whose leases all fail
+
+
+def outage(rows: int = 20, **retry: Any) -> tuple[World, Driver]:
+    """A task that is paused since its first three leases failed."""
+    world, client = failing(rows, retry=Retry(**retry))
+    leases = [client.lease("x", 1) for _ in range(3)]
+    for batch in leases:
+        fail(client, batch)
+    return world, client
+
+
+def test_a_paused_task_gives_one_lease_at_a_time_each_later_than_the_one_before() -> None:
+    world, client = outage()
+    tried = []
+    for wait_s in (1, 2, 4, 8):
+        assert stats(world)["paused_s"] == wait_s
+        world.pass_time(wait_s - 0.5)
+        with pytest.raises(DeadlineExceeded, match="all its leases fail, so it is paused"):
+            client.lease("x", 1)
+        world.pass_time(0.5)
+        trial = client.lease("x", 1)
+        with pytest.raises(DeadlineExceeded):
+            client.lease("x", 1)
+        tried += trial.rows
+        fail(client, trial)
+    assert len(set(tried)) == 4  # each row once before any comes twice
+
+
+def test_an_outage_of_minutes_drops_nothing_and_its_end_releases_all() -> None:
+    world, client = outage(attempts=2)
+    for _ in range(30):
+        paused_s = stats(world)["paused_s"]
+        world.pass_time(paused_s)
+        fail(client, client.lease("x", 1))
+    assert world.now > 1000
+    assert world.table().rows_dropped == {}
+    world.pass_time(60)
+    client.ack(client.lease("x", 1))  # the judge is back
+    found = stats(world)
+    assert (found["ready"], found["retrying"], found["paused_s"]) == (19, 0, None)
+    client.ack(client.lease("x", 19))
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_that_fail_alone_are_no_outage(rows: int) -> None:
+    """A poison row, or a batch with one, that is all there is: it ends after its attempts."""
+    world, client = failing(rows, retry=Retry(attempts=5))
+    for _ in range(5):
+        fail(client, client.lease("x", rows))
+        assert stats(world)["paused_s"] is None
+        world.pass_time(60)
+    assert world.table().rows_dropped == {"attempts": rows}
+
+
+def test_two_poison_rows_among_good_ones_are_dropped_after_exactly_their_attempts() -> None:
+    world, client = failing(20, retry=Retry(attempts=4))
+    for _ in range(200):
+        try:
+            batch = client.lease("x", 1)
+        except DeadlineExceeded:
+            world.pass_time(1)
+            continue
+        if batch.rows[0] in (7, 8):
+            fail(client, batch)
+        else:
+            client.ack(batch)
+    assert (world.table().rows_done, world.table().rows_dropped) == (18, {"attempts": 2})
+    assert stats(world)["failed"] == 8
+
+
+def test_an_outage_that_does_not_end_counts_failures_again() -> None:
+    world, client = outage(rows=3, attempts=2)
+    for _ in range(200):
+        world.pass_time(60)
+        if world.table().rows_live:
+            fail(client, client.lease("x", 1))
+    assert world.table().rows_dropped == {"attempts": 3}
+    assert world.now > 3600
+
+
+def test_the_death_of_a_trials_worker_lets_the_next_one_begin() -> None:
+    world, client = outage()
+    world.pass_time(1)
+    worker = world.client()
+    worker.lease("x", 1)
+    worker.close()
+    assert stats(world)["paused_s"] == 0
+    assert client.lease("x", 1).rows
+
+
+def test_a_request_for_many_rows_finds_those_that_were_tried() -> None:
+    """Parked rows come back if a trial is due and no request takes the few that are ready."""
+    world, client = outage(rows=4)
+    world.pass_time(1)
+    fail(client, client.lease("x", 1))
+    world.pass_time(2)
+    world.pass_time(2)
+    assert client.lease("x", 4).rows == [0, 1, 2, 3]
+
+
+def test_a_paused_group_task_tries_one_group() -> None:
+    world, client = failing(0, groups=Complete())
+    for group in range(4):
+        client.put(2, group_id=[group] * 2, group_size=[2] * 2)
+    for batch in [client.lease("x", groups=1) for _ in range(3)]:
+        fail(client, batch)
+    assert stats(world)["paused_s"] == 1
+    world.pass_time(1)
+    client.ack(client.lease("x", groups=1))
+    client.ack(client.lease("x", groups=3))
+
+
+def test_a_paused_task_without_waits_is_tried_at_once() -> None:
+    world, client = outage(first_s=0)
+    for _ in range(50):
+        world.pass_time(0)
+        fail(client, client.lease("x", 1))
+    world.pass_time(0)
+    client.ack(client.lease("x", 1))
+    client.ack(client.lease("x", 19))
+
+
+def test_a_restart_keeps_waits_the_pause_and_the_errors() -> None:
+    world, client = outage()
+    before = world.stats()
+    world.ledger = Ledger.from_image(world.ledger.image())
+    assert world.stats() == before
+    world.pass_time(1)
+    client.ack(client.lease("x", 1))
+    assert stats(world)["ready"] == 19
+
+
+def test_a_snapshot_ends_waits() -> None:
+    world, client = outage()
+    snapshot = world.ledger.take_snapshot(world.now)
+    other = World()
+    other.ledger.restore_snapshot(snapshot, 0.0)
+    found = other.stats()["tasks"]["x"]
+    assert (found["ready"], found["retrying"], found["paused_s"]) == (20, 0, None)
+
+
+# ---------------------------------------------------------------- why
+
+
+def test_the_errors_of_a_task_are_counted_by_kind_with_the_latest_first() -> None:
+    world, client = failing(30)
+    for at in range(30):
+        batch = client.lease("x", 1) if stats(world)["paused_s"] is None else None
+        if batch is None:
+            break
+        fail(client, batch, "KeyError: 'answer'" if at % 2 == 0 else "no type at all")
+    world.pass_time(2)
+    one, other = stats(world)["errors"]
+    assert one == {
+        "type": "KeyError", "text": "'answer'", "worker": "reward-0", "count": 2, "first_s": 2.0, "last_s": 2.0,
+    }  # fmt: skip
+    assert (other["type"], other["text"]) == ("", "no type at all")
+
+
+def test_few_kinds_of_errors_are_kept_and_each_is_cut() -> None:
+    world, client = failing(1, retry=Retry(first_s=0))
+    for at in range(20):
+        world.pass_time(0)
+        fail(client, client.lease("x", 1), f"E{at}: " + 4000 * "x")
+    errors = stats(world)["errors"]
+    assert [error["type"] for error in errors] == [f"E{at}" for at in range(19, 11, -1)]
+    assert {len(error["text"]) for error in errors} == {300}
+
+
+def test_a_wait_for_a_column_says_why_nobody_gives_it() -> None:
+    world = World()
+    client = world.client("reward-0")
+    client.create(tasks=[Task("reward", gives=["rewards"]), Task("train", ["rewards"])])
+    client.put(4)
+    fail(client, client.lease("reward", 4))
+    world.pass_time(0.5)
+    said = r'4 rows lack "rewards" \(given by "reward", which fails: KeyError \'answer\', once, 0 s ago, by reward-0'
+    with pytest.raises(DeadlineExceeded, match=said):
+        client.lease("train", 4)
+    with pytest.raises(DeadlineExceeded, match="it fails: KeyError 'answer'.*; 4 rows wait to be tried again"):
+        client.lease("reward", 4)
+    audit = world.audit()["tables"]["t"]
+    assert audit["errors"]["reward"][0]["text"] == "'answer'"
+    reward, train = client.observe("doctor")["tables"]["t"][:2]
+    assert (reward["failing"], reward["errors"][0]["type"], train["failing"]) == (True, "KeyError", False)
+    assert "task \"reward\" fails: KeyError 'answer'" in reward["text"]

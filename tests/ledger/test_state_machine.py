@@ -69,7 +69,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 6, "ack_leases": 3, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
-    "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "die": 1, "seal": 1,
+    "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "fail_all": 2, "die": 1, "seal": 1,
     "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1, "lose_shard": 1,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
@@ -89,7 +89,7 @@ class LedgerMachine(RuleBasedStateMachine):
             [
                 Retry(),
                 Retry(first_s=2, attempts=1),
-                Retry(first_s=0, attempts=2),
+                Retry(first_s=0.5, attempts=2),
                 Retry(first_s=3, factor=1, max_s=3, attempts=2),
             ]
         ),
@@ -420,6 +420,17 @@ class LedgerMachine(RuleBasedStateMachine):
             assert reply.rows == wanted
         self._undo_grant(driver, columns)
 
+    def fail_all(self, data: st.DataObject) -> None:
+        """An outage: each open lease of a task fails."""
+        task = data.draw(st.sampled_from(["train", "grade", "log"]), "task")
+        for lease in [one for one in self.model.leases.values() if one.task == task]:
+            if lease.id in self.model.leases:
+                driver, given = self.drivers[lease.session], self.given[lease.id]
+                self.both(
+                    lambda driver=driver, given=given: driver.release(given, failed=True),
+                    lambda lease=lease: self.model.release(lease.session, lease.id, None, True, set(), None, 0),
+                )
+
     def renew(self, data: st.DataObject) -> None:
         if not self.given:
             return
@@ -543,6 +554,19 @@ class LedgerMachine(RuleBasedStateMachine):
         for name, task in table.tasks.items():
             for state in ("pending", "held", "retrying", "ready", "leased", "stepped"):
                 assert task.counts[STATES.index(state)] == model.count(name, state), (name, state)
+
+    @invariant()
+    def same_circuits(self) -> None:
+        for name, task in self.table.tasks.items():
+            one, other = task.circuit, self.model.circuits[name]
+            assert (one.failures, one.opened, one.trials, set(one.trial), one.due, one.deadline) == (
+                other.failures,
+                other.opened,
+                other.trials,
+                other.trial,
+                other.due,
+                other.deadline,
+            )
 
     @invariant()
     def same_cursor(self) -> None:

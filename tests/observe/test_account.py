@@ -176,4 +176,5 @@ def test_the_account_has_every_key_that_is_shown(world: World, maker: Driver) ->
         "rows_lost": 0,
         "dropped": {},
         "balanced": True,
+        "errors": {},
     }

@@ -40,10 +40,11 @@ from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.known_puts import put_key
 from transferqueue.ledger.rows.missing_copies import CopyChoice, CopyOrderState, PostponedCopy
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules
-from transferqueue.ledger.rules.retry import resume_due
+from transferqueue.ledger.rules.retry import resume_due, trial_due
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import Absence, SharedState, no_memory
+from transferqueue.ledger.tasks.circuit import Circuit
 from transferqueue.ledger.tasks.group_task import FormingGroup
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.retries import RetryQueue
@@ -260,6 +261,10 @@ class Ledger:
         elif isinstance(subject, RetryQueue):
             table, task = self.state.task(subject.table, subject.task)
             resume_due(table, task, now)
+            apply_group_and_stale_rules(table, now)
+        elif isinstance(subject, Circuit):
+            table, task = self.state.task(subject.table, subject.task)
+            trial_due(table, task, now)
             apply_group_and_stale_rules(table, now)
         elif isinstance(subject, FormingGroup):
             subject.late = True

@@ -1,7 +1,7 @@
 """Explain why a running queue does not progress: sentences from the server's answer to `Observe("doctor")`.
 
 A table is *stalled* when a request has waited in it for `patience_s`, when a session that holds rows of it has been silent for as
-long, when rows have been ready for as long for a task whose last worker died, or when a task can never progress.
+long, when the last leases of a task all failed, when rows have been ready for as long for a task whose last worker died, or when a task can never progress.
 Other findings only describe the state. The server explains each request that waits; the ledger describes tasks without
 a waiting request.
 """
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import msgspec
 
 from transferqueue.observe.answers.sessions import SessionStats
-from transferqueue.observe.answers.stats import Waiting, parse
+from transferqueue.observe.answers.stats import TaskError, Waiting, parse
 from transferqueue.observe.units import plural, rows, span
 
 PATIENCE_S = 10.0
@@ -23,13 +23,15 @@ NAMES_SHOWN = 4
 
 class TaskDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
     """The ledger's description of a task, or (task "") of its table. stranded: the task can never progress. unattended_s: for how long
-    no worker has worked on it, though rows are ready (None: a worker does, or no rows are). died: its last worker died."""
+    no worker has worked on it, though rows are ready (None: a worker does, or no rows are). died: its last worker died. errors: why its leases failed. failing: its recent leases all did."""
 
     task: str
     text: str
     stranded: bool = False
     unattended_s: float | None = None
     died: bool = False
+    errors: list[TaskError] = []
+    failing: bool = False
 
 
 class DoctorAnswer(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,13 +85,17 @@ def _table(name: str, tasks: list[TaskDiagnosis], answer: DoctorAnswer, patience
     rest = [
         Finding(task=task.task, stalled=_stalls(task, patience_s), text=task.text)
         for task in tasks
-        if task.task not in explained
+        if task.failing or task.task not in explained
     ]
     return sorted([*waits, *silent, *rest], key=lambda finding: not finding.stalled)
 
 
 def _stalls(task: TaskDiagnosis, patience_s: float) -> bool:
-    return task.stranded or (task.died and task.unattended_s is not None and task.unattended_s >= patience_s)
+    return (
+        task.stranded
+        or task.failing
+        or (task.died and task.unattended_s is not None and task.unattended_s >= patience_s)
+    )
 
 
 def _waits(waiting: list[Waiting], patience_s: float) -> list[Finding]:

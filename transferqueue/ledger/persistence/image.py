@@ -48,6 +48,8 @@ from transferqueue.ledger.rows.row_state import FieldMask, RowStore
 from transferqueue.ledger.sessions import IntervalSet, ReplyCache, SessionState
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import SharedState, TableState, unknown
+from transferqueue.ledger.tasks.circuit import Circuit
+from transferqueue.ledger.tasks.errors import ErrorCount, TaskErrors
 from transferqueue.ledger.tasks.group_task import FormingGroup, GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState, LeaseTable
 from transferqueue.ledger.tasks.ready_queue import Arrivals, ReadyQueue, SortedRun
@@ -60,7 +62,7 @@ from transferqueue.wire import messages
 
 _WHOLE: Final = (
     LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
-    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, RetryQueue, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, RetryQueue, Circuit, TaskErrors, ErrorCount, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
     VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 

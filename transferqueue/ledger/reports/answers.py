@@ -40,7 +40,10 @@ def _stats(state: LedgerState, request: m.Observe, tables: Mapping[str, TableSta
 
 
 def _audit(state: LedgerState, request: m.Observe, tables: Mapping[str, TableState]) -> dict[str, Any]:
-    audits = {name: statistics.table_audit(table) for name, table in tables.items()}
+    audits = {
+        name: statistics.table_audit(table) | {"errors": statistics.errors(table, state.now)}
+        for name, table in tables.items()
+    }
     balanced = all(audit["balanced"] for audit in audits.values())
     return {"balanced": balanced, "tables": audits, "dropped_tables": dict(state.dropped_tables)}
 

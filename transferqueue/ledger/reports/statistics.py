@@ -26,6 +26,8 @@ from transferqueue.ledger.rules.explain import (
     explain_lease,
     explain_stranded,
     lost_rows,
+    next_try_s,
+    retrying,
     rows_by_holder,
     session_name,
 )
@@ -121,7 +123,9 @@ def _task_stats(table: TableState, task: TaskState, now: float) -> Plain:
         "given": task.counters.given,
         "failed": task.counters.failed,
         "worker_deaths": task.counters.worker_deaths,
-        "retry_s": None if (at := task.retries.next) is None or not task.counts[RETRYING] else max(0.0, at - now),
+        "retry_s": next_try_s(task, now),
+        "paused_s": task.circuit.paused_s(now),
+        "errors": task.errors.view(now),
         "leases": len(leases),
         "age_s": _next_in_line(table, task, now),
         "oldest_lease_s": max((now - lease.since for lease in leases), default=None),
@@ -169,6 +173,11 @@ def table_audit(table: TableState) -> Plain:
         "rows_lost": table.rows_dropped.get(LOST, 0),
         "balanced": table.rows_put == live + table.rows_done + dropped,
     }
+
+
+def errors(table: TableState, now: float) -> Plain:
+    """Why leases failed lately, by task; of tasks of which some did."""
+    return {name: seen for name, task in table.tasks.items() if (seen := task.errors.view(now))}
 
 
 def _live_rows(table: TableState, page: int) -> int:
@@ -351,7 +360,7 @@ def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
 
 def _diagnose(table: TableState, now: float) -> list[Plain]:
     lines = [_of_task(table, task, now) for task in table.tasks.values()]
-    about: Plain = {"stranded": False, "unattended_s": None, "died": False}
+    about: Plain = {"stranded": False, "unattended_s": None, "died": False, "errors": [], "failing": False}
     return lines + [{"task": "", "text": text} | about for text in _of_table(table)]
 
 
@@ -363,6 +372,8 @@ def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
         "stranded": _never_progresses(table, task),
         "unattended_s": gone.since_s if gone else None,
         "died": gone is not None and gone.died,
+        "errors": task.errors.view(now),
+        "failing": task.failing,
     }
 
 
@@ -410,6 +421,8 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
         return f'task "{task.task.name}" has nothing to do'
     if _never_progresses(table, task):
         return explain_stranded(table, task, now)
+    if task.failing:
+        return "; ".join([f'task "{task.task.name}" fails: {task.errors.latest(now)}', *retrying(task, now)])
     if task.ready_units:
         ready = counted(task.ready_units, "group" if isinstance(task, GroupTaskState) else "row")
         return f'task "{task.task.name}" has {ready} ready, and {counted(task.counts[LEASED], "row")} leased'

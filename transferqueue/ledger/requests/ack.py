@@ -25,6 +25,7 @@ from transferqueue.ledger.rows.commit import (
 from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy, return_rows
 from transferqueue.ledger.rules.required_results import check_required_results
+from transferqueue.ledger.rules.retry import lease_failed, work_succeeded
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
@@ -142,6 +143,8 @@ def _commit(table: TableState, staged: StagedCommit, rows: IntArray, chosen: Int
 
 def _finish_acked(table: TableState, task: TaskState, rows: IntArray, request: Ack, session: int, now: float) -> None:
     detail = f"step {request.step}" if request.step >= 0 else ""
+    if task.circuit.failures and rows.size:
+        work_succeeded(table, task, now)
     if request.drop:
         table.history.add(now, "acked as dropped", rows, task.task.name, session, request.drop)
         return_rows(table, task, rows, failed=False, now=now)
@@ -369,6 +372,8 @@ def release(table: TableState, request: ReleaseRequest, session: int, now: float
         retire(table, table.parts.prune(table.rows.pages.index(rows), staged.names))
     lease.held[named] = lease.open[named] = False
     table.history.add(now, "failed" if request.failed else "released", rows, lease.task, session, request.reason)
+    if request.failed:
+        lease_failed(table, task, lease, rows, request.reason, now)
     return_rows(table, task, rows, failed=request.failed, now=now)
     _end_if_empty(table, lease, "it was released")
     if staged is not None:

@@ -208,6 +208,7 @@ def _open_lease(
     lease = table.core.leases.open(table.name, task.task.name, rows, length, now)
     lease.replicas = request.replicas
     task.lease(rows, at, lease.id)
+    task.circuit.begin(lease.id)
     table.core.deadlines.add(lease, now + length)
     return lease
 

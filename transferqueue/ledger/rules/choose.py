@@ -49,7 +49,7 @@ def choose(table: TableState, task: TaskState, request: LeaseRequest) -> ChosenU
     ready = task.ready_units
     final = table.sealed and bool(ready) and (task.final or stranded(table, task))
     least = min(request.at_least or budget, budget)
-    if not ready or not (final or _may_suffice(task, request, ready, least)):
+    if not ready or task.circuit.holds or not (final or _may_suffice(task, request, ready, least)):
         return None
     queue = task.queue(request.where)
     units = _units_in_budget(table, task, request, queue, budget)

@@ -85,7 +85,12 @@ def _wanted(request: LeaseRequest) -> str:
 
 
 def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
-    reasons = [*_leased(table, [task], now), *_pending(table, task, now), *_waiting_for_checkpoint(task)]
+    reasons = [
+        *_failures(task, now),
+        *_leased(table, [task], now),
+        *_pending(table, task, now),
+        *_waiting_for_checkpoint(task),
+    ]
     if isinstance(task, GroupTaskState):
         reasons += _forming(table, task)
     if not reasons and not task.open_rows:
@@ -94,6 +99,37 @@ def _lacking(table: TableState, task: TaskState, now: float) -> list[str]:
         end = [] if table.sealed else ["more may be put until the table is sealed"]
         return [*reasons, *lost_rows(table), *end]
     return reasons + lost_rows(table)
+
+
+def _failures(task: TaskState, now: float) -> list[str]:
+    """That leases of the task fail, why, and when they are tried again."""
+    return ([f"it fails: {task.errors.latest(now)}"] if task.circuit.failures else []) + retrying(task, now)
+
+
+def _fails(task: TaskState, now: float) -> str:
+    return f", which fails: {task.errors.latest(now)}" if task.circuit.failures else ""
+
+
+def retrying(task: TaskState, now: float) -> list[str]:
+    """How many rows wait after a failure, and until when, or that the task is paused."""
+    lines = []
+    if count := task.counts[RETRYING]:
+        wait_s = next_try_s(task, now)
+        when = "" if wait_s is None else f", the first in {wait_s:.0f} s"
+        lines.append(f"{counted(count, 'row', 'waits', 'wait')} to be tried again{when}")
+    if (paused_s := task.circuit.paused_s(now)) is not None:
+        trial = f"in {paused_s:.0f} s" if paused_s else "now"
+        lines.append(f"all its leases fail, so it is paused: one lease at a time is tried, the next {trial}")
+    return lines
+
+
+def next_try_s(task: TaskState, now: float) -> float | None:
+    """Seconds until the first of the rows that wait after a failure is tried again; None if none waits."""
+    if not task.counts[RETRYING]:
+        return None
+    paused_s, at = task.circuit.paused_s(now), task.retries.next
+    times = [paused_s] if paused_s is not None else []
+    return min([*times, *([max(0.0, at - now)] if at is not None else [])], default=None)
 
 
 def _dropped(table: TableState) -> list[str]:
@@ -191,7 +227,7 @@ def _givers(table: TableState, name: str, at: IntArray, now: float) -> str:
         *_leased(table, givers, now),
         *_given_by_nobody(table, name, givers, lacking),
     ]
-    names = ", ".join(f'"{task.task.name}"' for task in givers)
+    names = ", ".join(f'"{task.task.name}"{_fails(task, now)}' for task in givers)
     return f" (given by {names}{': ' if details else ''}{', '.join(details)})"
 
 
@@ -212,6 +248,8 @@ def _for_givers(table: TableState, givers: Iterable[TaskState], at: IntArray, no
         states = task.state.a[at]
         if ready := int((states == READY).sum()):
             lines.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
+        if int((states == RETRYING).sum()):
+            lines += retrying(task, now)
         if pending := int((states == PENDING).sum()):
             lines.append(f'{pending} without what "{task.task.name}" needs')
     return lines

@@ -19,6 +19,7 @@ from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
+from transferqueue.ledger.rules.retry import trial_ended
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
@@ -115,6 +116,8 @@ def end_lease(table: TableState, lease: LeaseState, why: str, *, by_holder: bool
         table.shared_batches[lease.task, *lease.share].share_ended(lease.id)
     table.core.blocks.unpin_all(-lease.id)
     table.core.leases.end(lease, why)
+    if (task := table.tasks[lease.task]).circuit.trial:
+        trial_ended(table, task, lease.id)
 
 
 def drop_staged(table: TableState, lease: LeaseState) -> None:

@@ -135,7 +135,7 @@ class GroupTaskState(TaskState):
             group.ready += count
             self.changed[unit] = None
 
-    def postpone(self, rows: IntArray, at: IntArray, until: float) -> None:
+    def postpone(self, rows: IntArray, at: IntArray, until: float | None) -> None:
         """Make leased members wait. Their groups form again."""
         super().postpone(rows, at, until)
         for unit, _ in self.groups.counts(self.groups.units(rows, at)):

@@ -23,29 +23,39 @@ class PostponedRows(NamedTuple):
 class RetryQueue:
     """The waits of one task; a subject of `Deadlines`."""
 
-    __slots__ = ("_waits", "deadline", "table", "task")
+    __slots__ = ("_parked", "_waits", "deadline", "table", "task")
 
     def __init__(self, table: str, task: str) -> None:
         self.table, self.task = table, task
         self.deadline: float | None = None
         self._waits: list[PostponedRows] = []
+        self._parked: list[PostponedRows] = []
 
-    def add(self, until: float, stamp: int, rows: IntArray) -> None:
-        """Add rows. The caller sets the deadline to `next` afterwards."""
-        heapq.heappush(self._waits, PostponedRows(until, stamp, rows))
+    def add(self, until: float | None, stamp: int, rows: IntArray) -> None:
+        """Add rows. until: None: they are parked (see `circuit`). The caller sets the deadline to `next` afterwards."""
+        if until is None:
+            self._parked.append(PostponedRows(0.0, stamp, rows))
+        else:
+            heapq.heappush(self._waits, PostponedRows(until, stamp, rows))
 
     @property
     def next(self) -> float | None:
-        """When the first wait ends; None if there is none."""
+        """When the first wait ends; None if no row waits for a time."""
         return self._waits[0].until if self._waits else None
 
+    @property
+    def has_parked(self) -> bool:
+        """Whether rows are parked."""
+        return bool(self._parked)
+
     def due(self, now: float) -> list[PostponedRows]:
-        """Remove and return the waits that are over."""
+        """Remove and return the waits that are over, in the order of their ends."""
         over = []
         while self._waits and self._waits[0].until <= now:
             over.append(heapq.heappop(self._waits))
         return over
 
-    def all(self) -> list[PostponedRows]:
-        """Remove and return all waits, in the order of their ends."""
-        return self.due(float("inf"))
+    def parked(self) -> list[PostponedRows]:
+        """Remove and return the rows that are parked."""
+        parked, self._parked = self._parked, []
+        return parked

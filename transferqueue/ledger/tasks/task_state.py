@@ -30,11 +30,13 @@ import numpy as np
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, is_run, tally
 from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rows.row_state import FieldMask, RowStore
+from transferqueue.ledger.tasks.circuit import Circuit
+from transferqueue.ledger.tasks.errors import TaskErrors
 from transferqueue.ledger.tasks.predicates import matches
 from transferqueue.ledger.tasks.ready_queue import ORDER, STAMP, UNIT, Entries, ReadyQueue, in_order
 from transferqueue.ledger.tasks.retries import PostponedRows, RetryQueue
 from transferqueue.ledger.tasks.selectors import Ranker, UnitFacts
-from transferqueue.limits import VIEWS_MAX
+from transferqueue.limits import OUTAGE_LEASES, VIEWS_MAX
 from transferqueue.policies import Predicate, Task
 
 PENDING, WAITING_FOR_GROUP, RETRYING, READY, LEASED, ACKED_WITH_STEP, DONE, ABSENT, KEPT_STALE, GONE = range(10)
@@ -82,6 +84,8 @@ class TaskState:
         self.attempts = rows.pages.column(np.int32)
         """Leases of the row that failed."""
         self.retries = RetryQueue(rows.table, task.name)
+        self.circuit = Circuit(rows.table, task.name)
+        self.errors = TaskErrors()
         self.stepped = StepIndex(rows, self.state, self.hold, ACKED_WITH_STEP)
         self.checkpoint = -1
         """The latest step that a checkpoint covers."""
@@ -149,8 +153,8 @@ class TaskState:
         self.move(at, rows.size, before, READY)
         self._enqueue(rows, at, self.order.a[at], self.stamps(rows.size))
 
-    def postpone(self, rows: IntArray, at: IntArray, until: float) -> None:
-        """Make leased rows, whose lease failed, wait until a time (see `resumed`)."""
+    def postpone(self, rows: IntArray, at: IntArray, until: float | None) -> None:
+        """Make leased rows, whose lease failed, wait until a time (None: see `circuit`)."""
         self.move(at, rows.size, LEASED, RETRYING)
         self._stamp += 1
         self.hold.a[at] = self._stamp
@@ -258,7 +262,7 @@ class TaskState:
         """Forget what refers back to this task, as its table is dropped: its columns return at once, and not at some garbage collection."""
         self.ready = ReadyQueue(_none_alive)
         self.views.clear()
-        self.retries.deadline = None
+        self.retries.deadline = self.circuit.deadline = None
 
     @property
     def ready_units(self) -> int:
@@ -322,6 +326,12 @@ class TaskState:
         """Whether a row is ready, leased, or waits for another try."""
         counts = self.counts
         return bool(counts[READY] or counts[LEASED] or counts[RETRYING])
+
+    @property
+    def failing(self) -> bool:
+        """Whether its last leases all failed: as many as pause a task, or all that there is to do."""
+        counts, failures = self.counts, self.circuit.failures
+        return failures >= OUTAGE_LEASES or bool(failures and counts[RETRYING] and not counts[READY] + counts[LEASED])
 
     @property
     def final(self) -> bool:

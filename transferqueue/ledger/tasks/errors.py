@@ -1,0 +1,58 @@
+"""Why leases of a task failed: the last few kinds of errors, each with how often it came."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transferqueue.limits import ERROR_TEXT_CHARS_MAX, TASK_ERRORS_MAX
+
+
+class ErrorCount:
+    """One kind of error. worker: the label of the session that reported it last."""
+
+    __slots__ = ("count", "first", "last", "worker")
+
+    def __init__(self, now: float) -> None:
+        self.first = self.last = now
+        self.count = 0
+        self.worker = ""
+
+
+class TaskErrors:
+    """The kinds of errors of one task, by type and text, the latest last. The oldest is forgotten first."""
+
+    def __init__(self) -> None:
+        self._kinds: dict[tuple[str, str], ErrorCount] = {}
+
+    def add(self, reason: str, worker: str, now: float) -> None:
+        """Count a failure. reason: ``"KeyError: 'answer'"``, or any text; what precedes ": " is the type if it is a name."""
+        kind = _parsed(reason)
+        error = self._kinds.pop(kind, None) or ErrorCount(now)
+        error.count, error.worker, error.last = error.count + 1, worker, now
+        self._kinds[kind] = error
+        if len(self._kinds) > TASK_ERRORS_MAX:
+            del self._kinds[next(iter(self._kinds))]
+
+    def view(self, now: float) -> list[dict[str, Any]]:
+        """The errors as plain values, the latest first."""
+        return [
+            {"type": name, "text": text, "worker": error.worker, "count": error.count}
+            | {"first_s": now - error.first, "last_s": now - error.last}
+            for (name, text), error in reversed(self._kinds.items())
+        ]
+
+    def latest(self, now: float) -> str:
+        """The latest error in words: ``KeyError 'answer', 28 times, the last 2 s ago, by reward-0``; "" if there is none."""
+        if not self._kinds:
+            return ""
+        (name, text), error = next(reversed(self._kinds.items()))
+        words = f"{name} {text}".strip() or "no reason was given"
+        times = f"{error.count} times, the last" if error.count > 1 else "once,"
+        return f"{words}, {times} {now - error.last:.0f} s ago, by {error.worker}"
+
+
+def _parsed(reason: str) -> tuple[str, str]:
+    name, colon, text = reason.partition(":")
+    if not colon or not name.isidentifier():
+        name, text = "", reason
+    return name[:ERROR_TEXT_CHARS_MAX], text.strip()[:ERROR_TEXT_CHARS_MAX]
