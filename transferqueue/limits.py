@@ -201,6 +201,12 @@ TASK_ERRORS_MAX: Final = 8
 """Kinds of errors that the ledger keeps of each task: more would not be read."""
 ERROR_TEXT_CHARS_MAX: Final = 300
 """Of the text of each, so that a task's errors take a few kilobytes."""
+DROPPED_ROWS_MAX: Final = 4096
+"""Rows of a table that were dropped for failing and can be taken again: more than a person looks at. The oldest are freed first."""
+DROPPED_PAGES_MAX: Final = 64
+"""Pages of row state that they keep in memory, each of `PAGE_ROWS` rows and about half a MiB."""
+DROPPED_BYTES_MAX: Final = 64 * MIB
+"""Bytes of the extents that they keep, and at most an eighth of what the table may hold: what failed must not keep others out."""
 REPLIES_KEPT_MAX: Final = 1024
 """Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 

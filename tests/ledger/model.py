@@ -138,6 +138,10 @@ class Model:
         self.leases: dict[int, Lease] = {}
         self.next_lease = 1
         self.wait_number = 0
+        self.failed: dict[int, dict[str, str]] = {}
+        """Row that was dropped for failing -> its states then."""
+        self.kept: set[int] = set()
+        """Rows that were dropped for failing and, though rows that have ended are freed, can be taken again."""
         self.waits = {name: Waits(name) for name in self.tasks}
         self.circuits = {name: Circuit(name) for name in self.tasks}
         self.reservations: dict[int, Reservation] = {}
@@ -175,6 +179,9 @@ class Model:
             else len(self.live())
         )
         return put + sum(one.left for one in self.reservations.values()) + sum(self.owed.values())
+
+    def resident(self) -> int:
+        return sum(row not in self.kept for row in self.rows)
 
     def reserved(self) -> int:
         return sum(one.left for one in self.reservations.values())
@@ -332,7 +339,7 @@ class Model:
             raise Refused("Impossible")
         self._check_groups(rows)
         promise = self._reservation(session, reservation, len(rows)) if reservation else None
-        if promise is None and len(self.rows) + self.reserved() + len(rows) > self.rows_max:
+        if promise is None and self.resident() + self.reserved() + len(rows) > self.rows_max:
             raise Refused("Full")
         for row in rows:
             row.id = self.next_row
@@ -349,9 +356,7 @@ class Model:
         self.judge_stale([row.id for row in rows])
         if promise is not None:
             self._use(promise, len(rows), rows)
-        for group in list(self.owed):
-            if group in self.sizes:
-                self._owe(group, min(self.owed[group], self.sizes[group] - self.present[group] - self._promised(group)))
+        self._limit_refills()
         self.conclude()
         return [row.id for row in rows]
 
@@ -732,6 +737,8 @@ class Model:
         rows = [row for row in rows if row in self.rows and self.rows[row].fate == "live"]
         if not rows:
             return
+        if reason == "attempts":
+            self.failed |= {row: dict(self.rows[row].state) for row in rows}
         for name, task in self.tasks.items():
             for number in rows:
                 self._lose(name, task, self.rows[number])
@@ -739,7 +746,7 @@ class Model:
         for number in rows:
             if (group := self.rows[number].group) >= 0:
                 self.present[group] -= 1
-        self.leave(rows, "dropped")
+        self.leave(rows, "dropped", kept=reason == "attempts")
 
     def _lose(self, name: str, task: Task, row: Row) -> None:
         self._unlease(name, row)
@@ -766,7 +773,7 @@ class Model:
             if row.state[name] == "ready":
                 row.state[name] = "held"
 
-    def leave(self, rows: list[int], fate: str) -> None:
+    def leave(self, rows: list[int], fate: str, *, kept: bool = False) -> None:
         for number in rows:
             self.rows[number].fate = fate
             self.ordinals.add(self.rows[number].ordinal)
@@ -783,9 +790,11 @@ class Model:
                     self.changed[name].pop(row.unit, None)
                     if unit is not None:
                         unit.deadline = None
-        if self.acked:
+        if self.acked and not kept:
             for number in rows:
                 del self.rows[number]
+        elif self.acked:
+            self.kept |= set(rows)
 
     def lose(self, commits: set[int]) -> list[int]:
         """The blocks of commits are gone. No task gives a field that lies in blocks, so no value is made again."""
@@ -821,6 +830,46 @@ class Model:
         self.conclude()
         for row in rows:
             self.rows.pop(row, None)
+            self.failed.pop(row, None)
+
+    def retry(self, numbers: list[int]) -> int:
+        """Rows that were dropped for failing are live again for the tasks that were not done with them."""
+        numbers = sorted(set(numbers))
+        if any(row not in self.failed for row in numbers):
+            raise Refused("NotFound")
+        if self.sealed and not self.live():
+            raise Refused("Sealed")
+        if self.acked and self.resident() + self.reserved() + len(numbers) > self.rows_max:
+            raise Refused("Full")
+        rows = [self.rows[row] for row in numbers]
+        for group in {row.group for row in rows if row.group >= 0}:
+            mine = [row for row in rows if row.group == group]
+            if any(row.size != self.sizes.get(group, mine[0].size) for row in mine):
+                raise Refused("UsageError")
+            if self.present.get(group, 0) + len(mine) > mine[0].size:
+                raise Refused("UsageError")
+        self.dropped["attempts"] -= len(rows)
+        if not self.dropped["attempts"]:
+            del self.dropped["attempts"]
+        for row in rows:
+            row.fate, row.attempts, before = "live", {}, self.failed.pop(row.id)
+            self.kept.discard(row.id)
+            kinds = {"stepped": "done", "done": "done", "absent": "absent", "kept": "kept"}
+            row.state = {name: kinds.get(state, "pending") for name, state in before.items()}
+            if row.group >= 0:
+                self.sizes[row.group] = row.size
+                self.present[row.group] = self.present.get(row.group, 0) + 1
+        for name, task in self.tasks.items():
+            self._arrive(name, task, [row for row in rows if row.state[name] == "pending"])
+        self.judge_stale(numbers)
+        self._limit_refills()
+        self.conclude()
+        return len(rows)
+
+    def _limit_refills(self) -> None:
+        for group in list(self.owed):
+            if group in self.sizes:
+                self._owe(group, min(self.owed[group], self.sizes[group] - self.present[group] - self._promised(group)))
 
     # ------------------------------------------------------------ groups
 
@@ -1003,7 +1052,7 @@ class Model:
         new = rows - min(rows, sum(self.owed.values()))
         if self.pacing:
             self._check_pace(rows, new, version)
-        if new and len(self.rows) + self.reserved() + rows > self.rows_max:
+        if new and self.resident() + self.reserved() + rows > self.rows_max:
             raise Refused("Full")
         taken: dict[int, int] = {}
         left = rows

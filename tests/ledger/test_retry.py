@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.ledger.driver import Driver, Given, World
-from transferqueue.errors import DeadlineExceeded, EndOfTable, UsageError
+from transferqueue.errors import DeadlineExceeded, EndOfTable, Full, NotFound, Sealed, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.policies import Complete, DropGroup, Retry, Task, TokenBalanced
+from transferqueue.limits import Limits
+from transferqueue.policies import Acked, Complete, DropGroup, Manual, Retry, Task, TokenBalanced
 from transferqueue.wire import messages as m
 
 
@@ -310,7 +312,7 @@ def test_a_restart_keeps_waits_the_pause_and_the_errors() -> None:
 
 
 def test_a_snapshot_ends_waits() -> None:
-    world, client = outage()
+    world, _ = outage()
     snapshot = world.ledger.take_snapshot(world.now)
     other = World()
     other.ledger.restore_snapshot(snapshot, 0.0)
@@ -356,10 +358,128 @@ def test_a_wait_for_a_column_says_why_nobody_gives_it() -> None:
     said = r'4 rows lack "rewards" \(given by "reward", which fails: KeyError \'answer\', once, 0 s ago, by reward-0'
     with pytest.raises(DeadlineExceeded, match=said):
         client.lease("train", 4)
-    with pytest.raises(DeadlineExceeded, match="it fails: KeyError 'answer'.*; 4 rows wait to be tried again"):
+    with pytest.raises(DeadlineExceeded, match=r"it fails: KeyError 'answer'.*; 4 rows wait to be tried again"):
         client.lease("reward", 4)
     audit = world.audit()["tables"]["t"]
     assert audit["errors"]["reward"][0]["text"] == "'answer'"
     reward, train = client.observe("doctor")["tables"]["t"][:2]
     assert (reward["failing"], reward["errors"][0]["type"], train["failing"]) == (True, "KeyError", False)
     assert "task \"reward\" fails: KeyError 'answer'" in reward["text"]
+
+
+# ---------------------------------------------------------------- what was dropped
+
+
+def spent(rows: int = 1, **terms: Any) -> tuple[World, Driver]:
+    """Rows that were dropped as they failed once, and one that is live."""
+    world = World()
+    client = world.client("reward-0")
+    tasks = [Task("prepare"), Task("x", retry=Retry(attempts=1)), Task("train", ["score"])]
+    client.create(tasks=tasks, **terms)
+    client.put(rows, ["a"], inline={"score": 0.0}, keys=[f"row {at}" for at in range(rows)])
+    client.ack(client.lease("prepare", rows))
+    fail(client, client.lease("x", rows))
+    client.put(1, ["a"])
+    return world, client
+
+
+def listed(client: Driver, limit: int = 0) -> list[m.DroppedRow]:
+    rows: list[m.DroppedRow] = client.apply(m.ListDropped("t", limit)).rows
+    return rows
+
+
+def again(client: Driver, *rows: int) -> int:
+    taken: int = client.apply(m.RetryRows("t", np.array(rows, "<i8").tobytes())).rows
+    return taken
+
+
+def test_what_was_dropped_for_failing_is_listed_with_its_reason_and_values() -> None:
+    world, client = spent(2)
+    world.pass_time(3)
+    assert listed(client, 1) == [m.DroppedRow(1, "row 1", "x", "attempts", "KeyError: 'answer'", "reward-0", 3.0)]
+    assert [row.row for row in listed(client)] == [1, 0]
+    assert world.audit()["balanced"]
+    assert client.read([0], fields=["a"])
+    assert world.stats()["rows_resident"] == 1  # it takes no room
+
+
+@pytest.mark.parametrize("retention", [Acked(), Manual()])
+def test_a_row_that_is_taken_again_is_live_for_the_tasks_that_were_not_done_with_it(retention: Any) -> None:
+    world, client = spent(2, retention=retention)
+    assert again(client, 0) == 1
+    assert (world.table().rows_dropped["attempts"], world.stats()["rows_live"], world.audit()["balanced"]) == (
+        1,
+        2,
+        True,
+    )
+    assert client.observe("row", "t", 0)["tasks"]["x"]["attempts"] == 0
+    assert [client.observe("row", "t", 0)["tasks"][task]["state"] for task in ("prepare", "x", "train")] == [
+        "done", "ready", "ready",
+    ]  # fmt: skip
+    assert [row.row for row in listed(client)] == [1]
+    client.ack(client.lease("x", 2))
+    client.ack(client.lease("train", 1))
+    assert world.table().rows_done == 1
+    with pytest.raises(NotFound, match='row 0 of table "t" cannot be taken again'):
+        again(client, 0)
+
+
+def test_dropped_rows_survive_a_restart_and_end_in_a_snapshot() -> None:
+    world, client = spent()
+    restored = World()
+    restored.ledger.restore_snapshot(world.ledger.take_snapshot(world.now), 0.0)
+    assert restored.audit()["balanced"]
+    assert restored.stats()["rows_resident"] == 1
+    world.ledger = Ledger.from_image(world.ledger.image())
+    assert len(listed(client)) == 1
+    assert again(client, 0) == 1
+
+
+def test_kept_rows_are_bounded_and_the_oldest_are_freed_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transferqueue.ledger.rows.dropped.DROPPED_ROWS_MAX", 3)
+    world, client = spent(5)
+    assert [row.row for row in listed(client)] == [4, 3, 2]
+    assert (world.audit()["balanced"], world.table().rows.pages.resident) == (True, 4)
+
+
+def test_kept_bytes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transferqueue.ledger.rows.dropped.DROPPED_BYTES_MAX", 1)
+    world, client = spent(5)
+    assert listed(client) == []
+    assert len(world.taken) == 1  # that of the live row
+
+
+def test_deleted_and_dropped_tables_leave_nothing() -> None:
+    world, client = spent(2)
+    client.delete([0])
+    assert [row.row for row in listed(client)] == [1]
+    client.apply(m.DropTable("t"))
+    assert not world.taken
+    world.collect()
+
+
+def test_a_table_that_has_ended_takes_nothing_again() -> None:
+    world, client = spent()
+    client.seal()
+    assert again(client, 0) == 1  # another row is live
+    fail(client, client.lease("x", 2))
+    assert world.table().rows_live == 0
+    with pytest.raises(Sealed, match="has ended"):
+        again(client, 0)
+
+
+def test_a_group_is_taken_again_as_a_whole() -> None:
+    world, client = failing(0, groups=Complete(), retry=Retry(attempts=1))
+    client.put(2, group_id=[7, 7], group_size=[2, 2])
+    fail(client, client.lease("x", groups=1))
+    assert world.table().rows_dropped == {"attempts": 2}
+    assert again(client, 0, 1) == 2
+    assert client.lease("x", groups=1).rows == [0, 1]
+
+
+def test_a_full_table_takes_nothing_again() -> None:
+    world, client = spent(2, limits=Limits(rows=2))
+    client.put(1, ["a"])
+    with pytest.raises(Full, match="cannot be taken again"):
+        again(client, 0)
+    assert world.table().rows_dropped == {"attempts": 2}

@@ -69,7 +69,7 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 
 WEIGHTS = {
     "put": 8, "lease": 8, "ack": 6, "ack_leases": 3, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
-    "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "fail_all": 2, "die": 1, "seal": 1,
+    "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "fail_all": 2, "retry_dropped": 1, "die": 1, "seal": 1,
     "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1, "lose_shard": 1,
 }  # fmt: skip
 MOVES = [move for move, weight in WEIGHTS.items() for _ in range(weight)]
@@ -430,6 +430,14 @@ class LedgerMachine(RuleBasedStateMachine):
                     lambda driver=driver, given=given: driver.release(given, failed=True),
                     lambda lease=lease: self.model.release(lease.session, lease.id, None, True, set(), None, 0),
                 )
+
+    def retry_dropped(self, data: st.DataObject) -> None:
+        dropped = sorted(self.model.failed)
+        listed = self.any.apply(m.ListDropped("t")).rows
+        assert sorted(row.row for row in listed) == dropped
+        rows = [0] if not dropped else data.draw(st.lists(st.sampled_from(dropped), min_size=1, max_size=3), "rows")
+        request = m.RetryRows("t", np.asarray(sorted(set(rows)), "<i8").tobytes())
+        self.both(lambda: self.any.apply(request), lambda: self.model.retry(rows))
 
     def renew(self, data: st.DataObject) -> None:
         if not self.given:

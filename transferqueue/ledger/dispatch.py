@@ -12,7 +12,17 @@ import msgspec
 from transferqueue.errors import AlreadyExists, DeadlineExceeded, Full, NotFound, ProtocolError, UsageError, listing
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.reports.answers import observed
-from transferqueue.ledger.requests import ack, checkpoints, flow_control, lease, put, read, tables, weight_channels
+from transferqueue.ledger.requests import (
+    ack,
+    checkpoints,
+    dropped,
+    flow_control,
+    lease,
+    put,
+    read,
+    tables,
+    weight_channels,
+)
 from transferqueue.ledger.requests.registry import OPERATIONS, Answer, carries_out
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import decode_ids
@@ -24,7 +34,7 @@ from transferqueue.wire import messages as m
 
 __all__ = ["OPERATIONS"]
 
-_FAMILIES: Final = (ack, checkpoints, flow_control, lease, put, read)
+_FAMILIES: Final = (ack, checkpoints, dropped, flow_control, lease, put, read)
 """Modules that register operations on the rows of one table."""
 
 # ---------------------------------------------------------------- tables

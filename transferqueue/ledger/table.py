@@ -18,6 +18,7 @@ from transferqueue.ledger.rows.arrays import IntArray
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroups
 from transferqueue.ledger.rows.commit import CommitShapes
+from transferqueue.ledger.rows.dropped import SpentRows
 from transferqueue.ledger.rows.events import TableHistory
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import FinishedOrdinals, VersionIndex
@@ -38,7 +39,7 @@ from transferqueue.limits import (
     ROW_MEMORY_BYTES,
     Limits,
 )
-from transferqueue.policies import Pacing, Retention, Task
+from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.wire.messages import TableTerms
 
 
@@ -157,6 +158,8 @@ class TableState:
         self.staleness_in_queue: dict[int, int] = {}
         """The part that arose after that."""
         self.known_puts = KnownPuts()
+        self.dropped = SpentRows()
+        """Rows that were dropped for failing, and can be taken again."""
         self.to_drop: list[tuple[IntArray, str]] = []
         """Rows that will be dropped before the request ends, and the reason."""
 
@@ -205,6 +208,16 @@ class TableState:
     def rows_live(self) -> int:
         """Number of rows without a fate."""
         return self.rows_put - self.rows_done - sum(self.rows_dropped.values())
+
+    @property
+    def keeps_ended(self) -> bool:
+        """Whether rows that have ended stay until they are deleted."""
+        return not isinstance(self.retention, Acked)
+
+    @property
+    def rows_resident(self) -> int:
+        """Rows that count towards the limit: all resident ones but those that are only kept to be taken again."""
+        return self.rows.pages.resident - (0 if self.keeps_ended else len(self.dropped))
 
     @property
     def outstanding(self) -> int:

@@ -22,6 +22,7 @@ from transferqueue.errors import EndOfTable
 from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
+from transferqueue.wire.messages import DroppedRow
 
 if TYPE_CHECKING:
     from transferqueue.client.aio.loader import AsyncLoader
@@ -442,6 +443,36 @@ class AsyncTable(TableBase):
     async def drop(self, rows: Any, reason: str) -> int:
         """Rows end as dropped with this reason, for every task, leased ones too. Returns how many."""
         return await self._run(tables.drop(self._terms, rows, reason))
+
+    async def dropped(self, limit: int = 100) -> list[DroppedRow]:
+        """List rows that were dropped for failing too often (reason ``attempts``) and can still be taken again, the latest first.
+
+        Each has `row`, `key`, `task`, `reason`, `error`, `worker` and `age_s`. `read` gives their values by their ids. The table keeps 4,096 of
+        them at most, and 64 MiB of memory; the oldest are freed first, and `delete` frees them too.
+
+        Args:
+            limit: the most that are listed; 0: all.
+
+        Returns:
+            The rows, the latest first.
+        """
+        return await self._run(tables.dropped(self._terms, limit))
+
+    async def retry(self, rows: Any) -> int:
+        """Take dropped rows again: they are live, as if they had never failed, for each task that was not done with them.
+
+        Args:
+            rows: their ids, or what `dropped` listed.
+
+        Returns:
+            The number of rows.
+
+        Raises:
+            NotFound: for a row that `dropped` does not list; nothing was changed.
+            Sealed: the table has ended, so no worker would take the rows.
+            Full: the table has no room for so many rows now.
+        """
+        return await self._run(tables.retry(self._terms, rows))
 
     async def delete(self, rows: Any) -> int:
         """Free rows that nobody needs any more; live ones end as dropped first. Returns how many."""

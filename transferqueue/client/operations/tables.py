@@ -183,6 +183,19 @@ def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:
     return (yield from request_reply(request, m.DoneReply)).rows
 
 
+def dropped(terms: TableInfo, limit: int) -> Operation[list[m.DroppedRow]]:
+    """List rows that were dropped for failing too often, the latest first."""
+    request = m.ListDropped(table=terms.name, limit=checks.whole("limit", limit))
+    return (yield from request_reply(request, m.DroppedRows)).rows
+
+
+def retry(terms: TableInfo, rows: object) -> Operation[int]:
+    """Take dropped rows again. Returns how many."""
+    if isinstance(rows, list | tuple):  # perhaps what `dropped` gave
+        rows = [getattr(row, "row", row) for row in rows]
+    return (yield from request_reply(m.RetryRows(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows
+
+
 def delete(terms: TableInfo, rows: object) -> Operation[int]:
     """Free rows of a table with manual retention. Returns how many."""
     return (yield from request_reply(m.Delete(table=terms.name, rows=checks.row_ids(rows)), m.DoneReply)).rows

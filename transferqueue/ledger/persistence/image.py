@@ -37,6 +37,7 @@ from transferqueue.ledger.requests.weight_channels import (
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, ExtentState, OwnerBytes
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups
 from transferqueue.ledger.rows.commit import CommitShapes, MemberRows, StagedCommit
+from transferqueue.ledger.rows.dropped import LastFailure, SpentRow, SpentRows
 from transferqueue.ledger.rows.events import TableEvent, TableHistory
 from transferqueue.ledger.rows.facts import CheckedFacts
 from transferqueue.ledger.rows.groups import GroupIndex, GroupState
@@ -63,7 +64,7 @@ from transferqueue.wire import messages
 _WHOLE: Final = (
     LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
     FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, RetryQueue, Circuit, TaskErrors, ErrorCount, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
-    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
+    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SpentRows, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 
 _OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"})}
@@ -103,7 +104,7 @@ def _structs(*modules: ModuleType) -> list[type]:
 _KNOWN: Final = ClassRegistry(
     _FORMS,
     structs=_structs(messages, policies, schema, limits, effects),
-    tuples=[TableEvent, FilteredReady, PostponedRows],
+    tuples=[TableEvent, FilteredReady, PostponedRows, SpentRow, LastFailure],
     methods=["alive"],
 )
 FINGERPRINT: Final = hashlib.blake2b(_KNOWN.fingerprint().encode(), digest_size=16).digest()

@@ -5,7 +5,7 @@ ledger from it. The rules:
 
 - Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
   the clock; the cursor; counters; versions of weights; and where bytes lie.
-- Not kept: sessions, leases, reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
+- Not kept: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
   failure, and every wait after a failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
   promised are asked for again.
 - Times are stored as ages, since another server has another clock.
@@ -143,10 +143,11 @@ def take_snapshot(state: LedgerState) -> LedgerSnapshot:
 
 
 def _table(table: TableState, now: float) -> TableSnapshot:
-    rows = table.rows.pages.resident_rows()
+    rows = _kept_rows(table)
     at = table.rows.pages.index(rows)
     facts = {name: column.a[at] for name, column in table.rows.facts.items()}
     table.ordinals.merge_pending()
+    left_out = table.dropped.by_row if not table.keeps_ended else {}
     return TableSnapshot(
         terms=table.terms(),
         counts=_counts(table),
@@ -157,8 +158,8 @@ def _table(table: TableState, now: float) -> TableSnapshot:
             "stamped": table.rows.stamped.a[at],
             **facts,
         },
-        keys=dict(table.rows.keys),
-        tags=dict(table.rows.tags),
+        keys={row: key for row, key in table.rows.keys.items() if row not in left_out},
+        tags={row: tags for row, tags in table.rows.tags.items() if row not in left_out},
         has={name: table.rows.has_all(at, table.rows.mask((name,))) for name in table.rows.fields},
         inline={name: column.a[at] for name, column in table.rows.inline.items()},
         places={name: _places(table, name, at) for name in table.rows.fields if name not in table.rows.inline},
@@ -168,6 +169,14 @@ def _table(table: TableState, now: float) -> TableSnapshot:
         ordinals=table.ordinals.spans.copy(),
         freed={name: gone for name in table.rows.fields if (gone := table.rows.were_freed(at, name)).any()},
     )
+
+
+def _kept_rows(table: TableState) -> IntArray:
+    """Resident rows, but for those that were dropped and could be taken again."""
+    rows = table.rows.pages.resident_rows()
+    if table.keeps_ended or not len(table.dropped):
+        return rows
+    return rows[~np.isin(rows, list(table.dropped.by_row))]
 
 
 def _counts(table: TableState) -> TableCounts:

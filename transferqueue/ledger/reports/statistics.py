@@ -62,7 +62,7 @@ def table_stats(table: TableState, now: float) -> Plain:
     pacing = table.pacing
     return {
         **table_audit(table),
-        "rows_resident": table.rows.pages.resident,
+        "rows_resident": table.rows_resident,
         "rows_limit": table.limits.rows,
         "bytes": table.usage.bytes,
         "bytes_limit": table.limits.bytes_max,
@@ -384,7 +384,7 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
 def _of_table(table: TableState) -> list[str]:
     """What holds up producers, the clock, and the end of the table."""
     lines = lost_rows(table) + _copies_lines(table)
-    if table.rows.pages.resident + table.flow.reserved >= table.limits.rows:
+    if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
             f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table)}"
         )

@@ -41,7 +41,7 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
     new = request.rows - min(request.rows, table.flow.refill_rows)
     if why := why_not(table.pacing, table.outstanding, new, version, table.clock):
         return why
-    held = table.rows.pages.resident + table.flow.reserved
+    held = table.rows_resident + table.flow.reserved
     if new and held + request.rows > table.limits.rows:
         return f"{counted(held, 'row', 'is', 'are')} resident or reserved, and {held} + {request.rows} > {table.limits.rows}"
     return ""

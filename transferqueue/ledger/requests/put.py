@@ -58,7 +58,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
     if reservation is not None:
         _use_reservation(table, reservation, staged)
     if table.flow.refills:
-        _limit_refills(table)
+        limit_refills(table)
     if session.client and call > 0:
         table.known_puts.add(key, first, request.rows)
     if table.group_tasks or table.to_drop:
@@ -118,7 +118,7 @@ def _check_reservation(table: TableState, request: PutRequest, session: int) -> 
 
 def no_room(table: TableState, rows: int, nbytes: int) -> str:
     """Why rows without a reservation cannot enter now; "" if they can."""
-    resident = table.rows.pages.resident
+    resident = table.rows_resident
     if resident + table.flow.reserved + rows > table.limits.rows:
         return (
             f"{counted(rows, 'row', 'does', 'do')} not fit: {resident} {'is' if resident == 1 else 'are'} resident and {table.flow.reserved} reserved, "
@@ -171,7 +171,8 @@ def _use_reservation(table: TableState, reservation: ReservationState, staged: S
     table.flow.use(reservation, staged.rows, counts)
 
 
-def _limit_refills(table: TableState) -> None:
+def limit_refills(table: TableState) -> None:
+    """Ask for no more refills than each group lacks."""
     for number in list(table.flow.refills):
         group = table.groups.get(number)
         if group is not None:

@@ -312,7 +312,7 @@ def rows_by_holder(table: TableState) -> str:
         lines.append(
             f"{counted(table.flow.reserved, 'row', 'is', 'are')} reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
         )
-    ended = table.rows.pages.resident - table.rows_live
+    ended = table.rows_resident - table.rows_live
     if ended and isinstance(table.retention, Manual):
         lines.append(
             f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the table's retention is Manual"

@@ -17,13 +17,13 @@ from transferqueue.ledger.effects import LeaseEnded
 from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
+from transferqueue.ledger.rows.dropped import SpentRow
 from transferqueue.ledger.rows.pages import DONE, DROPPED, LIVE
 from transferqueue.ledger.rules.column_ends import end_columns
-from transferqueue.ledger.rules.retry import trial_ended
+from transferqueue.ledger.rules.retry import ATTEMPTS, trial_ended
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import LEASED, TaskState
-from transferqueue.policies import Acked
 
 
 def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> None:
@@ -33,12 +33,16 @@ def drop_rows(table: TableState, rows: IntArray, reason: str, now: float) -> Non
     if not live.any():
         return
     rows, at = rows[live], at[live]
+    if table.dropped.expected:
+        _keep_dropped(table, rows, at, reason)
     for task in table.tasks.values():
         lose_leases(table, task, rows, at, f"its rows were dropped ({reason})")
         task.remove(rows, at)
     table.rows_dropped[reason] = table.rows_dropped.get(reason, 0) + rows.size
     table.history.add(now, "dropped", rows, detail=reason)
     _set_fate(table, rows, at, DROPPED)
+    while (oldest := table.dropped.beyond(table.limits.bytes_max)) is not None:
+        _let_go(table, np.array([oldest], np.int64))
     if table.sealed:
         table.wake_tasks()
 
@@ -70,15 +74,43 @@ def _set_fate(table: TableState, rows: IntArray, at: Index, fate: int) -> None:
             table.flow.forget(unit)
             for task in table.group_tasks:
                 task.forget(unit)
-    if isinstance(table.retention, Acked):
-        free_rows(table, rows, at)
-    else:
+    if table.keeps_ended:
         table.rows.pages.fate.a[at] = fate
+    elif fate == DROPPED and len(table.dropped):
+        kept = np.array([row in table.dropped.by_row for row in rows.tolist()], np.bool_)
+        table.rows.pages.fate.a[at] = fate
+        if not kept.all():
+            free_rows(table, rows[~kept], table.rows.pages.index(rows[~kept]))
+    else:
+        free_rows(table, rows, at)
     table.wake_room()
+
+
+def _keep_dropped(table: TableState, rows: IntArray, at: IntArray, reason: str) -> None:
+    """Keep those of the rows, which are about to be dropped, that failed too often."""
+    states = {name: task.state.a[at].tolist() for name, task in table.tasks.items()}
+    names = [name for name in table.rows.fields if name not in table.rows.inline]
+    blocks = [places.blocks.tolist() for places in table.parts.locate(names, at)]
+    for position, row in enumerate(rows.tolist()):
+        if (failure := table.dropped.expected.pop(row, None)) is not None and reason == ATTEMPTS:
+            mine = {column[position] for column in blocks} - {0}
+            found = [block for number in mine if (block := table.core.blocks.blocks.get(number)) is not None]
+            extents = {extent.id: extent.nbytes for block in found for extent in block.extents}
+            known = {name: values[position] for name, values in states.items()}
+            table.dropped.keep(row, SpentRow(failure, known, extents))
+
+
+def _let_go(table: TableState, rows: IntArray) -> None:
+    """Rows that were kept cannot be taken again."""
+    table.dropped.forget(rows.tolist())
+    if not table.keeps_ended:
+        free_rows(table, rows, table.rows.pages.index(rows))
 
 
 def free_rows(table: TableState, rows: IntArray, at: Index) -> None:
     """Free rows that have their fate: their bytes, keys, tags, and pages without a row."""
+    if len(table.dropped):
+        table.dropped.forget(rows.tolist())
     retire(table, table.parts.release(at))
     table.known_puts.forget(table.rows.free(rows, at))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.ledger.rows.arrays import IntArray, tally
+from transferqueue.ledger.rows.dropped import LastFailure
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.retries import PostponedRows
@@ -52,6 +53,7 @@ def postpone_failed(table: TableState, task: TaskState, rows: IntArray, at: IntA
     _set_deadline(table, task)
     most = task.task.retry.attempts
     if counts and most is not None and (spent := failures >= most).any():
+        table.dropped.expect(rows[spent], LastFailure(task.task.name, *task.errors.last, now))
         table.to_drop.append((rows[spent], ATTEMPTS))
 
 

@@ -50,6 +50,14 @@ class TaskErrors:
         times = f"{error.count} times, the last" if error.count > 1 else "once,"
         return f"{words}, {times} {now - error.last:.0f} s ago, by {error.worker}"
 
+    @property
+    def last(self) -> tuple[str, str]:
+        """The latest error, and the worker that reported it."""
+        if not self._kinds:
+            return "", ""
+        (name, text), error = next(reversed(self._kinds.items()))
+        return f"{name}: {text}" if name else text, error.worker
+
 
 def _parsed(reason: str) -> tuple[str, str]:
     name, colon, text = reason.partition(":")

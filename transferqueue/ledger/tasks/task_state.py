@@ -198,6 +198,20 @@ class TaskState:
         """Make rows pending again, whatever their state: they lost fields that the task needs."""
         self._set_state(at, PENDING)
 
+    def take_again(self, rows: IntArray, at: IntArray, states: IntArray, now: float) -> None:
+        """Add rows that had ended, in these states: pending, or one in which the task has no work with them."""
+        self._set_state(at, PENDING)
+        self.counts[PENDING] -= rows.size
+        self.state.a[at], self.attempts.a[at] = states, 0
+        for state, count in tally(states[states != PENDING]):
+            self.counts[state] += count
+        again = states == PENDING
+        if again.any():
+            self.arrive(rows[again], at[again], complete=False, now=now)
+            complete: BoolArray = (self.state.a[at] == PENDING) & self.completed(at)
+            if complete.any():
+                self.complete(rows[complete], at[complete], now)
+
     def _set_state(self, at: IntArray, to: int) -> None:
         for state, count in enumerate(np.bincount(self.state.a[at], minlength=len(STATES)).tolist()):
             self.counts[state] -= count

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ITEMS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import DROPPED_ROWS_MAX, ITEMS_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages.base import (
     F64,
     I32,
@@ -353,6 +353,41 @@ class Drop(Message):
     reason: Name
 
 
+class DroppedRow(Message):
+    """A row that was dropped for failing too often, and can be taken again. error: of its last failure, in `task`, by `worker`. age_s: since
+    it was dropped."""
+
+    row: int
+    key: Text
+    task: Name
+    reason: Name
+    error: Text
+    worker: Text
+    age_s: float
+
+
+class DroppedRows(Message):
+    """The latest first."""
+
+    rows: Annotated[list[DroppedRow], Meta(max_length=DROPPED_ROWS_MAX)]
+
+
+@request(reply=DroppedRows, roles=WORKERS, repeat="again", reads=True, verb="Table.dropped")
+class ListDropped(Message):
+    """Rows that were dropped for failing too often and can be taken again, at most `limit` (0: all)."""
+
+    table: Name
+    limit: Count = 0
+
+
+@request(reply=DoneReply, roles=WORKERS, verb="Table.retry")
+class RetryRows(Message):
+    """Rows that `ListDropped` lists are live again, as if they had never failed."""
+
+    table: Name
+    rows: Rows
+
+
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.delete")
 class Delete(Message):
     """Frees rows of a `Manual` table that are finished (done or dropped) or never will be needed."""
@@ -421,9 +456,11 @@ RowRequests = (
     | Reserve
     | Unreserve
     | Drop
+    | ListDropped
+    | RetryRows
     | Delete
     | Find
     | ReadRequest
     | FreeColumns
 )
-RowReplies = PutRows | Leased | OrdinalsEnded | CursorValue | Renewed | Reserved | Found | ReadRows
+RowReplies = PutRows | Leased | OrdinalsEnded | CursorValue | Renewed | Reserved | Found | ReadRows | DroppedRows
