@@ -88,11 +88,12 @@ _TABLE: Final[tuple[tuple[str, Kind, str], ...]] = (
     ("outstanding_limit", "gauge", "Rows that may be outstanding."),
     ("rows_one_copy", "gauge", "Rows of which one copy is left, though the table keeps more."),
 )
-_TASK: Final = ("pending", "held", "ready", "leased", "kept")
+_TASK: Final = ("pending", "held", "retrying", "ready", "leased", "kept")
 _TASK_TOTALS: Final = (
     ("given", "Rows handed over; one given twice counts twice."),
     ("done", "Rows the task was done with."),
-    ("failed", "Rows that came back: failed, expired, or of a dead session."),
+    ("failed", "Rows that came back from a lease that failed."),
+    ("worker_deaths", "Rows that came back since their worker died or was too late."),
     ("dropped", "Rows that were dropped before the task was done with them."),
 )
 
