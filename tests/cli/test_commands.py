@@ -1,5 +1,6 @@
 """The commands as people use them: a served queue, and what top, inspect and doctor say of it."""
 
+import json
 import os
 import pty
 import select
@@ -135,22 +136,25 @@ def _wait_for_groups(table: tq.Table) -> None:
 
 
 @pytest.mark.usefixtures("trainer")
-def test_doctor_explains_a_stalled_table(deployment: Served) -> None:
+def test_doctor_begins_with_the_verdict_and_lists_who_waits_for_what(deployment: Served) -> None:
     done = deployment.run("doctor", deployment.address, "--patience", "0", columns=400)
     assert done.returncode == 1
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  ✗ task")]
-    assert line.startswith('  ✗ task "train" of table "rollouts" waits for 3 complete groups: ')
+    assert done.stdout.startswith("✗ rollouts: nobody works on reward; start it\n")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("  … task") and "waits for 3" in line]
+    assert line.startswith('  … task "train" of table "rollouts" waits for 3 complete groups: ')
     assert '1 group is leased for "train" by rollout-5' in line
     assert '1 row lacks "rewards" (given by "reward": 1 ready and not leased' in line
     assert "(trainer has waited " in line
-    assert done.stdout.endswith("Stalled: rollouts.\n")
+    found = json.loads(deployment.run("doctor", "--patience", "0", "--json").stdout)
+    assert found["verdict"]["short"] == "reward: no worker"
+    assert [one["task"] for one in found["stages"]["rollouts"]] == ["", "reward", "train"]
 
 
 @pytest.mark.usefixtures("trainer")
 def test_doctor_is_patient(deployment: Served) -> None:
     done = deployment.run("doctor", deployment.address, "--patience", "3600")
     assert done.returncode == 0
-    assert done.stdout.endswith("Nothing is stalled.\n")
+    assert done.stdout.startswith("… ")
 
 
 @pytest.mark.usefixtures("trainer")
@@ -167,15 +171,36 @@ def test_doctor_without_an_address_explains_the_server_that_the_environment_name
     monkeypatch.setenv("TRANSFERQUEUE_ADDRESS", deployment.address)
     assert app.run(["doctor", "--patience", "3600"]) == 0
     shown = capsys.readouterr().out
-    assert "shared memory" in shown
-    assert "Nothing is stalled." in shown.partition("libraries")[2]
+    assert "shared memory" not in shown
+    assert "rollouts" in shown
+
+
+def test_doctor_where_no_server_runs_names_the_check_of_the_machine(tmp_path: Path) -> None:
+    done = run("doctor", environment={"TRANSFERQUEUE_RUNTIME": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "no server runs at" in done.stderr
+    assert "transferqueue doctor --machine" in done.stderr
 
 
 def test_doctor_of_this_machine(deployment: Served) -> None:
-    sections = deployment.json("doctor")
+    sections = deployment.json("doctor", "--machine")
     found = {check["subject"]: check["verdict"] for section in sections for check in section["checks"]}
     assert found["runtime directory"] == "ok"
     assert found["pidfd"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--arena-bytes", "1GiB"), "--arena-bytes and --runtime are of the machine; add --machine"),
+        (("--machine", "--table", "t"), "--machine checks this machine, and 't' names a queue"),
+        (("--machine", "ipc:///tmp/x"), "--machine checks this machine, and 'ipc:///tmp/x' names a queue"),
+    ],
+)
+def test_options_of_the_machine_and_of_a_queue_do_not_mix(words: tuple[str, ...], told: str) -> None:
+    done = run("doctor", *words)
+    assert done.returncode == 2
+    assert told in done.stderr
 
 
 def test_names_that_do_not_exist_list_those_that_do(deployment: Served, stalled: tq.Batch) -> None:

@@ -53,8 +53,10 @@ def test_inspect_and_doctor_know_the_tables_of_all(two: list[Served], address: s
         assert terms["name"] == name
         assert json.loads(run("inspect", name, "0", "--address", address, "--json").stdout)["row"] == 0
     assert list(json.loads(run("doctor", address, "--json").stdout)) == [one.address for one in two]
-    assert run("doctor", address, "--table", "b").stdout.startswith("b\n")
-    assert "Nothing is stalled." in run("doctor", address).stdout
+    of_one, of_all = run("doctor", address, "--table", "b").stdout, run("doctor", address).stdout
+    assert "b: nobody works on train; start it" in of_one
+    assert of_all.startswith(two[0].address)
+    assert of_all.count("nobody works on train; start it") == 2
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 from rich.text import Text
 
 from tests.observe.snapshots import server, stats, table, task
+from transferqueue.cli.screens.doctor import doctor_lines
 from transferqueue.cli.screens.inspect import tables_lines, terms_lines
 from transferqueue.cli.screens.machine import machine_lines
 from transferqueue.cli.screens.row import row_lines
-from transferqueue.cli.screens.stall import stall_lines
 from transferqueue.cli.screens.top import top_lines
 from transferqueue.limits import Limits
 from transferqueue.observe.answers.row import RowEvent, RowField, RowLife, RowTask
@@ -20,6 +20,8 @@ from transferqueue.observe.diagnosis import Diagnosis, Finding
 from transferqueue.observe.frame import frame
 from transferqueue.observe.machine.check import Section
 from transferqueue.observe.machine.result import fail, ok, warn
+from transferqueue.observe.stages import TableStage, Worker
+from transferqueue.observe.verdict import QueueReport, QueueVerdict
 from transferqueue.policies import Acked, Complete, DeliverPartial, Fifo, Pacing, Task, TokenBalanced
 from transferqueue.schema import Field
 
@@ -151,14 +153,36 @@ SECTIONS = [
     Section("kernel", [fail("pidfd", "OSError: not permitted", "allow it")]),
 ]
 
-DIAGNOSIS = Diagnosis(
-    elsewhere=[],
+
+def worker(name: str) -> Worker:
+    return Worker(name=name, state="works", rows=2, silent_s=0.1)
+
+
+SYMPTOMS = Diagnosis(
+    elsewhere=[Finding(task="", text="the arena is full (maker has waited 12 s)")],
     tables={
-        "rollouts": [Finding(task="train", stalled=True, text=f"task train {NEEDS}")],
-        "eval": [Finding(task="judge", stalled=False, text="task judge waits for rows; none was put yet")],
+        "rollouts": [Finding(task="train", text=f"task train {NEEDS}")],
+        "eval": [Finding(task="judge", text="task judge waits for rows; none was put yet")],
         "quiet": [],
     },
 )
+MISSING = QueueVerdict(
+    state="missing",
+    trouble=True,
+    mark="✗",
+    text="rollouts: nobody works on reward; its last worker left 48 s ago (reward-0, killed by SIGKILL); start it again",
+    short="reward: no worker",
+    remedy="Start it. " * 20,
+    also=["eval: nobody works on judge; start it"],
+)
+FROZEN = Worker(name="rollout-0", state="silent", rows=4, silent_s=74.0)
+STAGES = [
+    TableStage(task="", state="idle", workers=[]),
+    TableStage(task="rollout", state="silent", workers=[FROZEN, *(worker(f"rollout-{at}") for at in range(1, 9))]),
+    TableStage(task="reward", state="missing", workers=[]),
+    TableStage(task="train", state="idle", workers=[]),
+]
+REPORT = QueueReport(verdict=MISSING, stages={"rollouts": STAGES}, symptoms=SYMPTOMS)
 
 SCREENS: dict[str, Callable[[int], list[Text]]] = {
     "top": top_screen,
@@ -166,7 +190,7 @@ SCREENS: dict[str, Callable[[int], list[Text]]] = {
     "terms": lambda width: terms_lines(TERMS, width),
     "row": lambda width: row_lines(LIFE, {5: "rollout-5"}, width),
     "machine": lambda width: machine_lines(SECTIONS, width),
-    "stall": lambda width: stall_lines(DIAGNOSIS, width),
+    "doctor": lambda width: doctor_lines(REPORT, width),
 }
 
 
@@ -259,9 +283,19 @@ def test_a_finding_is_followed_by_its_remedy() -> None:
     assert text.endswith("A queue will not run here: 1 thing to mend.")
 
 
-def test_stalled_tables_are_named() -> None:
-    assert DIAGNOSIS.stalled == ["rollouts"]
-    assert plain(stall_lines(DIAGNOSIS, 80)).endswith("Stalled: rollouts.")
+def test_doctor_begins_with_the_verdict_and_draws_the_stages() -> None:
+    text = plain(doctor_lines(REPORT, 200))
+    assert text.startswith(f"✗ {MISSING.text}\n  Start it.")
+    assert "  also: eval: nobody works on judge; start it\n" in text
+    assert (
+        "rollouts → rollout: rollout-0 (silent 74 s), rollout-1 (2 rows), rollout-2 (2 rows) and 6 more "
+        "→ reward: no worker → train: none\n"
+    ) in text
+    assert text.endswith("elsewhere\n  … the arena is full (maker has waited 12 s)")
+
+
+def test_top_begins_with_the_verdict() -> None:
+    assert plain(top_lines(frame(ADDRESS, None, stats(), MISSING), 80)).startswith("✗ rollouts: nobody works on reward")
 
 
 def spill(**known):

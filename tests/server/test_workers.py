@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from tests.server.nodes import Bench, local
-from transferqueue.observe.diagnosis import diagnose
+from tests.server.test_verdicts import verdict_of
 from transferqueue.policies import Task
 from transferqueue.server.sessions.exit_status import CUT, GOODBYE, SessionEnding
 from transferqueue.server.sessions.sessions import GONE_MAX, Workers
@@ -171,7 +171,7 @@ def test_requests_for_tasks_that_do_not_exist_are_not_kept(bench, boss):
     for number in range(100):
         boss.ask(m.LeaseRequest("t", f"task-{number}", rows=1))
         boss.ask(m.LeaseRequest(f"t-{number}", "reward", rows=1))
-    assert bench.coordinator.workers._sessions == {}
+    assert list(bench.coordinator.workers._sessions) == [("t", "")], "boss, who put rows"
 
 
 def test_a_table_of_the_same_name_begins_without_workers(bench, boss):
@@ -196,5 +196,5 @@ def test_a_task_that_can_never_progress_says_so(bench, boss):
     train = next(one for one in answer["tables"]["u"] if one["task"] == "train")
     assert train["stranded"]
     assert 'task "train" of table "u" can never progress: the table is sealed, and 1 row lacks "r"' in train["text"]
-    assert diagnose(answer).stalled == ["u"]
-    assert diagnose(answer).tables["u"][0].task == "train"
+    found = verdict_of(boss)
+    assert (found.state, found.table, found.task) == ("stuck", "u", "train")

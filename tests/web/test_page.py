@@ -143,7 +143,10 @@ def test_frames_show_tables_rates_ages_staleness_the_doctor_and_the_arena(page, 
     assert shown["tasks"]["train"]["done"] == 1
     assert shown["age_s"] > 0
     assert first["frame"]["stats"]["server"]["capacity_bytes"] == 64 << 20
-    assert any(one["task"] == "reward" for one in first["doctor"]["tables"]["rows"])
+    report = first["report"]
+    assert any(one["task"] == "reward" for one in report["symptoms"]["tables"]["rows"])
+    assert (report["verdict"]["text"], report["verdict"]["mark"]) == (report["verdict"]["text"].strip(), "…")
+    assert [one["task"] for one in report["stages"]["rows"]] == ["", "train", "reward"]
     queue.table("rows").put(x=[4.0], policy_version=0)
     put = first["frame"]["stats"]["tables"]["rows"]["rows_put"] + 1
     while True:
@@ -288,12 +291,21 @@ def test_a_page_tells_when_its_server_is_gone_and_ends_with_it(tmp_path):
     process, link = start_page(queue.address, "127.0.0.1:0", TOKEN)
     stream = Stream(urlsplit(link))
     assert stream.event()[0] == "frame"
+    queue.create_table("rows", tasks=[tq.Task("train", needs=["x"])]).put(x=[1.0, 2.0])
+    queue.table("rows").lease("train", rows=2).ack()
+    queue.table("rows").seal()
+    while stream.event()[1]["report"]["verdict"]["state"] != "finished":
+        pass
     queue.close()
-    kinds = [stream.event()[0]]
-    while kinds[-1] == "frame":
-        kinds.append(stream.event()[0])
-    assert kinds[-1] == "gone"
+    kind, told = stream.event()
+    while kind == "frame":
+        kind, told = stream.event()
+    assert kind == "gone"
+    assert told["verdict"]["text"] == "finished: 2 done, 0 dropped", "it keeps its summary"
     stream.close()
+    late = Stream(urlsplit(link))
+    assert [late.event()[0], late.event()[1]["verdict"]["state"]] == ["frame", "finished"], "also for a late viewer"
+    late.close()
     process.stdin.close()
     assert process.wait(GENEROUS_S) == 0
     process.stdout.close()

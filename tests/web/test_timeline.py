@@ -11,12 +11,18 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import until_someone_waits
 from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.frame import frame
+from transferqueue.observe.stages import TableStage, Worker, all_stages
 from transferqueue.web.page.timeline import KEPT_S, RECENT_S, Lane, Moment, TableMoment, Timeline, joined
 
 
 def stats(queue):
     return parse("stats", queue.stats(), Stats)
+
+
+def stages(queue):
+    return all_stages(stats(queue), parse("doctor", queue.doctor(), DoctorAnswer))
 
 
 def test_who_holds_a_lease_works_and_who_waits_for_one_is_idle():
@@ -38,7 +44,7 @@ def test_who_holds_a_lease_works_and_who_waits_for_one_is_idle():
         until_someone_waits(queue, "rows", 2)
         line = Timeline()
         with table.lease("a", rows=2):
-            moment = line.add(frame(queue.address, before, stats(queue)), longest_s=2.0)
+            moment = line.add(frame(queue.address, before, stats(queue)), stages(queue), longest_s=2.0)
         found = moment.tables["rows"]
         assert found.put_s > 0
         assert found.producers == Lane(busy=1, idle=1)
@@ -46,6 +52,14 @@ def test_who_holds_a_lease_works_and_who_waits_for_one_is_idle():
         queue.drop_table("rows")
         for thread in waits:
             thread.join()
+
+
+def test_a_silent_worker_neither_works_nor_waits():
+    frozen = Worker(name="rollout-0", state="silent", rows=2, silent_s=30.0)
+    made = TableStage(task="rollout", state="silent", workers=[frozen])
+    with tq.connect() as queue:
+        moment = Timeline().add(frame("here", None, stats(queue)), {"rows": [made]}, longest_s=2.0)
+    assert moment.tables["rows"].tasks == {"rollout": Lane(busy=0, idle=0, silent=1)}
 
 
 def a_frame(now, seconds_later, since=None):
@@ -61,7 +75,7 @@ def an_hour(now, seconds, pauses=()):
         if not any(start <= second < end for start, end in pauses):
             shown = a_frame(now, second, before)
             before = shown.stats
-            line.add(shown, longest_s=2.0)
+            line.add(shown, {}, longest_s=2.0)
     return line
 
 
@@ -98,5 +112,5 @@ def test_a_server_that_began_anew_begins_the_hour_anew():
     with tq.connect() as queue:
         now = stats(queue)
     line = an_hour(now, 400)
-    line.add(a_frame(now, 5), longest_s=2.0)
+    line.add(a_frame(now, 5), {}, longest_s=2.0)
     assert len(line.moments) == 1

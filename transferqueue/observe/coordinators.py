@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import msgspec
+
+from transferqueue.observe.answers.stats import Stats
+from transferqueue.observe.diagnosis import DoctorAnswer
 
 _T = TypeVar("_T")
 
@@ -28,3 +31,26 @@ def by_coordinator(
         else read(reply)
         for coordinator, reply in answers.items()
     }
+
+
+class Look(msgspec.Struct, frozen=True, kw_only=True):
+    """What a coordinator said of one moment."""
+
+    stats: Stats
+    doctor: DoctorAnswer
+
+
+def looks(
+    stats: Mapping[str, Stats | UnreachableCoordinator], answers: Mapping[str, DoctorAnswer | UnreachableCoordinator]
+) -> dict[str, Look | UnreachableCoordinator]:
+    """Both answers of each coordinator in `answers`; or that it did not give one of them."""
+    found: dict[str, Look | UnreachableCoordinator] = {}
+    for address, answer in answers.items():
+        counts = stats[address]
+        if isinstance(answer, UnreachableCoordinator):
+            found[address] = answer
+        elif isinstance(counts, UnreachableCoordinator):
+            found[address] = counts
+        else:
+            found[address] = Look(stats=counts, doctor=answer)
+    return found

@@ -7,27 +7,34 @@ from collections.abc import Mapping
 import msgspec
 
 from transferqueue.observe.answers.stats import Stats, TableStats, TaskStats
-from transferqueue.observe.coordinators import UnreachableCoordinator
+from transferqueue.observe.coordinators import Look, UnreachableCoordinator
+from transferqueue.observe.verdict import QueueVerdict, report
 
 
 class StatsFrame(msgspec.Struct, frozen=True, kw_only=True):
-    """One frame. interval_s: the time over which the rates were measured; None in the first frame, which has no rates."""
+    """One frame. interval_s: the time over which the rates were measured; None in the first frame, which has no rates.
+    verdict: None where only `stats` was asked for."""
 
     address: str
     interval_s: float | None
     stats: Stats
     rates: dict[str, TableRates]
+    verdict: QueueVerdict | None = None
 
 
-def frame(address: str, before: Stats | None, after: Stats) -> StatsFrame:
+def frame(address: str, before: Stats | None, after: Stats, verdict: QueueVerdict | None = None) -> StatsFrame:
     """The frame of `after`, with rates since `before`."""
-    if before is None:
-        return StatsFrame(address=address, interval_s=None, stats=after, rates={})
-    return StatsFrame(address=address, interval_s=after.now_s - before.now_s, stats=after, rates=rates(before, after))
+    return StatsFrame(
+        address=address,
+        interval_s=None if before is None else after.now_s - before.now_s,
+        stats=after,
+        rates={} if before is None else rates(before, after),
+        verdict=verdict,
+    )
 
 
 def frames(
-    before: Mapping[str, Stats | UnreachableCoordinator], after: Mapping[str, Stats | UnreachableCoordinator]
+    before: Mapping[str, Look | UnreachableCoordinator], after: Mapping[str, Look | UnreachableCoordinator]
 ) -> list[StatsFrame | UnreachableCoordinator]:
     """The frame of each coordinator, by address. Only coordinators in `before` have rates."""
     return [
@@ -36,8 +43,9 @@ def frames(
     ]
 
 
-def _since(address: str, before: Stats | UnreachableCoordinator | None, after: Stats) -> StatsFrame:
-    return frame(address, None if isinstance(before, UnreachableCoordinator) else before, after)
+def _since(address: str, before: Look | UnreachableCoordinator | None, after: Look) -> StatsFrame:
+    earlier = before.stats if isinstance(before, Look) else None
+    return frame(address, earlier, after.stats, report(after.stats, after.doctor).verdict)
 
 
 class TaskRates(msgspec.Struct, frozen=True, kw_only=True):

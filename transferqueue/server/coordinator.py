@@ -65,7 +65,15 @@ from transferqueue.server.sessions import authorization, liveness
 from transferqueue.server.sessions.cut_hold import CutHold, Event
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
-from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer, SessionTable, Workers, encode_hello
+from transferqueue.server.sessions.sessions import (
+    NOWHERE,
+    PRODUCERS,
+    OpenSession,
+    Peer,
+    SessionTable,
+    Workers,
+    encode_hello,
+)
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
@@ -670,8 +678,11 @@ class Coordinator:
     def _accept_call(
         self, session: OpenSession, call: int, request: m.Request, declared: Declaration, now: float
     ) -> None:
-        if type(request) is m.LeaseRequest and self.ledger.has_task(request.table, request.task):
-            self.workers.record_request(session.number, request.table, request.task, now)
+        if type(request) is m.LeaseRequest:
+            if self.ledger.has_task(request.table, request.task):
+                self.workers.record_request(session.number, request.table, request.task, now)
+        elif (type(request) is m.PutRequest or type(request) is m.Reserve) and self.ledger.has_table(request.table):
+            self.workers.record_request(session.number, request.table, PRODUCERS, now)
         ahead = self.waiting.count_ahead(request) if self.waiting.requests else 0
         if ahead and (call in session.refused or self.ledger.is_repeat(request, session.number, call)):
             ahead = 0  # the client lost the reply, and the requests ahead may wait for the rows that it leased

@@ -73,6 +73,7 @@ def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
     if request.what == "stats":
         return report | _stats(sources, request.table, now)
     if request.what == "doctor":
+        _add_workers(sources, report["pipelines"], now)
         sessions = _sessions(sources, sources.ledger.observe(m.Observe("sessions"), now), now)
         return report | {"waiting": _all_waiting(sources, request.table, now), "sessions": sessions}
     return _sessions(sources, report, now) if request.what == "sessions" else report
@@ -124,6 +125,20 @@ def _largest_holders(sources: ReportSources, now: float) -> str:
         for session in ranked[:6]
         if session["grants"] or session["pins"]
     )
+
+
+def _add_workers(sources: ReportSources, pipelines: Plain, now: float) -> None:
+    """Add to each stage of each table who works on it, and who did last."""
+    for table, pipeline in pipelines.items():
+        for stage in pipeline["stages"]:
+            gone = sources.workers.last_gone(table, stage["task"])
+            stage["workers"] = sources.workers.of(table, stage["task"])
+            stage["left"] = gone and {
+                "label": gone.label,
+                "ago_s": now - gone.at,
+                "how": gone.ending.text,
+                "died": not gone.ending.was_announced,
+            }
 
 
 def _stats(sources: ReportSources, table: str, now: float) -> Plain:

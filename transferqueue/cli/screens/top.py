@@ -7,6 +7,7 @@ from typing import Final
 from rich.text import Text
 
 from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
+from transferqueue.cli.screens.verdict import verdict_lines
 from transferqueue.observe import units
 from transferqueue.observe.answers.stats import ServerStats, SpillStats, TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame, TableRates
@@ -21,7 +22,8 @@ _DISKS_MAX: Final = 4
 
 def top_lines(frame: StatsFrame, width: int) -> list[Text]:
     """Lines of the whole screen, none longer than `width` unless a name is."""
-    lines = [*_head(frame, width), Text()]
+    verdict = [*verdict_lines(frame.verdict, width), Text()] if frame.verdict else []
+    lines = [*verdict, *_head(frame, width), Text()]
     if not frame.stats.tables:
         return [*lines, Text("no tables yet", style="dim")]
     lines += _tables(frame, width)
@@ -106,20 +108,8 @@ def _tables(frame: StatsFrame, width: int) -> list[Text]:
         for _ in table.tasks:
             lines.append(grid_line(columns, row))
             row += 1
-        lines += [*_troubles(table, width), *_fates(table, width)]
+        lines += _fates(table, width)
     return lines
-
-
-def _troubles(table: TableStats, width: int) -> list[Text]:
-    """Tasks without a worker though rows are ready, and tasks that can never progress."""
-    troubles = [(name, task.unattended) for name, task in table.tasks.items() if task.unattended]
-    troubles += [(name, "can never progress; doctor says why") for name, task in table.tasks.items() if task.stranded]
-    lines = [wrap(Text(f"{name}: {text}", style="red"), width, indent=4) for name, text in troubles]
-    return [
-        Text("  ✗ ", style="bold red").append_text(line[4:]) if not at else line
-        for wrapped in lines
-        for at, line in enumerate(wrapped)
-    ]
 
 
 def _terms(name: str, table: TableStats, rates: TableRates | None) -> list[Text]:

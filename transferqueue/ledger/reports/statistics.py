@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from transferqueue.errors import NotFound
+from transferqueue.ledger.reports.pipelines import pipeline
 from transferqueue.ledger.requests.flow_control import why_clock_is_held
 from transferqueue.ledger.requests.weight_channels import WeightChannelState
 from transferqueue.ledger.rows.arrays import IntArray
@@ -354,8 +355,11 @@ def _task_view(table: TableState, task: TaskState, at: IntArray, now: float) -> 
 
 
 def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
-    """For each table, in words: what each task waits for, who holds it, and why producers wait."""
-    return {"tables": {name: _diagnose(table, now) for name, table in tables.items()}}
+    """For each table, in words: what each task waits for, who holds it, and why producers wait; and its pipeline."""
+    return {
+        "tables": {name: _diagnose(table, now) for name, table in tables.items()},
+        "pipelines": {name: pipeline(table) for name, table in tables.items()},
+    }
 
 
 def _diagnose(table: TableState, now: float) -> list[Plain]:

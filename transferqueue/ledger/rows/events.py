@@ -8,6 +8,7 @@ are removed first.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from itertools import islice
 from typing import Final, NamedTuple
 
@@ -56,6 +57,10 @@ class TableHistory:
         while len(self._events) > HISTORY_EVENTS_MAX or self._rows > HISTORY_ROWS_MAX + size:
             self._rows -= self._events.popleft().rows.size
             self.forgotten += 1
+
+    def __reversed__(self) -> Iterator[TableEvent]:
+        """The events that are kept, the newest first."""
+        return reversed(self._events)
 
     @property
     def end(self) -> int:

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 class TaskError(msgspec.Struct, frozen=True, kw_only=True):
-    """One kind of failure of a task's workers: how often it came, and the ages of the first and the last time. worker: who had the last one."""
+    """Leases of a task that failed alike. worker: the label of the last session that reported it. first_s, last_s: ages."""
 
     type: str
     text: str
@@ -27,7 +27,11 @@ class TaskError(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows of one task by where they stand, and its counters."""
+    """Rows of one task by where they stand, and its counters.
+
+    errors: the latest first. retrying, retry_s: rows that wait for their next try, and when the first of them is tried. paused_s: all
+    leases of the task fail, and it is tried again after so long. worker_deaths: rows of leases ended by death or expiry of a worker.
+    """
 
     pending: int
     ready: int

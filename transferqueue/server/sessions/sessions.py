@@ -12,7 +12,7 @@ The rules:
 
 Which sessions work on which task, and which one left last, is kept for reports only (`Workers`); nothing that the queue does depends on it:
 
-- A session works on a task from its first lease of it until it ends. Its leases and waiting requests show whether it is busy.
+- A session works on a task from its first lease of it until it ends, and is a producer of a table from its first put or reservation. Its leases and waiting requests show whether it is busy.
 - For each task the last session that ended is remembered: its label, when, and how it ended. The exit status of a process may
   be known only later than its end, so it is looked up when a report needs it.
 - Open sessions bound the memory that this takes; of ended ones, the latest `GONE_MAX` tasks are remembered.
@@ -244,7 +244,9 @@ GONE_MAX: Final = 256
 """Tasks for which the last worker is remembered. Each may hold a descriptor of its process."""
 
 Key = tuple[str, str]
-"""Table and task."""
+"""Table and task, or `PRODUCERS`."""
+PRODUCERS: Final = ""
+"""Stands in place of a task for the sessions that put rows."""
 
 
 class DepartedWorker:
@@ -303,6 +305,10 @@ class Workers:
             key=lambda asked: asked[1],
             default=None,
         )
+
+    def of(self, table: str, task: str) -> list[int]:
+        """The open sessions that work on the task, in the order in which they first asked."""
+        return list(self._sessions.get((table, task), ()))
 
     def last_gone(self, table: str, task: str) -> DepartedWorker | None:
         """The worker of the task whose session ended last; None if there is none."""

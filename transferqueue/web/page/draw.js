@@ -137,34 +137,35 @@ function rates(moments, name, most_s) {
   return [drawn, most];
 }
 
-// A lane that is red while something stalled.
-function stalledLane(moments, stalls, most_s) {
+// A lane that is red while there was trouble.
+function troubleLane(moments, troubles, most_s) {
   const shown = axis(moments, most_s);
-  const drawn = drawing("lane", "stalled");
+  const drawn = drawing("lane", "trouble");
   const now_s = moments.at(-1)?.at_s ?? 0;
-  for (const one of stalls) {
+  for (const one of troubles) {
     const begins = Math.max(0, WIDE * (1 - (now_s - one.from_s) / shown));
     const ends = WIDE * (1 - (now_s - (one.until_s ?? now_s)) / shown);
-    if (ends > 0) drawn.append(shape("stalled", "path", "d", `M${begins.toFixed(2)},0H${Math.max(ends, begins + 1).toFixed(2)}V100H${begins.toFixed(2)}z`));
+    if (ends > 0) drawn.append(shape("trouble", "path", "d", `M${begins.toFixed(2)},0H${Math.max(ends, begins + 1).toFixed(2)}V100H${begins.toFixed(2)}z`));
   }
   return drawn;
 }
 
-// A lane: at each moment the share of workers that work, from below, and of those that wait, above it.
+// A lane: at each moment the share of workers that work, from below, of those that wait, above it, and of those that are silent.
 function lane(moments, label, value, most_s) {
   const drawn = drawing("lane", label);
-  const paths = { busy: "", idle: "" };
-  const sums = { busy: 0, idle: 0 };
+  const paths = { busy: "", idle: "", silent: "" };
+  const sums = { busy: 0, idle: 0, silent: 0 };
   for (const [x, next, one] of stretches(moments, value, most_s)) {
-    const all = one.busy + one.idle;
-    if (!all) continue;
-    const edge = (100 * one.idle) / all;
-    const wide = `h${(next - x).toFixed(2)}`;
-    if (one.idle) paths.idle += `M${x.toFixed(2)},0${wide}V${edge.toFixed(1)}H${x.toFixed(2)}z`;
-    if (one.busy) paths.busy += `M${x.toFixed(2)},${edge.toFixed(1)}${wide}V100H${x.toFixed(2)}z`;
-    sums.busy += one.busy * (next - x);
-    sums.idle += one.idle * (next - x);
+    const all = one.busy + one.idle + one.silent;
+    let bottom = 100;
+    for (const kind of Object.keys(paths)) {
+      if (!one[kind]) continue;
+      const top = bottom - (100 * one[kind]) / all;
+      paths[kind] += `M${x.toFixed(2)},${bottom.toFixed(1)}h${(next - x).toFixed(2)}V${top.toFixed(1)}H${x.toFixed(2)}z`;
+      sums[kind] += one[kind] * (next - x);
+      bottom = top;
+    }
   }
-  for (const kind of ["busy", "idle"]) drawn.append(shape(kind, "path", "d", paths[kind]));
+  for (const kind of Object.keys(paths)) drawn.append(shape(kind, "path", "d", paths[kind]));
   return [drawn, sums];
 }

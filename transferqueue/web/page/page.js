@@ -2,9 +2,10 @@
 "use strict";
 
 const BAR_PX = 48; // the tallest bar of a histogram
+const WORKERS_SHOWN = 8; // in one stage
 const STATES = ["pending", "held", "ready", "leased", "done", "dropped"];
 let moments = [];
-let stalls = [];
+let troubles = [];
 let newest = null;
 const shown_s = () => Number(document.querySelector("#window input:checked").value);
 
@@ -29,29 +30,77 @@ function channels(found) {
 function doctor(found) {
   const told = [...Object.entries(found.tables), ["", found.elsewhere]];
   const lines = told.flatMap(([table, findings]) =>
-    findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text, one.stalled ? "bad" : "")));
+    findings.map((one) => made("li", table ? `${table}: ${one.text}` : one.text)));
   at("doctor").replaceChildren(...(lines.length ? lines : [made("li", "nobody")]));
 }
 
-// What stalled, the newest first; those that last come before.
-function stalled(found, now_s) {
+// The troubles of the last hour, the newest first; the one that lasts comes before.
+function past(found, now_s) {
   const lines = [...found].reverse().sort((a, b) => (a.until_s === null ? 0 : 1) - (b.until_s === null ? 0 : 1)).map((one) => {
     const from = clock(one.from_s, now_s);
     const when = one.until_s === null ? `since ${from}` : `${from} to ${clock(one.until_s, now_s)} (${span(one.until_s - one.from_s)})`;
-    return made("li", `${when} · ${one.table ? `${one.table}: ` : ""}${one.text}`, one.until_s === null ? "bad" : "");
+    return made("li", `${when} · ${one.text}`, one.until_s === null ? "bad" : "");
   });
-  at("stalls").hidden = !lines.length;
-  at("stalls-list").replaceChildren(...lines);
+  at("troubles").hidden = !lines.length;
+  at("troubles-title").textContent = `Troubles of the last hour: ${count(lines.length)}`;
+  at("troubles-list").replaceChildren(...lines);
 }
 
-function workers(found, more) {
-  const lines = found.map((one) => [
-    one.name, one.holds.join("; ") || "–",
-    one.waits.length ? `${one.waits[0]}${one.waits.length > 1 ? ` (and ${one.waits.length - 1} more)` : ""}` : "–",
-    span(one.waited_s), span(one.silent_s)]);
-  const shown = grid(["worker", "holds", "waits for", "waited", "heard of"], lines, "Workers");
-  const below = more ? [made("p", `and ${count(more)} more that have waited less`, "facts")] : [];
-  at("workers").replaceChildren(...(lines.length ? [shown, ...below] : [made("p", "nobody holds rows or waits", "facts")]));
+// The verdict: large at the top, and short in the title of the tab.
+function verdict(told) {
+  const kind = told.trouble ? "trouble" : told.state;
+  at("verdict").className = kind;
+  at("verdict-text").replaceChildren(made("span", told.mark, "mark"), made("span", told.text));
+  at("verdict-remedy").textContent = visible(told.remedy);
+  at("verdict-also").replaceChildren(...told.also.map((one) => made("li", `also: ${one}`)));
+  at("verdict-chain").replaceChildren(...told.chain.map((one) => made("li", one)));
+  document.title = visible(`${told.mark} ${told.short}`);
+}
+
+function worker(one, failing) {
+  const kind = failing && one.state !== "silent" ? "failing" : one.state;
+  const parts = [];
+  if (one.rows) parts.push(`${count(one.rows)} ${one.rows === 1 ? "row" : "rows"}`);
+  if (one.state === "silent") parts.push(`silent ${span(one.silent_s)}`);
+  else if (one.state === "waits") parts.push(`waits ${span(one.waited_s)}`);
+  else if (one.state === "idle") parts.push("idle");
+  const shown = holding("li", kind, made("b", one.name), ` ${parts.join(" · ")}`);
+  shown.title = visible(one.waits || `heard of ${span(one.silent_s)} ago`);
+  return shown;
+}
+
+function crew(one) {
+  const first = one.workers.slice(0, WORKERS_SHOWN).map((each) => worker(each, one.state === "failing"));
+  const more = one.workers.length - first.length;
+  if (more > 0) first.push(made("li", `and ${count(more)} more`));
+  if (!first.length && one.state === "missing") first.push(made("li", "no worker", "none"));
+  return holding("ul", "crew", ...first);
+}
+
+function stage(one, put_s, done_s) {
+  const parts = one.task
+    ? [`${count(one.ready)} ready`, `${count(one.leased)} leased`, `${count(one.done)} done`]
+    : [`${count(one.done)} rows put`];
+  if (one.task && one.incomplete) parts.unshift(`${count(one.incomplete)} incomplete`);
+  if (one.retrying) parts.push(`${count(one.retrying)} to retry`);
+  if (one.dropped) parts.push(`${count(one.dropped)} dropped`);
+  const per_s = one.task ? done_s : put_s;
+  if (per_s) parts.push(`${rate(per_s)}/s`);
+  const shown = holding("li", `stage ${one.state}`, made("h3", one.task || "producers"), crew(one), made("p", parts.join(" · "), "facts"));
+  const latest = one.errors[0];
+  if (latest) shown.append(made("p", `${latest.type} ${latest.text} · ${count(latest.count)} times`, "bad"));
+  return shown;
+}
+
+// The stages of each table in the order in which rows pass them, each with its workers.
+function stages(found, frame) {
+  const rows = Object.entries(found).map(([table, order]) => {
+    const moving = frame.rates[table];
+    const cards = order.filter((one) => one.task || one.workers.length || one.done)
+      .map((one) => stage(one, moving?.put_s, moving?.tasks[one.task]?.done_s));
+    return holding("section", "line", made("h2", table), holding("ol", "stages", ...cards));
+  });
+  at("stages").replaceChildren(...rows);
 }
 
 function pipeline(tables) {
@@ -61,10 +110,10 @@ function pipeline(tables) {
   ]);
   const lines = lanes.map(([label, value]) => {
     const [drawn, sums] = lane(moments, label, value, shown_s());
-    const idle = made("span", `idle ${share(sums.idle, sums.busy + sums.idle)}`, "share");
+    const idle = made("span", `idle ${share(sums.idle, sums.busy + sums.idle + sums.silent)}`, "share");
     return holding("div", "strip", made("span", label), drawn, idle);
   });
-  const red = stalls.length ? [holding("div", "strip", made("span", "stalled"), stalledLane(moments, stalls, shown_s()), made("span"))] : [];
+  const red = troubles.length ? [holding("div", "strip", made("span", "trouble"), troubleLane(moments, troubles, shown_s()), made("span"))] : [];
   const below = holding("div", "strip", made("span"), marks(moments, shown_s()), made("span"));
   at("pipeline-title").textContent = `Pipeline, the last ${span(axis(moments, shown_s()))}`;
   at("pipeline").replaceChildren(...(lines.length ? [...red, ...lines, below] : [made("p", "there is no table yet", "facts")]));
@@ -189,21 +238,30 @@ async function askRow(event) {
 // ------------------------------------------------------------------ events
 
 function show(told) {
-  stalls = told.stalls;
+  troubles = told.troubles;
   head(told.frame);
-  stalled(stalls, told.moment.at_s);
+  verdict(told.report.verdict);
+  stages(told.report.stages, told.frame);
+  past(troubles, told.moment.at_s);
   channels(told.frame.stats.channels);
-  doctor(told.doctor);
+  doctor(told.report.symptoms);
   pipeline(told.frame.stats.tables);
   tables(told.frame);
   figures(told.figures);
-  workers(told.workers, told.workers_more);
-  say(told.stalled.length ? `stalled: ${told.stalled.join(", ")}` : "live", told.stalled.length > 0);
+  say("live", false);
 }
 
-function say(text, bad) {
+// What the connection does; old: what is shown is not of this moment.
+function say(text, old) {
   at("state").textContent = visible(text);
-  at("state").className = bad ? "bad" : "";
+  document.body.classList.toggle("old", old);
+}
+
+// The server is gone: the page keeps what it showed last.
+function gone(told) {
+  verdict(told.verdict);
+  say(`the server is gone; last seen ${clock(0, told.ago_s)}`, true);
+  events.close();
 }
 
 at("row-form").addEventListener("submit", askRow);
@@ -217,5 +275,5 @@ events.addEventListener("frame", (event) => {
   show(newest);
 });
 events.addEventListener("late", (event) => say(JSON.parse(event.data).text, true));
-events.addEventListener("gone", (event) => { say(JSON.parse(event.data).text, true); events.close(); });
+events.addEventListener("gone", (event) => gone(JSON.parse(event.data)));
 events.onerror = () => say("the page's server does not answer; trying again", true);

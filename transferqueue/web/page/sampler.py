@@ -1,4 +1,4 @@
-"""Samples a queue for its page, and remembers the last hour, so that whoever opens the page late sees the stall that was.
+"""Samples a queue for its page, and remembers the last hour, so that a page that is opened late shows the trouble that was.
 
 The server is asked once a second while somebody looks, and every five seconds while nobody does. All viewers get the same frame. A
 slow viewer gets the newest frame when it reads, never a queue of old ones.
@@ -7,6 +7,7 @@ slow viewer gets the newest frame when it reads, never a queue of old ones.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Any, Final
@@ -16,28 +17,28 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import FlowSignal, TransferQueueError
 from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.diagnosis import DoctorAnswer, diagnose
+from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.frame import frame
-from transferqueue.observe.workers import workers
+from transferqueue.observe.verdict import QueueVerdict, ended, report
 from transferqueue.web.page.figures import FigureReader
-from transferqueue.web.page.stalls import Stalls
 from transferqueue.web.page.timeline import KEPT_S, Timeline
+from transferqueue.web.page.troubles import Troubles
 
 WATCHED_S: Final = 1.0
 UNWATCHED_S: Final = 5.0
-"""Between two samples. Patience of the doctor is ten seconds: no stall that it tells of falls between two samples."""
-WORKERS_MAX: Final = 64
-"""Workers that a frame lists: those that have waited longest."""
+"""Between two samples. A verdict is patient for ten seconds: no trouble that it names falls between two samples."""
 
 
 class Sampler:
-    """Keeps the newest frame of a queue, as an event for browsers, and its past. `viewers`: how many streams are open."""
+    """Keeps the newest frame of a queue, as an event for browsers, and its past; also once the server is gone. `viewers`: how many streams are open."""
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self.viewers = 0
         self._queue = queue
         self._before: Stats | None = None
-        self._timeline, self._stalls = Timeline(), Stalls()
+        self._timeline, self._troubles = Timeline(), Troubles()
+        self._verdict: QueueVerdict | None = None
+        self._last_frame, self._last_at = b"", time.monotonic()
         self._figures = FigureReader(queue)
         self._event = b""
         self._number = 0
@@ -54,15 +55,17 @@ class Sampler:
     async def watch(self) -> AsyncIterator[bytes]:
         """Events: first the past, then the newest frame each time, until the viewer leaves or the server is gone."""
         self.viewers += 1
-        seen = self._number
+        seen = -1 if self._gone else self._number
         self._somebody_came.set()
         try:
             yield _event("past", self._timeline.moments)
+            if self._gone:
+                yield self._last_frame
             while True:
                 async with self._changed:
                     while self._number == seen:
                         await self._changed.wait()
-                    seen = self._number
+                    seen = -1 if self._gone else self._number
                 yield self._event
                 if self._gone:
                     return
@@ -73,10 +76,11 @@ class Sampler:
         while True:
             try:
                 event, self._gone = await self._frame(), False
+                self._last_frame, self._last_at = event, time.monotonic()
             except FlowSignal as late:  # the server is busy: report it, and ask again
                 event = _event("late", {"text": str(late)})
             except TransferQueueError as error:
-                event, self._gone = _event("gone", {"text": str(error)}), True
+                event, self._gone = self._farewell(str(error)), True
             await self._tell(event)
             await self._pause()
 
@@ -93,23 +97,24 @@ class Sampler:
     async def _frame(self) -> bytes:
         stats = parse("stats", await self._queue.stats(), Stats)
         answer = parse("doctor", await self._queue.doctor(), DoctorAnswer)
-        diagnosis, working = diagnose(answer), workers(answer)
-        shown = frame(stats.server.address, self._before, stats)
-        self._before = stats
-        moment = self._timeline.add(shown, longest_s=2 * self._period_s)
-        self._stalls.see(stats.now_s, diagnosis)
-        self._stalls.forget(stats.now_s - KEPT_S)
+        found = report(stats, answer)
+        current = frame(stats.server.address, self._before, stats)
+        self._before, self._verdict = stats, found.verdict
+        moment = self._timeline.add(current, found.stages, longest_s=2 * self._period_s)
+        self._troubles.see(stats.now_s, found.verdict)
+        self._troubles.forget(stats.now_s - KEPT_S)
         told = {
-            "frame": shown,
+            "frame": current,
             "moment": moment,
-            "doctor": diagnosis,
-            "stalled": diagnosis.stalled,
-            "stalls": self._stalls.all,
-            "workers": working[:WORKERS_MAX],
-            "workers_more": len(working[WORKERS_MAX:]),
+            "report": found,
+            "troubles": self._troubles.all,
             "figures": await self._figures.tables(stats),
         }
         return _event("frame", told)
+
+    def _farewell(self, why: str) -> bytes:
+        """The event that the server is gone. ago_s: since the last frame."""
+        return _event("gone", {"verdict": ended(self._verdict, why), "ago_s": time.monotonic() - self._last_at})
 
     async def _tell(self, event: bytes) -> None:
         async with self._changed:

@@ -1,8 +1,8 @@
 """The last hour of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
 
-Rules: a worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while
-it waits to reserve, to put or for memory; producers count as working if rows arrived since the previous moment. Workers are
-distinguished by the names that the server shows: those that share a label count as one.
+A worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while it waits to
+reserve, to put or for memory; producers count as working if rows arrived since the previous moment. A silent worker is neither, whatever it
+holds.
 
 The last five minutes are kept as they were sampled. Older moments are joined: one for every ten seconds or so, with mean rates and mean
 counts. Time that no sample covers is not made up: moments on both sides of such a gap are not joined.
@@ -10,15 +10,15 @@ counts. Time that no sample covers is not made up: moments on both sides of such
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import Final, TypeVar
 
 import msgspec
 
-from transferqueue.observe.answers.stats import TableStats, TaskStats, Waiting
-from transferqueue.observe.frame import StatsFrame
+from transferqueue.observe.frame import StatsFrame, TableRates
+from transferqueue.observe.stages import TableStage
 
 RECENT_S: Final = 300.0
 """For how long moments are kept as they were sampled."""
@@ -30,16 +30,16 @@ MOMENTS_MAX: Final = 1024
 """Bound on recent moments, and on older ones, whatever the clock says."""
 TABLES_MAX: Final = 64
 """Tables of a moment. Those beyond are shown only as they are now."""
-_PRODUCING: Final = frozenset({"Reserve", "Put", "Grant"})
 _TOUCHING_S: Final = 0.001
 _Part = TypeVar("_Part")
 
 
 class Lane(msgspec.Struct, frozen=True):
-    """Counts of workers of one task, or of producers: busy and idle. Means, in joined moments."""
+    """Counts of workers of one task, or of producers: busy, idle and silent. Means, in joined moments."""
 
     busy: float
     idle: float
+    silent: float = 0.0
 
 
 class TableMoment(msgspec.Struct, frozen=True):
@@ -75,9 +75,15 @@ class Timeline:
         """All that are kept, the oldest first."""
         return [*self._older, *self._recent]
 
-    def add(self, frame: StatsFrame, longest_s: float) -> Moment:
-        """Add the moment of a frame, and return it. longest_s: it stands for no more than this, however long ago the last was."""
-        tables = {name: _table(name, table, frame) for name, table in islice(frame.stats.tables.items(), TABLES_MAX)}
+    def add(self, frame: StatsFrame, stages: Mapping[str, Sequence[TableStage]], longest_s: float) -> Moment:
+        """Add the moment of a frame, and return it.
+
+        Args:
+            frame: What the tables did since the frame before.
+            stages: By table, with the workers of now.
+            longest_s: The moment stands for no more than this, however long ago the last was.
+        """
+        tables = {name: _table(of, frame.rates.get(name)) for name, of in islice(stages.items(), TABLES_MAX)}
         now = frame.stats.now_s
         moment = Moment(now, min(frame.interval_s or 0.0, longest_s), tables)
         if self._recent and now <= self._recent[-1].at_s:  # another server, whose clock began anew
@@ -127,7 +133,11 @@ def _mean_table(parts: Sequence[tuple[float, TableMoment]]) -> TableMoment:
 
 
 def _mean_lane(parts: Sequence[tuple[float, Lane]]) -> Lane:
-    return Lane(_mean(parts, lambda lane: lane.busy), _mean(parts, lambda lane: lane.idle))
+    return Lane(
+        _mean(parts, lambda lane: lane.busy),
+        _mean(parts, lambda lane: lane.idle),
+        _mean(parts, lambda lane: lane.silent),
+    )
 
 
 def _mean(parts: Sequence[tuple[float, _Part]], value: Callable[[_Part], float]) -> float:
@@ -136,22 +146,13 @@ def _mean(parts: Sequence[tuple[float, _Part]], value: Callable[[_Part], float])
     return sum(lasts_s * value(part) for lasts_s, part in parts) / seconds if seconds else value(parts[-1][1])
 
 
-def _table(name: str, table: TableStats, frame: StatsFrame) -> TableMoment:
-    rates = frame.rates.get(name)
+def _table(stages: Sequence[TableStage], rates: TableRates | None) -> TableMoment:
     put_s, done_s = (rates.put_s, rates.done_s) if rates else (0.0, 0.0)
-    waiting = [request for request in frame.stats.waiting if request.table == name]
-    producers = Lane(int(put_s > 0), len(_names(request for request in waiting if request.request in _PRODUCING)))
-    return TableMoment(
-        put_s, done_s, producers, {task: _lane(task, shown, waiting) for task, shown in table.tasks.items()}
-    )
+    lanes = {stage.task: _lane(stage) for stage in stages}
+    producers = lanes.pop("", Lane(0, 0))
+    return TableMoment(put_s, done_s, msgspec.structs.replace(producers, busy=int(put_s > 0)), lanes)
 
 
-def _lane(task: str, shown: TaskStats, waiting: Iterable[Waiting]) -> Lane:
-    holders = set(shown.holders)
-    idle = _names(request for request in waiting if request.request == "Lease" and request.task == task)
-    return Lane(len(holders), len(idle - holders))
-
-
-def _names(waiting: Iterable[Waiting]) -> set[str]:
-    """The names of waiting sessions, in the form of `holders`."""
-    return {request.label or f"session {request.session}" for request in waiting}
+def _lane(stage: TableStage) -> Lane:
+    states = Counter(worker.state for worker in stage.workers)
+    return Lane(states["works"], states["waits"], states["silent"])

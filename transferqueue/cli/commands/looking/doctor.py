@@ -1,14 +1,15 @@
-"""`transferqueue doctor`: check whether this machine can run a queue, or explain why a running queue does not progress."""
+"""`transferqueue doctor`: what is wrong with a running queue, and, with --machine, whether this machine can run one."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from transferqueue.cli.commands.looking.look import look
 from transferqueue.cli.completion import complete_table
 from transferqueue.cli.connection import address_of
 from transferqueue.cli.exit_codes import MEND
@@ -20,19 +21,18 @@ from transferqueue.cli.options import (
     runtime_option,
     size_in_bytes,
 )
-from transferqueue.cli.screens.terminal import say
 
 if TYPE_CHECKING:
     from rich.text import Text
 
     from transferqueue.observe.coordinators import UnreachableCoordinator
-    from transferqueue.observe.diagnosis import Diagnosis
+    from transferqueue.observe.verdict import QueueReport
 
 EXAMPLES = (
-    ("transferqueue doctor", "check this machine, and explain what the queue of this user waits for, if one runs"),
-    ("transferqueue doctor --arena-bytes 64GiB", "check it for an arena of 64 GiB"),
-    ("transferqueue doctor ipc:///tmp/tq/control.sock", "explain what a running queue waits for"),
-    ("transferqueue doctor tcp://trainer:7777 --table rollouts", "the same, of one table"),
+    ("transferqueue doctor", "what is wrong with the queue of this user, in one sentence, and who waits for what"),
+    ("transferqueue doctor tcp://trainer:7777 --table rollouts", "of one table of another queue"),
+    ("transferqueue doctor --machine", "is this machine fit for a queue?"),
+    ("transferqueue doctor --machine --arena-bytes 64GiB", "and for an arena of 64 GiB?"),
 )
 
 
@@ -42,51 +42,66 @@ def doctor(
     table: Annotated[
         str, typer.Option("--table", "-t", autocompletion=complete_table, help="Explain this table only.")
     ] = "",
-    arena_bytes: Annotated[
-        str | None,
-        arena_bytes_option(
-            "Check that an arena of this size has room. Default: 8GiB.",
-        ),
-    ] = None,
-    runtime: Annotated[Path | None, runtime_option("Check this runtime directory.")] = None,
     patience: Annotated[
         float,
-        typer.Option("--patience", min=0.0, metavar="SECONDS", help="Report as stalled what has waited this long."),
+        typer.Option(
+            "--patience",
+            min=0.0,
+            metavar="SECONDS",
+            help="QueueReport waits, silences and absences that last this long.",
+        ),
     ] = 10.0,
+    machine: Annotated[bool, typer.Option("--machine", help="Check this machine instead of a queue.")] = False,
+    arena_bytes: Annotated[
+        str | None,
+        arena_bytes_option("With --machine: check that an arena of this size has room. Default: 8GiB."),
+    ] = None,
+    runtime: Annotated[Path | None, runtime_option("With --machine: check this runtime directory.")] = None,
     json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
 ) -> None:
-    """Check this machine, and explain what this user's queue waits for if one runs; or, with an address, explain the queue there.
+    """Say what is wrong with a running queue, in one sentence; then its stages with their workers, and who waits for what.
 
-    Of the machine: shared memory and memory, kernel features (each really tried), the runtime directory,
-    limits and versions; each ok, to improve or to mend, with what to do (alone, with --json and no address). Of a queue: who waits, for what, what is
-    missing and who holds it, in sentences. Ends with code 1 if something must be mended or a table is stalled:
-    somebody has waited there for --patience seconds, a session that holds its rows was silent for as long, the last worker of a task
-    with ready rows died that long ago, or a task can never progress; or if one of several coordinators is out of reach.
+    The sentence is found by following each wait to the task that waits for no other: a task without a worker, one whose leases all
+    fail, workers that are silent with rows, a column that no task gives, a table that is full, rows that are all stale. Ends with
+    code 1 if that is a trouble, which ends only if someone acts, and lasts for --patience seconds; or if one of several
+    coordinators is out of reach.
+
+    With --machine: shared memory and memory, kernel features (each really tried), the runtime directory, limits and versions of this
+    machine; each ok, to improve or to mend, with what to do. Ends with code 1 if something must be mended.
     """
-    if where or address or table:
-        _deployment(address_of(where or address), table, patience, json=json)
-        return
-    fit = _machine(arena_bytes, runtime, json=json)
-    if not (json or arena_bytes or runtime) and (running := _running_server()):
-        say("")
-        _deployment(running, "", patience, json=False)
-    if not fit:
-        raise typer.Exit(MEND)
+    _check_options(where or address or table, machine=machine, of_machine=bool(arena_bytes or runtime))
+    if machine:
+        _machine(arena_bytes, runtime, json=json)
+    else:
+        with _or_the_machine(named=bool(where or address)):
+            _deployment(address_of(where or address), table, patience, json=json)
 
 
-def _running_server() -> str | None:
-    """The address of the server that the environment names, or of this user's server if its socket is there."""
-    from transferqueue.client.session.addresses import named_server
-    from transferqueue.transport import IpcAddress, default_address, parse_address
+@contextmanager
+def _or_the_machine(*, named: bool) -> Iterator[None]:
+    """Where no server was named and none runs, name the check of the machine."""
+    from transferqueue.errors import Unreachable
 
-    if named_server():
-        return address_of(None)
-    own = parse_address(default_address())
-    return str(own) if isinstance(own, IpcAddress) and os.path.lexists(own.path) else None
+    try:
+        yield
+    except Unreachable as error:
+        if named:
+            raise
+        raise Unreachable(f"{error}; to check this machine: transferqueue doctor --machine") from error
 
 
-def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> bool:
-    """Print what was found; return whether nothing must be mended."""
+def _check_options(queue: str | None, *, machine: bool, of_machine: bool) -> None:
+    """`UsageError` for options that do not go together."""
+    from transferqueue.errors import UsageError
+
+    if machine and queue:
+        raise UsageError(f"--machine checks this machine, and {queue!r} names a queue; ask about one of them")
+    if of_machine and not machine:
+        raise UsageError("--arena-bytes and --runtime are of the machine; add --machine")
+
+
+def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> None:
+    """Print what was found."""
     from transferqueue.cli.screens.machine import machine_lines
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.observe.machine.check import check_machine
@@ -99,40 +114,44 @@ def _machine(arena_bytes: str | None, runtime: Path | None, *, json: bool) -> bo
     else:
         terminal = console()
         show(machine_lines(sections, terminal.width), terminal)
-    return worst([check for section in sections for check in section.checks]) != "fail"
+    if worst([check for section in sections for check in section.checks]) == "fail":
+        raise typer.Exit(MEND)
 
 
 def _deployment(address: str, table: str, patience_s: float, *, json: bool) -> None:
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console, show, show_json
-    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
-    from transferqueue.observe.diagnosis import diagnose
+    from transferqueue.observe.coordinators import Look, UnreachableCoordinator
+    from transferqueue.observe.verdict import report
 
     with connected(address, label="doctor") as queue:
-        diagnoses = by_coordinator(
-            queue.address, queue.doctor(table or None), lambda answer: diagnose(answer, patience_s=patience_s)
-        )
+        found = look(queue, table)
+    reports = {
+        place: report(one.stats, one.doctor, patience_s=patience_s) if isinstance(one, Look) else one
+        for place, one in found.items()
+    }
     if json:
-        show_json(diagnoses if len(diagnoses) > 1 else next(iter(diagnoses.values())))
+        show_json(reports if len(reports) > 1 else next(iter(reports.values())))
     else:
         terminal = console()
-        show(_lines(diagnoses, terminal.width), terminal)
-    if any(isinstance(diagnosis, UnreachableCoordinator) or diagnosis.stalled for diagnosis in diagnoses.values()):
+        show(_lines(reports, terminal.width), terminal)
+    if any(isinstance(one, UnreachableCoordinator) or one.verdict.trouble for one in reports.values()):
         raise typer.Exit(MEND)
 
 
-def _lines(diagnoses: Mapping[str, Diagnosis | UnreachableCoordinator], width: int) -> list[Text]:
-    """The findings of each coordinator, under its address if there are several."""
+def _lines(reports: Mapping[str, QueueReport | UnreachableCoordinator], width: int) -> list[Text]:
+    """The report of each coordinator, under its address if there are several."""
     from rich.text import Text
 
-    from transferqueue.cli.screens.stall import stall_lines
+    from transferqueue.cli.screens.doctor import doctor_lines
     from transferqueue.cli.screens.unreachable import unreachable_lines
     from transferqueue.observe.coordinators import UnreachableCoordinator
 
     lines: list[Text] = []
-    for address, diagnosis in diagnoses.items():
-        if isinstance(diagnosis, UnreachableCoordinator):
-            lines += [*unreachable_lines(diagnosis, width), Text()]
+    for address, report in reports.items():
+        head = [Text(address, style="bold cyan")] if len(reports) > 1 else []
+        if isinstance(report, UnreachableCoordinator):
+            lines += [*unreachable_lines(report, width), Text()]
         else:
-            lines += [Text(address, style="bold cyan"), *stall_lines(diagnosis, width), Text()]
-    return lines[:-1] if len(diagnoses) > 1 else lines[1:-1]
+            lines += [*head, *doctor_lines(report, width), Text()]
+    return lines[:-1]

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from transferqueue.cli.commands.looking.look import look
 from transferqueue.cli.connection import address_of
 from transferqueue.cli.options import AddressArgument, AddressOption, json_option
 
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from transferqueue.client import Queue
-    from transferqueue.observe.answers.stats import Stats
     from transferqueue.observe.coordinators import UnreachableCoordinator
     from transferqueue.observe.frame import StatsFrame
 
@@ -42,11 +42,11 @@ def top(
         float, typer.Option("--interval", "-i", min=0.05, max=3600.0, metavar="SECONDS", help="Time between frames.")
     ] = 0.5,
 ) -> None:
-    """Show tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
+    """Show what is wrong, in one sentence, then tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
 
     Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
     Where the output is no terminal, the frames are printed one after the other.
-    The server is asked once a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
+    The server is asked twice a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
     commas) are shown one beneath the other; with --json each is a document.
     """
     from transferqueue.cli.connection import connected
@@ -59,22 +59,15 @@ def top(
             _show_live(queue, interval)
 
 
-def _look(queue: Queue) -> dict[str, Stats | UnreachableCoordinator]:
-    from transferqueue.observe.answers.stats import Stats, parse
-    from transferqueue.observe.coordinators import by_coordinator
-
-    return by_coordinator(queue.address, queue.stats(), lambda answer: parse("stats", answer, Stats))
-
-
 def _print_frames(queue: Queue, interval: float, *, once: bool, json: bool) -> None:
     """Print frames with rates, one after the other; only one if `once`."""
     from transferqueue.cli.screens.terminal import console, show, show_json
     from transferqueue.observe.frame import frames
 
-    terminal, before = console(), _look(queue)
+    terminal, before = console(), look(queue)
     while True:
         time.sleep(interval)
-        after = _look(queue)
+        after = look(queue)
         shown, before = frames(before, after), after
         if json:
             for frame in shown:
@@ -96,7 +89,7 @@ def _show_live(queue: Queue, interval: float) -> None:
     terminal, before = console(), None
     with _single_keys(), Live(console=terminal, screen=True, auto_refresh=False) as live:
         while True:
-            after = _look(queue)
+            after = look(queue)
             lines = _lines(frames(before or {}, after), terminal.width)
             live.update(Text("\n").join(lines), refresh=True)
             before = after
