@@ -7,7 +7,7 @@ from typing import Any
 from tests.observe.snapshots import stats, table, task
 from transferqueue.observe.answers.sessions import HeldLease, SessionStats
 from transferqueue.observe.answers.stats import Stats, TableStats, TaskStats, Waiting
-from transferqueue.observe.diagnosis import DoctorAnswer, PipelineStage, TaskDiagnosis
+from transferqueue.observe.diagnosis import DoctorAnswer, PipelineStage, TablePipeline, TaskDiagnosis
 
 TABLE = "rollouts"
 ROWS = 4

@@ -9,7 +9,9 @@ import pytest
 from tests.ledger.driver import Driver, World
 from transferqueue.errors import NotFound
 from transferqueue.observe.answers.row import RowLife
-from transferqueue.observe.answers.stats import ChannelStats, TableStats, TaskStats, parse
+from transferqueue.observe.answers.stats import ChannelStats, TableStats, TaskError, TaskStats, parse
+from transferqueue.observe.diagnosis import PipelineStage, TablePipeline
+from transferqueue.observe.verdict import QueueVerdict
 from transferqueue.policies import Complete, Manual, Pacing, Requeue, Retry, Task
 from transferqueue.wire import messages as m
 
@@ -155,11 +157,15 @@ def test_a_wait_is_explained_by_groups_holders_and_silence(world: World, maker: 
 
 def test_doctor_has_a_line_for_each_task_and_for_its_table(world: World, maker: Driver) -> None:
     answer = world.ledger.observe(m.Observe("doctor"), world.now)
-    assert set(answer) == {"now_s", "tables", "channels"}
+    assert set(answer) == {"now_s", "tables", "pipelines", "channels"}
+    assert [one["task"] for one in answer["pipelines"]["t"]["stages"]] == ["", "reward", "train"]
+    assert answer["pipelines"]["t"]["stages"][2]["lacks"] == {"r": 4}
     assert [one["task"] for one in answer["tables"]["t"]] == ["reward", "train"]
 
 
-@pytest.mark.parametrize("struct", [TableStats, TaskStats, ChannelStats, RowLife])
+@pytest.mark.parametrize(
+    "struct", [TableStats, TaskStats, TaskError, ChannelStats, RowLife, PipelineStage, TablePipeline, QueueVerdict]
+)
 def test_every_key_is_documented(struct: type) -> None:
     words = set(re.findall(r"[a-z_0-9]+", DOCS.read_text()))
     assert set(struct.__annotations__) <= words

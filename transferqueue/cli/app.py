@@ -28,7 +28,7 @@ _HELP_NAMES: Final = {"help_option_names": ["--help", "-h"]}
 Example = tuple[str, str]
 """A command line to copy, and its purpose."""
 EXAMPLES: Final[tuple[Example, ...]] = (
-    ("transferqueue doctor", "is this machine fit for a queue?"),
+    ("transferqueue doctor", "what is wrong with a running queue; with --machine: is this machine fit for one?"),
     ("transferqueue serve", "start a server for this user"),
     ("transferqueue top", "watch what it does"),
     ("transferqueue docs", "read about it"),
