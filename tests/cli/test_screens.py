@@ -143,6 +143,7 @@ LIFE = RowLife(
         RowEvent(ago_s=3.0, what="leased", task="reward", session=6, detail=""),
     ],
     events_complete=True,
+    labels={"5": "rollout-5"},
 )
 
 SECTIONS = [
@@ -188,7 +189,7 @@ SCREENS: dict[str, Callable[[int], list[Text]]] = {
     "top": top_screen,
     "tables": lambda width: tables_lines(busy(10.0, 1).tables, width),
     "terms": lambda width: terms_lines(TERMS, width),
-    "row": lambda width: row_lines(LIFE, {5: "rollout-5"}, width),
+    "row": lambda width: row_lines(LIFE, width),
     "machine": lambda width: machine_lines(SECTIONS, width),
     "doctor": lambda width: doctor_lines(REPORT, width),
 }
@@ -262,14 +263,14 @@ def test_a_row_that_ended_is_shown_without_empty_parts() -> None:
         fields={},
         tasks={},
     )
-    lines = plain(row_lines(over, {}, 80)).split("\n")
+    lines = plain(row_lines(over, 80)).split("\n")
     empty = [number for number, line in enumerate(lines) if not line.strip()]
     assert len(empty) == 1
     assert lines[empty[0] + 1].split()[:2] == ["when", "what"] or "forgotten" in lines[empty[0] + 1]
 
 
 def test_a_rows_whole_life() -> None:
-    text = plain(row_lines(LIFE, {5: "rollout-5"}, 80))
+    text = plain(row_lines(LIFE, 80))
     assert "row 4711 of rollouts · live · put 8.2 s ago by rollout-5" in text
     assert "key gsm8k/17 · group 12, member 3 of 8 · policy version 11 to 12" in text
     assert "leased          2  by rollout-5, 13 s left" in text

@@ -60,7 +60,7 @@ def test_silent_workers_are_told_together_with_their_rows() -> None:
     said = answer(stages, sessions={str(one.session): one for one in held}, waiting=[wait(3, "trainer", "train")])
     found = verdict(known, said)
     assert (found.state, found.text) == ("silent", "rollout-1 and rollout-2 silent for 12 s with 4 rows")
-    assert found.chain == ["rollout-1 is process 4001 on node-1", "rollout-2 is process 4002 on node-1"]
+    assert found.chain == ["rollout-1 is process 4001", "rollout-2 is process 4002"]
     assert found.also == []
     assert verdict(known, said, patience_s=60.0).state != "silent"
     heard = {str(one.session): msgspec.structs.replace(one, silent_s=2.0) for one in held}

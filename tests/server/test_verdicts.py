@@ -8,6 +8,7 @@ import pytest
 
 from tests.server.nodes import Bench, local, numbers, rows_of
 from transferqueue.limits import Limits
+from transferqueue.observe.answers.row import RowLife
 from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.diagnosis import DoctorAnswer
 from transferqueue.observe.stages import all_stages
@@ -195,3 +196,15 @@ def test_a_job_that_finished(bench, boss):
     assert (found.state, found.text) == ("finished", "finished: 2 done, 0 dropped")
     boss.ask(m.DropTable("t"))
     assert verdict_of(boss).text == "no tables yet"
+
+
+def test_the_life_of_a_row_names_sessions_that_are_gone_too(bench, boss):
+    boss.create_table(tasks=TASKS)
+    boss.ask(boss.put(2))
+    rollout = bench.client(label="rollout-0", **local())
+    finish(rollout, "rollout")
+    rollout.ask(m.Goodbye())
+    answer = msgspec.msgpack.decode(boss.ask(m.Observe("row", "t", 0)).value)
+    life = parse("row", answer, RowLife)
+    assert [life.name_of(event.session) for event in life.events[:3]] == ["boss", "rollout-0", "rollout-0"]
+    assert life.name_of(None) == ""

@@ -97,7 +97,7 @@ def silent_holders(answer: DoctorAnswer, patience_s: float) -> list[Cause]:
         Worker(name=one.name, state="silent", rows=one.rows_leased + one.reserved, silent_s=one.silent_s)
         for one in silent
     ]
-    chain = tuple(f"{one.name} is process {one.pid} on {one.host}" for one in silent[:NAMES_SHOWN])
+    chain = tuple(f"{one.name} is process {one.pid}" for one in silent[:NAMES_SHOWN])
     return [_silent(workers, f" with {rows(sum(one.rows for one in workers))}", chain=chain)]
 
 

@@ -76,6 +76,8 @@ def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
         _add_workers(sources, report["pipelines"], now)
         sessions = _sessions(sources, sources.ledger.observe(m.Observe("sessions"), now), now)
         return report | {"waiting": _all_waiting(sources, request.table, now), "sessions": sessions}
+    if request.what == "row":
+        return report | {"labels": _labels(sources, report)}
     return _sessions(sources, report, now) if request.what == "sessions" else report
 
 
@@ -92,9 +94,7 @@ def absence(sources: ReportSources, table: str, task: str, now: float) -> Absenc
     asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
     if asked is not None:
         number, at = asked
-        session = sources.sessions.get(number)
-        label = session.label if session else f"session {number}"
-        text = f"nobody works on it: {label} is connected, and last asked for rows {now - at:.0f} s ago"
+        text = f"nobody works on it: {sources.sessions.label_of(number)} is connected, and last asked for rows {now - at:.0f} s ago"
         return Absence(text, now - at) if now - at >= IDLE_S else None
     if gone is not None:
         left_s = now - gone.at
@@ -125,6 +125,13 @@ def _largest_holders(sources: ReportSources, now: float) -> str:
         for session in ranked[:6]
         if session["grants"] or session["pins"]
     )
+
+
+def _labels(sources: ReportSources, life: Plain) -> dict[str, str]:
+    """The names of the sessions in the life of a row, by their numbers as text."""
+    numbers = {life["put_by"], *(event["session"] for event in life["events"])}
+    numbers |= {task["session"] for task in life["tasks"].values()}
+    return {str(number): sources.sessions.label_of(number) for number in numbers if number}
 
 
 def _add_workers(sources: ReportSources, pipelines: Plain, now: float) -> None:

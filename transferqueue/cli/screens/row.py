@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
 
 from rich.text import Text
@@ -22,25 +21,25 @@ _STYLES: Final = {
 _UNSET: Final = -1
 
 
-def row_lines(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
-    """Lines of the whole screen; a row that ended has neither fields nor tasks any more. labels: labels of the open sessions."""
+def row_lines(life: RowLife, width: int) -> list[Text]:
+    """Lines of the whole screen; a row that ended has neither fields nor tasks any more."""
     parts = [
-        _head(life, labels, width),
+        _head(life, width),
         _fields(life, width) if life.fields else [],
-        _tasks(life, labels, width) if life.tasks else [],
-        _events(life, labels, width),
+        _tasks(life, width) if life.tasks else [],
+        _events(life, width),
     ]
     return [line for part in parts if part for line in (*part, Text())][:-1]
 
 
-def _head(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+def _head(life: RowLife, width: int) -> list[Text]:
     fate = Text(life.state, style=_STYLES.get(life.state, "green"))
     pieces = [
         Text(f"row {life.row} of {life.table}", style="bold"),
         fate.append(f" ({life.reason})" if life.reason else ""),
     ]
     if life.age_s is not None:
-        by = f" by {_who(life.put_by, labels)}" if life.put_by else ""
+        by = f" by {life.name_of(life.put_by)}" if life.put_by else ""
         pieces.append(Text(f"put {units.span(life.age_s)} ago{by}"))
     facts = _facts(life)
     return [*flow(pieces, width, indent=2), *(flow([Text("  "), *facts], width, indent=2) if facts else [])]
@@ -86,7 +85,7 @@ def _value(field: RowField) -> Text:
     return Text(f"block {field.block}{size}, slot {field.slot}", style="dim")
 
 
-def _tasks(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+def _tasks(life: RowLife, width: int) -> list[Text]:
     names, tasks = list(life.tasks), list(life.tasks.values())
     columns = [
         GridColumn(heading="task", cells=[Text(name) for name in names], left=True),
@@ -94,7 +93,7 @@ def _tasks(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
             heading="state", cells=[Text(task.state, style=_STYLES.get(task.state, "")) for task in tasks], left=True
         ),
         GridColumn(heading="attempts", cells=[_attempts(task) for task in tasks]),
-        GridColumn(heading="", cells=[Text(_standing(task, labels)) for task in tasks], left=True),
+        GridColumn(heading="", cells=[Text(_standing(life, task)) for task in tasks], left=True),
     ]
     return _grid(columns, len(names), width)
 
@@ -103,16 +102,16 @@ def _attempts(task: RowTask) -> Text:
     return Text(str(task.attempts), style="red" if task.attempts else "bright_black")
 
 
-def _standing(task: RowTask, labels: Mapping[int, str]) -> str:
+def _standing(life: RowLife, task: RowTask) -> str:
     if task.lease is not None:
         left = f", {units.span(task.left_s)} left" if task.left_s is not None else ""
-        return f"by {_who(task.session, labels)}{left}"
+        return f"by {life.name_of(task.session)}{left}"
     if task.state == "pending" and task.lacks:
         return f"lacks {', '.join(task.lacks)}"
     return "its group is not whole" if task.state == "held" else ""
 
 
-def _events(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
+def _events(life: RowLife, width: int) -> list[Text]:
     events = life.events
     if not events:
         return [Text("its life is forgotten", style="dim")]
@@ -120,15 +119,11 @@ def _events(life: RowLife, labels: Mapping[int, str], width: int) -> list[Text]:
         GridColumn(heading="when", cells=[Text(f"{units.span(event.ago_s)} ago", style="dim") for event in events]),
         GridColumn(heading="what", cells=[Text(event.what) for event in events], left=True),
         GridColumn(heading="task", cells=[Text(event.task) for event in events], left=True),
-        GridColumn(heading="by", cells=[Text(_who(event.session, labels)) for event in events], rank=1, left=True),
+        GridColumn(heading="by", cells=[Text(life.name_of(event.session)) for event in events], rank=1, left=True),
         GridColumn(heading="", cells=[Text(event.detail) for event in events], rank=2, left=True),
     ]
     lines = _grid(columns, len(events), width)
     return lines if life.events_complete else [Text("earlier events are forgotten", style="dim"), *lines]
-
-
-def _who(session: int | None, labels: Mapping[int, str]) -> str:
-    return labels.get(session, f"session {session}") if session else ""
 
 
 def _grid(columns: list[GridColumn], rows: int, width: int) -> list[Text]:

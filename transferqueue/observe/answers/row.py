@@ -44,7 +44,7 @@ class RowEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RowLife(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that the server knows of a row."""
+    """Everything that the server knows of a row. labels: the names of the sessions in it, by their numbers as text."""
 
     table: str
     row: int
@@ -66,3 +66,8 @@ class RowLife(msgspec.Struct, frozen=True, kw_only=True):
     tasks: dict[str, RowTask]
     events: list[RowEvent]
     events_complete: bool
+    labels: dict[str, str] = {}
+
+    def name_of(self, session: int | None) -> str:
+        """The name of a session in it; "" where there is none."""
+        return self.labels.get(str(session), f"session {session}") if session else ""

@@ -130,6 +130,7 @@ class SessionTable:
         """The open sessions."""
         self._by_client: dict[bytes, OpenSession] = {}
         self._lingering: dict[int, OpenSession] = {}
+        self._past_labels: OrderedDict[int, str] = OrderedDict()
         self._check_locks_at: float | None = None
         self._lock_pause_s = LOCK_CHECK_FIRST_S
         self._check_silence_at: float | None = None
@@ -157,6 +158,11 @@ class SessionTable:
     def get(self, number: int) -> OpenSession | None:
         """The open session of this number; None if there is none."""
         return self.by_number.get(number)
+
+    def label_of(self, number: int) -> str:
+        """The name of a session for people, also of one that ended, while that is remembered."""
+        session = self.by_number.get(number)
+        return session.label if session else self._past_labels.get(number, f"session {number}")
 
     def of_call(self, number: int) -> OpenSession:
         """The open session that a call names. `Disconnected` if there is none."""
@@ -193,6 +199,9 @@ class SessionTable:
     def close(self, session: OpenSession, now: float) -> bool:
         """Close a session. True if it lingers: then its memory must stay."""
         del self.by_number[session.number], self._by_client[session.hello.client]
+        self._past_labels[session.number] = session.label
+        if len(self._past_labels) > LABELS_KEPT_MAX:
+            self._past_labels.popitem(last=False)
         session.process.forget_process()
         if not session.process.may_see_memory():
             return False
@@ -240,6 +249,8 @@ class SessionTable:
         return min(silence_at, locks_at)
 
 
+LABELS_KEPT_MAX: Final = 4096
+"""Sessions that ended of which the label is remembered: as many as the events of a table that may name them."""
 GONE_MAX: Final = 256
 """Tasks for which the last worker is remembered. Each may hold a descriptor of its process."""
 

@@ -22,7 +22,6 @@ import transferqueue as tq
 from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.observe.answers.row import RowLife
-from transferqueue.observe.answers.sessions import labels, parse_sessions
 from transferqueue.observe.answers.stats import Stats, parse
 from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
 from transferqueue.text import visible
@@ -67,9 +66,7 @@ def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
 
     async def row(request: Request) -> Response:
         table = check_name("table", request.path_params["table"])
-        answer = await queue.inspect(table, row_id(request.path_params["row"]))
-        names = labels(parse_sessions(await queue.sessions()))
-        life = named(parse("row", answer, RowLife), names)
+        life = named(parse("row", await queue.inspect(table, row_id(request.path_params["row"])), RowLife))
         return Response(msgspec.json.encode(life), media_type="application/json")
 
     pages: dict[str, Endpoint] = {

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Final
-
 import msgspec
 
 from transferqueue.observe.answers.row import RowLife
-
-GONE: Final = "one that is gone"
 
 
 class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,15 +18,11 @@ class LabelledRowLife(msgspec.Struct, frozen=True, kw_only=True):
     done_by: list[str]
 
 
-def named(life: RowLife, names: Mapping[int, str]) -> LabelledRowLife:
-    """Add the labels of the sessions to a row's life. names: labels of the open sessions."""
-
-    def who(session: int | None) -> str:
-        return names.get(session, GONE) if session else ""
-
+def named(life: RowLife) -> LabelledRowLife:
+    """Add the labels of the sessions to a row's life."""
     return LabelledRowLife(
         life=life,
-        put_by=who(life.put_by),
-        held_by={task: who(event.session) for task, event in life.tasks.items()},
-        done_by=[who(event.session) for event in life.events],
+        put_by=life.name_of(life.put_by),
+        held_by={task: life.name_of(where.session) for task, where in life.tasks.items()},
+        done_by=[life.name_of(event.session) for event in life.events],
     )

@@ -127,10 +127,7 @@ def _row_of(queue: Queue, table: str, key: str) -> int:
 def _row(queue: Queue, table: str, row: int, width: int) -> tuple[object, list[Text]]:
     from transferqueue.cli.screens.row import row_lines
     from transferqueue.observe.answers.row import RowLife
-    from transferqueue.observe.answers.sessions import labels, parse_sessions
     from transferqueue.observe.answers.stats import parse
-    from transferqueue.observe.coordinators import UnreachableCoordinator, by_coordinator
 
     life = parse("row", queue.inspect(table, row), RowLife)
-    known = by_coordinator(queue.address, queue.sessions(), parse_sessions)[queue.coordinator_of(table)]
-    return life, row_lines(life, {} if isinstance(known, UnreachableCoordinator) else labels(known), width)
+    return life, row_lines(life, width)
