@@ -81,6 +81,8 @@ def use(queue: tq.Queue, value: Any) -> None:
             terms["tasks"] = [tq.Task("a", groups=value)]
         case tq.Refill() | tq.DeliverPartial() | tq.DropGroup():
             terms["tasks"] = [tq.Task("a", groups=tq.Complete(incomplete=value))]
+        case tq.Retry():
+            terms["tasks"] = [tq.Task("a", retry=value)]
         case tq.DropStale() | tq.KeepStale() | tq.Requeue() | tq.HoldClock():
             terms["pacing"] = tq.Pacing("a", 1, on_stale=value)
         case tq.TagIs() | tq.VersionBetween() | tq.Compare():

@@ -102,7 +102,7 @@ def test_batches_that_wait_are_renewed(table: Any) -> None:
             with next(batches):
                 pass
     assert table.audit()["rows_done"] == 4 * BATCH
-    assert table.stats()["tasks"]["train"]["failed"] == BATCH, "only those of the lease that nobody renewed"
+    assert table.stats()["tasks"]["train"]["worker_deaths"] == BATCH, "only those of the lease that nobody renewed"
 
 
 @LEASED

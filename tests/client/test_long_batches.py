@@ -64,7 +64,7 @@ def test_a_batch_held_past_its_time_limit_goes_to_others_and_the_loop_goes_on(
                     table.drop([0], "over")
         tasks = table.stats()["tasks"]
     assert sorted(seen) == [[rows[0]], [rows[0]], [rows[1]]]
-    assert (tasks["work"]["done"], tasks["work"]["failed"]) == (2, 1)
+    assert (tasks["work"]["done"], tasks["work"]["worker_deaths"]) == (2, 1)
     assert [record.message for record in caplog.records if "is not counted" in record.message]
 
 

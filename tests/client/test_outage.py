@@ -14,7 +14,9 @@ import pytest
 
 import transferqueue as tq
 from tests.ledger.driver import World
-from transferqueue.observe.diagnosis import diagnose
+from transferqueue.observe.answers.stats import Stats, parse
+from transferqueue.observe.diagnosis import DoctorAnswer
+from transferqueue.observe.verdict import report
 from transferqueue.policies import Retry, Task
 
 ROWS = 1000
@@ -128,7 +130,6 @@ def test_the_reason_is_in_every_place_where_one_looks() -> None:
             tq.DeadlineExceeded, match=r"which fails: KeyError 'answer', 3 times, the last 0 s ago, by reward-0"
         ):
             table.lease("train", rows=4, timeout_s=0)
-        diagnosis = diagnose(queue.doctor())
-        first = diagnosis.tables["rollouts"][0]
-        assert (first.task, first.stalled) == ("reward", True)  # at once
-        assert first.text.startswith("task \"reward\" fails: KeyError 'answer', 3 times")
+        said = report(parse("stats", queue.stats(), Stats), parse("doctor", queue.doctor(), DoctorAnswer))
+        assert (said.verdict.state, said.verdict.task, said.verdict.trouble) == ("failing", "reward", True)  # at once
+        assert "KeyError 'answer', 3 times" in said.verdict.text

@@ -123,6 +123,8 @@ def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
         "stranded": False,
         "unattended_s": 8.0,
         "died": False,
+        "errors": [],
+        "failing": False,
     }
 
 

@@ -5,7 +5,7 @@ import pytest
 from transferqueue.testing.faults import FAULTS, KIND_OF, planted
 from transferqueue.testing.simulator import bounds, simulate
 
-SEEDS = 60
+SEEDS = 100
 
 
 def test_each_fault_replaces_an_attribute_that_exists():

@@ -92,8 +92,8 @@ def _double_free(was: Any) -> Any:
     return close
 
 
-def _uncounted(was: Any) -> Any:
-    return lambda table, task, rows, *, failed, now: was(table, task, rows, failed=False, now=now)
+def _counted_as_failure(was: Any) -> Any:
+    return lambda table, task, rows, *, failed, now: was(table, task, rows, failed=True, now=now)
 
 
 def _one_less(was: Any) -> Any:
@@ -212,7 +212,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a reply is matched by order": ((PendingCalls, "answered", _in_order),),
     "an extent is freed under a view": ((BlockRegistry, "pin", _nothing), (BlockRegistry, "unpin", _nothing)),
     "a reservation is freed twice": ((FlowControl, "close", _double_free),),
-    "the expiry of a lease is not counted": ((ack, "return_rows", _uncounted),),
+    "the death of a worker counts as a failure": ((ack, "return_rows", _counted_as_failure),),
     "a group is handed over incomplete": ((GroupIndex, "size_of", _one_less),),
     "a seal forgets those who wait": ((TableState, "wake_tasks", _nothing), (TableState, "wake_task", _nothing)),
     "a wake-up is lost": ((WaitQueue, "wake", _nothing),),
@@ -224,7 +224,7 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a checkpoint covers the step after it": ((StepIndex, "take", _one_step_more),),
     "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
     "a predicate is not heeded": ((task_state, "matches", _all),),
-    "a kept row is freed when it is done": ((finish, "Acked", lambda _was: object),),
+    "a kept row is freed when it is done": ((TableState, "keeps_ended", lambda _was: property(lambda _self: False)),),
     "a column is freed before a checkpoint covers its row": ((ack, "_finish_acked", _freed_uncovered),),
     "a column is never freed": ((finish, "end_columns", _nothing),),
     "the bytes of a table are not bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),

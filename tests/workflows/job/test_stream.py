@@ -90,7 +90,7 @@ def test_rows_that_cannot_be_computed_with_go_back_as_failed_and_the_others_as_t
     with pytest.raises(UsageError, match="prompt 1 is broken"):
         rows.step(compute)
     task = table.stats()["tasks"]["train"]
-    assert (task["ready"], task["leased"], task["failed"]) == (4, 0, GROUP)
+    assert (task["ready"], task["retrying"], task["leased"], task["failed"]) == (GROUP, GROUP, 0, GROUP)
 
 
 # ---------------------------------------------------------------- steps

@@ -12,7 +12,7 @@ outgrown the last one.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -250,18 +250,18 @@ def replay_journal(
     return ledger, tail
 
 
+_OUTCOMES: Final[dict[type, Callable[[Any], list[int]]]] = {
+    m.PutRows: lambda reply: [reply.first, reply.rows],
+    m.DoneReply: lambda reply: [reply.rows],
+    m.Leased: lambda reply: [reply.lease, reply.token, len(reply.content.rows) // 8, crc32(reply.content.rows)],
+    m.Reserved: lambda reply: [reply.reservation, reply.rows],
+}
+
+
 def outcome_of(reply: m.Reply | MustWait) -> list[int]:
     """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it concerned."""
-    match reply:
-        case m.PutRows():
-            return [reply.first, reply.rows]
-        case m.DoneReply():
-            return [reply.rows]
-        case m.Leased():
-            return [reply.lease, reply.token, len(reply.content.rows) // 8, crc32(reply.content.rows)]
-        case m.Reserved():
-            return [reply.reservation, reply.rows]
-    return [crc32(type(reply).__name__.encode())]
+    outcome = _OUTCOMES.get(type(reply))
+    return [crc32(type(reply).__name__.encode())] if outcome is None else outcome(reply)
 
 
 def _replay(ledger: Ledger, number: int, data: bytes) -> None:
