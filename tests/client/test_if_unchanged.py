@@ -55,6 +55,38 @@ def test_what_is_no_read_of_these_rows_is_refused(queue: tq.Queue, name: str) ->
     assert table.read([0, 1])["score"].list()[0] == 0.5
 
 
+def test_an_update_that_replaces_what_was_not_read_is_refused(queue: tq.Queue, name: str) -> None:
+    """The write of another process would be lost. A column that is only added needs no read: a second writer is `AlreadyExists`."""
+    table = queue.create_table(name, fields=FIELDS, tasks=[tq.Task("train", needs=["ids"])], retention=tq.Manual())
+    table.put(ids=[[1], [2, 3]])
+    refused = r"if_unchanged has ids, and the update replaces score, text too, .*fields=\['ids', 'score', 'text'\]"
+    with table.read([0, 1]) as read, table.lease("train", rows=2) as batch:
+        table.update([0, 1], score=[1.0, 1.0], text=["a", "b"])  # by another process
+        for given in (read, batch):
+            with pytest.raises(tq.UsageError, match=refused):
+                table.update([0, 1], overwrite=True, if_unchanged=given, score=[2.0, 2.0], text="c", tags={"n": 2})
+            with pytest.raises(tq.AlreadyExists), table.pipeline() as pipeline:
+                pipeline.update([0, 1], if_unchanged=given, score=[2.0, 2.0])
+            with pytest.raises(tq.UsageError, match="compares columns and tags, and the update sets priority, tokens"):
+                table.update([0, 1], if_unchanged=given, priority=2.0, tokens=7)
+        table.update([0, 1], overwrite=True, if_unchanged=read, ids=[[1], [2, 3]], priority=2.0)
+        with pytest.raises(tq.RowsChanged):
+            table.update([0, 1], overwrite=True, if_unchanged=batch, ids=[[1], [2, 3]])
+    found = table.read([0, 1])
+    assert (found["score"].list(), found["text"].list(), found.tags) == ([1.0, 1.0], ["a", "b"], [{}, {}])
+
+
+def test_rows_without_a_column_yet_are_not_all_that_may_be_replaced(queue: tq.Queue, name: str) -> None:
+    """Tags alone are compared where the caller reads no fields, not where the rows have none."""
+    table = queue.create_table(name, fields=FIELDS)
+    table.put(key=["a"])
+    with table.read([0]) as read, pytest.raises(tq.UsageError, match="has nothing, and the update replaces score too"):
+        table.update([0], overwrite=True, if_unchanged=read, score=[1.0], tags={"n": 1})
+    with table.read([0], fields=()) as read:
+        table.update([0], overwrite=True, if_unchanged=read, score=[1.0], tags={"n": 1})
+    assert table.read([0])["score"].list() == [1.0]
+
+
 def test_an_update_of_rows_that_nobody_wrote_goes_through(queue: tq.Queue, name: str) -> None:
     table = filled(queue, name)
     rows = [4, 0, 3]
@@ -67,7 +99,7 @@ def test_an_update_of_rows_that_nobody_wrote_goes_through(queue: tq.Queue, name:
 def test_whoever_read_before_a_write_is_told_so(queue: tq.Queue, name: str, field: str) -> None:
     table = filled(queue, name)
     rows, told = [4, 0, 3], {"tags": [{"n": 1}] * 3}
-    read = table.read(rows, fields=[] if field == "tags" else [field])
+    read = table.read(rows, fields=[] if field == "tags" else ["ids", field])
     new: Any = {
         "ids": [np.arange(9)],
         "image": np.ones((1, 2, 3), np.uint8),

@@ -127,8 +127,9 @@ class AsyncTable(TableBase):
 
         if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns that it brought
         was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and nothing was changed. So several
-        processes may each read a value, compute a new one and update it, and none overwrites what another wrote. Name the columns that you
-        update in the `fields` of the read: a column that some of the rows lack is otherwise left out of it, and out of the condition:
+        processes may each read a value, compute a new one and update it, and none overwrites what another wrote. `UsageError` for a
+        column that it replaces and `read` lacks, since nothing would compare that one: name it in the `fields` of the read. After a read
+        of no fields (``fields=()``) the tags alone are compared, and columns are replaced as without if_unchanged.
 
         Example:
             >>> import transferqueue as tq

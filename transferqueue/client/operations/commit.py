@@ -104,7 +104,11 @@ def update(
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
-    read = None if if_unchanged is None else rows_read(if_unchanged, ids, tags=facts.tags is not None)
+    read = (
+        None
+        if if_unchanged is None
+        else rows_read(if_unchanged, ids, columns, facts.names(), overwrite=bool(overwrite))
+    )
     deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
 
     def request(_: int, carried: m.Columns) -> m.Update:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.client.operations.column_source import ColumnSource
-from transferqueue.errors import UsageError
+from transferqueue.errors import UsageError, listing
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.elements.process_bound import ProcessBound
@@ -25,10 +25,21 @@ if TYPE_CHECKING:
     from tensordict import TensorDict
 
 
-def rows_read(rows: object, ids: bytes, *, tags: bool) -> m.RowsRead:
-    """What these rows had when they were read, for an update of the rows `ids`. tags: their tags too.
+def rows_read(
+    rows: object, ids: bytes, columns: Collection[str], facts: Collection[str], *, overwrite: bool
+) -> m.RowsRead:
+    """What these rows had when they were read, as the condition of an update.
 
-    `UsageError` for something else than rows that were read or leased, other rows, or nothing that could change.
+    Args:
+        rows: the rows as they were read or leased.
+        ids: of the rows that the update names.
+        columns: the fields that the update brings.
+        facts: the facts that it sets. With tags among them, the tags that were read count too.
+        overwrite: whether it replaces values. If not, a value that another process wrote refuses it anyway.
+
+    Raises:
+        UsageError: something else than rows that were read or leased; other rows; nothing that could change; or the read lacks
+            what the update replaces, so that the write of another process could be lost.
     """
     if not isinstance(rows, RowsBase):
         raise UsageError(f"if_unchanged is {type(rows).__name__}; give the rows as table.read or a lease brought them")
@@ -38,10 +49,35 @@ def rows_read(rows: object, ids: bytes, *, tags: bool) -> m.RowsRead:
             f"if_unchanged has rows {rows.rows[:5].tolist()}{'...' * (len(rows) > 5)}, and the update names others, or another order; "
             "read the rows that it names"
         )
+    tags = "tags" in facts
     if not (rows.fields or tags):
         raise UsageError("if_unchanged has no columns, so nothing of it could change; read the fields that must not")
+    if overwrite:
+        _check_replaced(rows, columns)
+    if not columns:
+        _check_facts(facts)
     placed = [m.BlocksRead(part.fields, _blocks_of(part, len(rows))) for part in content.parts]
     return m.RowsRead(content.inline, placed, rows.tags if tags else None)
+
+
+def _check_replaced(rows: RowsBase, columns: Collection[str]) -> None:
+    """Raise `UsageError` for a column that was not read. A read of no fields (``fields=()``) asks for the tags alone to be compared."""
+    unread = sorted(set(columns) - set(rows.fields))
+    if unread and (rows.fields or (isinstance(rows, Rows) and rows.left_out)):
+        raise UsageError(
+            f"if_unchanged has {listing(rows.fields)}, and the update replaces {listing(unread)} too, where a write after the read would be "
+            f"lost; read it first: table.read(rows, fields={sorted({*rows.fields, *unread})[:12]}), or, if the rows do not have it yet, "
+            "leave out overwrite=True, and the update then refuses to replace a value"
+        )
+
+
+def _check_facts(facts: Collection[str]) -> None:
+    """Raise `UsageError` for facts of an update without columns, except tags: nothing compares them."""
+    if unread := set(facts) - {"tags"}:
+        raise UsageError(
+            f"if_unchanged compares columns and tags, and the update sets {listing(unread)}, where a write after the read would be lost; "
+            "keep the value in a column or a tag, or leave if_unchanged out"
+        )
 
 
 def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
