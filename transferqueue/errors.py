@@ -42,11 +42,14 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.text import visible, visible_lines
+from transferqueue.text import shortened, visible, visible_lines
 
 
 class TransferQueueError(Exception):
-    """Root of all errors raised by the queue. Its text is complete without a traceback."""
+    """Root of all errors raised by the queue. Its text is complete without a traceback, and short whatever value it names."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*(shortened(each) if isinstance(each, str) else each for each in args))
 
 
 class UsageError(TransferQueueError, ValueError):

@@ -12,6 +12,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import UsageError
+from transferqueue.text import shown
 
 KIB: Final = 1 << 10
 MIB: Final = 1 << 20
@@ -305,7 +306,7 @@ def check_name(kind: str, name: object) -> str:
     A name has 1 to 128 characters: letters, digits, ``_ . - /``, and begins with a letter or ``_``.
     """
     if not isinstance(name, str):
-        raise UsageError(f"{kind} name {name!r} is {type(name).__name__}; names are strings")
+        raise UsageError(f"{kind} name {shown(name)} is {type(name).__name__}; names are strings")
     if len(name) > NAME_CHARS_MAX:
         raise UsageError(
             f"{kind} name {name[:40]!r}... has {len(name)} characters; at most {NAME_CHARS_MAX} are allowed"
@@ -321,7 +322,7 @@ def check_name(kind: str, name: object) -> str:
 def check_text(kind: str, text: object) -> str:
     """Return `text` if it is text that a message carries, else raise `UsageError`."""
     if not isinstance(text, str):
-        raise UsageError(f"{kind}={text!r} is {type(text).__name__}; give text")
+        raise UsageError(f"{kind}={shown(text)} is {type(text).__name__}; give text")
     if len(text) > TEXT_CHARS_MAX:
         raise UsageError(f"{kind} {text[:40]!r}... has {len(text)} characters; at most {TEXT_CHARS_MAX} are allowed")
     return text
@@ -331,7 +332,7 @@ def check_path(kind: str, path: object) -> str:
     """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present directory."""
     text = path if isinstance(path, str) else path.__fspath__() if hasattr(path, "__fspath__") else None
     if not isinstance(text, str):
-        raise UsageError(f"{kind}={path!r} is {type(path).__name__}; give a path: text, or a pathlib.Path")
+        raise UsageError(f"{kind}={shown(path)} is {type(path).__name__}; give a path: text, or a pathlib.Path")
     check_text(kind, text)
     if not text:
         raise UsageError(f"{kind} is empty, which names no directory; name one: the present one is '.'")
@@ -343,7 +344,7 @@ def parse_switch(variable: str, value: str | None, *, default: bool) -> bool:
     if not value:
         return default
     if value not in ("0", "1"):
-        raise UsageError(f"{variable}={value!r} is neither 0 nor 1; set it to one of them, or unset it")
+        raise UsageError(f"{variable}={shown(value)} is neither 0 nor 1; set it to one of them, or unset it")
     return value == "1"
 
 
@@ -365,28 +366,18 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if not 0 < size <= SIZE_BYTES_MAX:
             raise UsageError(
-                f"size {short_number(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as '8GiB'"
+                f"size {shown(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as '8GiB'"
             )
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
     if not match or match[2].upper() not in _UNITS or float(match[1]) * _UNITS[match[2].upper()] < 1:
-        raise UsageError(f"size {size!r} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
+        raise UsageError(f"size {shown(size)} is not a size; give bytes as a number or text such as '8GiB' or '512MiB'")
     nbytes = float(match[1]) * _UNITS[match[2].upper()]
     if nbytes > SIZE_BYTES_MAX:
         raise UsageError(
-            f"size {_cut(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
+            f"size {shown(size)} is over {SIZE_BYTES_MAX} bytes; give what the machine could have, such as '8GiB'"
         )
     return int(nbytes)
-
-
-def _cut(text: object) -> str:
-    shown = repr(text)
-    return shown if len(shown) <= NAME_CHARS_MAX else f"{shown[:40]}..."
-
-
-def short_number(number: int) -> str:
-    """An integer for a message; only its number of bits if it has very many digits."""
-    return str(number) if number.bit_length() <= NAME_CHARS_MAX else f"of {number.bit_length()} bits"
 
 
 SPILL_ABOVE: Final = 0.625
@@ -435,11 +426,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
 
     def __post_init__(self) -> None:
         if not isinstance(self.rows, int) or isinstance(self.rows, bool) or self.rows <= 0:
-            raise UsageError(f"limit rows={_cut(self.rows)} is not a positive number of rows")
+            raise UsageError(f"limit rows={shown(self.rows)} is not a positive number of rows")
         if self.rows > COUNT_MAX:
-            raise UsageError(
-                f"limit rows={short_number(self.rows)} is over {COUNT_MAX}; give rows that memory could hold"
-            )
+            raise UsageError(f"limit rows={shown(self.rows)} is over {COUNT_MAX}; give rows that memory could hold")
         if self.bytes is not None:
             parse_bytes(self.bytes)
 

@@ -14,6 +14,7 @@ import msgspec
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.lazy import renamed_names
 from transferqueue.limits import LEASE_S_DEFAULT, SECONDS_MAX, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
+from transferqueue.text import shown
 
 
 @dataclass_transform(frozen_default=True)
@@ -26,7 +27,7 @@ def _numbers(subject: str, **values: object) -> None:
     for name, value in values.items():
         allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s", "attempts")
         if not allowed and not isinstance(value, int | float):
-            raise UsageError(f"{subject}: {name}={value!r} is {type(value).__name__}; give a number")
+            raise UsageError(f"{subject}: {name}={shown(value)} is {type(value).__name__}; give a number")
 
 
 # ---------------------------------------------------------------- selectors: which ready rows next
@@ -278,7 +279,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             raise UsageError(f'task "{self.name}": needs and gives are lists of field names, not one string')
         if not isinstance(self.needs, Iterable) or not isinstance(self.gives, Iterable):
             raise UsageError(
-                f'task "{self.name}": needs={self.needs!r} and gives={self.gives!r} are lists of field names'
+                f'task "{self.name}": needs={shown(self.needs)} and gives={shown(self.gives)} are lists of field names'
             )
         msgspec.structs.force_setattr(self, "needs", tuple(self.needs))
         msgspec.structs.force_setattr(self, "gives", tuple(self.gives))
@@ -302,7 +303,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             both = ", ".join(sorted(set(self.needs) & set(self.gives)))
             raise Impossible(f'task "{self.name}" both needs and gives {both}: it would wait for itself')
         if not isinstance(self.from_, str) or self.from_ not in ("start", "now"):
-            raise UsageError(f'task "{self.name}": from_={self.from_!r} is neither "start" nor "now"')
+            raise UsageError(f'task "{self.name}": from_={shown(self.from_)} is neither "start" nor "now"')
 
 
 _DEPTH_MAX = 2**31

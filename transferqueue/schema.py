@@ -30,6 +30,7 @@ import msgspec
 
 from transferqueue.errors import SchemaError, UsageError, listing
 from transferqueue.limits import ALIGNMENT, check_name
+from transferqueue.text import shown
 
 ITEM_BYTES: Final[dict[str, int]] = {
     "bool": 1,
@@ -73,7 +74,7 @@ def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
     """Raise `SchemaError` if this is no valid field. Cached: each reply names its fields again."""
     check_name("field", name)
     if dtype not in ITEM_BYTES:
-        raise SchemaError(f'field "{name}": dtype {dtype!r} is unknown; known are {", ".join(ITEM_BYTES)}')
+        raise SchemaError(f'field "{name}": dtype {shown(dtype)} is unknown; known are {", ".join(ITEM_BYTES)}')
     if dtype in BLOB_DTYPES and shape:
         raise SchemaError(f'field "{name}": dtype {dtype!r} has no shape, but {shape} was given')
     if len(shape) > RAGGED_RANK_MAX:
@@ -98,7 +99,7 @@ class Field(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
             _check_field(self.name, self.dtype, self.shape)
         except TypeError as error:
             raise SchemaError(
-                f"field {self.name!r}: dtype {self.dtype!r} or shape {self.shape!r} is not one: {error}"
+                f"field {shown(self.name)}: dtype {shown(self.dtype)} or shape {shown(self.shape)} is not one: {error}"
             ) from error
 
     @cached_property
@@ -185,7 +186,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
             or not 0 <= self.index < self.of <= SLICE_MAX
         ):
             raise UsageError(
-                f"Share({self.index!r}, {self.of!r}): the first number is the index of a share and the second how many there are; give "
+                f"Share({shown(self.index)}, {shown(self.of)}): the first number is the index of a share and the second how many there are; give "
                 "whole numbers with 0 <= index < of, such as Share(rank, ranks)"
             )
 
@@ -240,7 +241,7 @@ def _inner_part(axis: int, given: Range | Share | None) -> Range | Share | None:
         return _range(axis, given)
     if given.zigzag:
         raise UsageError(
-            f"axis {axis} of Slice is {given!r}; zigzag divides the first dimension: leave zigzag out, or give (start, stop)"
+            f"axis {axis} of Slice is {shown(given)}; zigzag divides the first dimension: leave zigzag out, or give (start, stop)"
         )
     return given
 
@@ -250,7 +251,7 @@ def _range(axis: int, given: Range | None) -> Range | None:
         return None
     if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
         raise UsageError(
-            f"axis {axis} of Slice is {given!r}; give (start, stop), two whole numbers, or None: a Slice takes every element between"
+            f"axis {axis} of Slice is {shown(given)}; give (start, stop), two whole numbers, or None: a Slice takes every element between"
         )
     if not 0 <= given[0] < given[1] <= SLICE_MAX:
         raise UsageError(

@@ -10,6 +10,12 @@ from __future__ import annotations
 import re
 from typing import Final
 
+SHOWN_CHARS: Final = 120
+"""Characters of a caller's value that a message shows."""
+TEXT_SHOWN_CHARS: Final = 2_000
+"""Characters of an error's text: above, its middle is left out, so that its subject and its remedy are there."""
+_DIGITS_MAX: Final = 40
+_ITEMS_MAX: Final = 64
 _JSON_KEPT: Final = re.compile(r"[^\x20-\x7e\n]")
 
 
@@ -22,6 +28,34 @@ def visible(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def shown(value: object, chars: int = SHOWN_CHARS) -> str:
+    """The repr of a caller's value for a message, cut; an integer of very many digits as its number of bits. Never raises.
+
+    >>> shown("a" * 1000, 12), shown(10**400), shown([1, "b"])
+    ("'aaaaaaaaaaa...", 'an integer of 1,329 bits', "[1, 'b']")
+    """
+    if isinstance(value, int) and value.bit_length() > 4 * _DIGITS_MAX:
+        return f"an integer of {value.bit_length():,} bits"  # Python refuses to write integers of over 4,300 digits
+    try:
+        text = repr(value[: max(chars, _ITEMS_MAX)] if type(value) in (str, bytes, list, tuple) else value)  # type: ignore[index]
+    except Exception:  # noqa: BLE001  (a repr of the caller's, inside a message about something else)
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= chars else f"{text[:chars]}..."
+
+
+def shortened(text: str, chars: int = TEXT_SHOWN_CHARS) -> str:
+    """`text`, or its beginning and end if it has more than `chars` characters.
+
+    >>> shortened("x" * 100_000, 60)
+    'xxxxxxxxxxxxxxxxxxxxxxxx... of 100,000 characters ...xxxxxxx'
+    """
+    if len(text) <= chars:
+        return text
+    note = f"... of {len(text):,} characters ..."
+    tail = (chars - len(note)) // 4
+    return f"{text[: chars - len(note) - tail]}{note}{text[len(text) - tail :]}"
 
 
 def counted(number: int, noun: str, one: str = "", many: str = "") -> str:

@@ -31,7 +31,7 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.errors import NotFound, UsageError, listing
-from transferqueue.text import counted, visible
+from transferqueue.text import counted, shown, visible
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
 """``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
@@ -124,8 +124,8 @@ class RewardCall:
             returned = self.function(**columns)
             scores = asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned
         except (Exception, SystemExit) as error:  # sys.exit() of a library would end the process without a word
-            text = visible(str(error))[:_ERROR_CHARS]  # on one line, since a run that ends shows the last one
-            raise RewardFailed(f"reward {self.name} raised {type(error).__name__}: {text}", name=self.name) from error
+            text = f"reward {self.name} raised {type(error).__name__}: {_cut(error)}"
+            raise RewardFailed(text, name=self.name) from error
         return checked_scores(self.name, scores, rows)
 
 
@@ -142,8 +142,9 @@ def _is_reward(function: RewardFunction) -> bool:
 def _made(kind: Callable[..., Any], args: Mapping[str, Any], name: str) -> RewardFunction:
     try:
         made = kind(**args)
-    except TypeError as error:
-        raise UsageError(f"reward {name} cannot be made with args {listing(args)}: {error}") from error
+    except (Exception, SystemExit) as error:  # as of a call
+        why = f"{type(error).__name__}: {_cut(error)}"
+        raise UsageError(f"reward {name} cannot be made with args {listing(args)}: {why}") from error
     if not callable(made):
         raise UsageError(f"reward {name} made {type(made).__name__}, which cannot be called; it must make a function")
     function: RewardFunction = made
@@ -178,9 +179,10 @@ def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]
     """Return scores as float64 ``[rows]``, NaN for None. Raises `RewardFailed` for anything but a finite number or None for each row."""
     try:
         listed = list(scores)
-    except TypeError as error:
+    except Exception as error:  # of an iterator of the function's, too
+        why = "" if isinstance(error, TypeError) else f", which raised {type(error).__name__}: {_cut(error)}"
         raise RewardFailed(
-            f"reward {name} returned {type(scores).__name__}; return a list with one number for each row",
+            f"reward {name} returned {type(scores).__name__}{why}; return a list with one number for each row",
             name=name,
             of_call=True,
         ) from error
@@ -198,7 +200,7 @@ def _score(name: str, score: Any, at: int) -> float:
         return np.nan
     try:
         value = float(score)
-    except (TypeError, ValueError) as error:
+    except Exception as error:  # 10**400 has no float, a tensor of two numbers none either
         raise RewardFailed(
             f"reward {name} gave {_shown(score)} ({type(score).__name__}); give a number, or None", name=name, at=at
         ) from error
@@ -223,7 +225,14 @@ def _text(value: Any) -> Any:
     return value
 
 
+def _cut(error: BaseException) -> str:
+    """The text of an error, on one line, since a run that ends shows the last one."""
+    return visible(str(error))[:_ERROR_CHARS]
+
+
 def _shown(value: Any) -> str:
+    if isinstance(value, int):
+        return shown(value)
     text = visible(str(value))
     return repr(text if len(text) <= _SHOWN_CHARS else f"{text[: _SHOWN_CHARS // 2]} … {text[-_SHOWN_CHARS // 2 :]}")
 

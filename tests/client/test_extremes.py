@@ -150,7 +150,7 @@ CALLS: dict[str, tuple[Callable[[tq.Queue, tq.Table, tq.Batch], object], str]] =
     ),
     "checkpointed": (lambda q, t, b: t.checkpointed(2**60), "step=1152921504606846976 is out of range"),
     "rollback": (lambda q, t, b: t.rollback(2**60), "step=1152921504606846976 is out of range"),
-    "long step": (lambda q, t, b: b.ack(step=HUGE * HUGE**20), r"step=of \d+ bits is out of range"),
+    "long step": (lambda q, t, b: b.ack(step=HUGE * HUGE**20), r"step=an integer of [\d,]+ bits is out of range"),
     "code": (
         lambda q, t, b: t.lease("work", rows=1, where=lambda row: True),
         "where=<function .*give TagIs.*no code of clients",
@@ -160,8 +160,14 @@ CALLS: dict[str, tuple[Callable[[tq.Queue, tq.Table, tq.Batch], object], str]] =
     "none": (lambda q, t, b: t.read(where=None), "where=None is NoneType; give TagIs"),
     "bytes": (lambda q, t, b: tq.Limits(bytes="9" * 999 + "TiB"), "is over 4611686018427387903 bytes"),
     "arena": (lambda q, t, b: tq.connect(arena_bytes="9" * 999), "is over 4611686018427387903 bytes"),
-    "long arena": (lambda q, t, b: tq.connect(arena_bytes=HUGE), r"size of \d+ bits is not positive, or over"),
-    "time": (lambda q, t, b: t.lease("work", rows=1, timeout_s=HUGE), r"timeout_s=of \d+ bits is out of range"),
+    "long arena": (
+        lambda q, t, b: tq.connect(arena_bytes=HUGE),
+        r"size an integer of [\d,]+ bits is not positive, or over",
+    ),
+    "time": (
+        lambda q, t, b: t.lease("work", rows=1, timeout_s=HUGE),
+        r"timeout_s=an integer of [\d,]+ bits is out of range",
+    ),
     "put time": (lambda q, t, b: t.put(x=[1], timeout_s=HUGE), "out of range"),
     "no time": (lambda q, t, b: t.put(x=[1], timeout_s=float("nan")), "timeout_s=nan is out of range"),
     "connect time": (lambda q, t, b: tq.connect(timeout_s=HUGE), "out of range"),

@@ -67,6 +67,42 @@ def split_character() -> pa.Array:
     return pa.Array.from_buffers(pa.string(), 2, pa.array([b"\xc3", b"\xa4"], pa.binary()).buffers())
 
 
+def offsets(kind: pa.DataType, edges: list[int], values: pa.Array | None = None) -> pa.Array:
+    """An Arrow array of text or lists with these offsets, as a program that gives buffers to Arrow can make it."""
+    width = np.int64 if str(kind).startswith("large") else np.int32
+    buffers = [None, pa.py_buffer(np.array(edges, width))]
+    if values is None:
+        return pa.Array.from_buffers(kind, len(edges) - 1, [*buffers, pa.py_buffer(b"abcdef")])
+    return pa.Array.from_buffers(kind, len(edges) - 1, buffers, children=[values])
+
+
+NUMBERS = pa.array([1, 2, 3])
+LIST_VIEW = pa.Array.from_buffers(
+    pa.list_view(pa.int64()), 2, [None, *(pa.py_buffer(np.array(each, np.int32)) for each in ([0, 5], [2, 50]))],
+    children=[NUMBERS],
+)  # fmt: skip
+FAR_VIEW = pa.Array.from_buffers(
+    pa.binary_view(), 1, [None, pa.py_buffer(np.array([100, 0, 0, 0], np.int32)), pa.py_buffer(b"")]
+)
+
+
+def jagged(*edges: int) -> torch.Tensor:
+    return torch.nested.nested_tensor_from_jagged(torch.ones(4), torch.tensor(edges))
+
+
+class Failing:
+    """A column of another library that fails when it is read."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> Any:
+        raise RuntimeError("no such file " + "x" * 100_000)
+
+
+MANY_MEMBERS = np.zeros(2, [(f"member{at}", "i4") for at in range(5_000)])
+ENDLESS = [np.lib.stride_tricks.as_strided(np.zeros(1), (1 << 55,), (0,))] * 512
+
 UNDECLARED: dict[str, tuple[Any, str]] = {
     "nothing": (None, "NoneType is not a column; give a list, a numpy array"),
     "a set": ({1, 2}, "set is not a column"),
@@ -137,7 +173,34 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
         [1 << 63],
         "9223372036854775808 is out of the range of -9223372036854775808 to .* of dtype int64",
     ),
-    "integers beyond float": ([1.0, 10**400], "is beyond 64 bits"),
+    "integers beyond float": ([1.0, 10**400], "an integer of 1,329 bits is beyond 64 bits"),
+    "a huge integer": ([10**5000], "an integer of 16,610 bits is beyond 64 bits .*; store it as text"),
+    "a huge integer in a list": ([[1], [10**400]], "an integer of 1,329 bits is beyond 64 bits"),
+    "integers beyond complex": ([1j, 10**400], "an integer of 1,329 bits is beyond 64 bits"),
+    "a huge integer in plain values": ([{"a": 10**5000}], "row 0: a value cannot be stored .*; integers have 64 bits"),
+    "a huge key": ([{10**5000: 1}], "row 0: a value cannot be stored"),
+    "a long key": ([{("k" * 100_000,): 1}], r"a dict has the key \('k{90,}\.\.\.; keys are str or int"),
+    "a structure of many members": (
+        MANY_MEMBERS,
+        r"numpy dtype \[\('member0', .* of 1\d\d,\d+ characters .*; give one column",
+    ),
+    "a lazy parameter": ([torch.nn.parameter.UninitializedParameter()], "a lazy module has no values before its first"),
+    "a functional tensor": (torch._to_functional_tensor(torch.ones(3)), "torch.func or torch.compile has no memory"),
+    "functional tensors": ([torch._to_functional_tensor(torch.ones(3))], "torch.func or torch.compile has no memory"),
+    "offsets that descend": (jagged(0, 3, 2, 4), "a nested tensor whose offsets do not ascend from 0 to its 4 steps"),
+    "offsets beyond the values": (jagged(0, 3, 9), "a nested tensor whose offsets do not ascend from 0 to its 4 steps"),
+    "negative offsets": (jagged(-2, 3, 4), "a nested tensor whose offsets do not ascend from 0 to its 4 steps"),
+    "Arrow text that descends": (offsets(pa.string(), [0, 4, 2]), "invalid .its offsets do not ascend within 6 bytes"),
+    "large Arrow binary that descends": (offsets(pa.large_binary(), [0, 9, 2]), "the Arrow array is invalid"),
+    "Arrow lists that descend": (offsets(pa.list_(pa.int64()), [0, 3, 1], NUMBERS), "invalid .*; make it anew"),
+    "large Arrow lists that descend": (offsets(pa.large_list(pa.int64()), [0, 3, 1], NUMBERS), "invalid"),
+    "views beyond a list": (LIST_VIEW, "the Arrow array is invalid"),
+    "views beyond the bytes": (FAR_VIEW, "the Arrow array is invalid"),
+    "indices beyond a dictionary": (
+        pa.DictionaryArray.from_arrays(pa.array([0, 5]), pa.array(["a", "b"]), safe=False),
+        "the Arrow array is invalid .*; make it anew",
+    ),
+    "more elements than offsets count": (ENDLESS, r"has 1.84e\+19 elements, over 4611686018427387903"),
     "text that is not Unicode": (["\ud800"], "text that is not Unicode .*; store such data as bytes"),
     "dates in a list": ([dt.date(2026, 1, 1)], "rows of type datetime.date are not a column"),
     "decimals": ([decimal.Decimal(1)], "rows of type decimal.Decimal are not a column"),
@@ -158,7 +221,7 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
         "row 1 has text that is not Unicode .*; store such data as bytes",
     ),
     "large Arrow text that is not UTF-8": (not_utf8(pa.large_string()), "row 1 has text that is not Unicode"),
-    "views of text that is not UTF-8": (not_utf8(pa.string_view()), "row 1 has text that is not Unicode"),
+    "views of text that is not UTF-8": (not_utf8(pa.string_view()), "text that is not Unicode .*at string index 1"),
     "chunks of text that is not UTF-8": (
         pa.chunked_array([pa.array(["a", "ä"]), not_utf8(pa.string())]),
         "row 3 has text that is not Unicode",
@@ -166,7 +229,7 @@ UNDECLARED: dict[str, tuple[Any, str]] = {
     "half a character": (split_character(), "row 0 has text that is not Unicode"),
     "a dictionary of text that is not UTF-8": (
         pa.DictionaryArray.from_arrays(pa.array([0, 1]), not_utf8(pa.string())),
-        "row 1 has text that is not Unicode",
+        "text that is not Unicode .*at string index 1",
     ),
     "structures of text that is not UTF-8": (
         pa.StructArray.from_arrays([not_utf8(pa.string())], ["a"]),

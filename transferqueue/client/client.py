@@ -28,6 +28,7 @@ from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import parse_switch
+from transferqueue.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
@@ -186,7 +187,7 @@ def open_client(
 
 def _check_data(address: str, data: Data) -> None:
     if data not in get_args(Data):
-        raise UsageError(f"data={data!r} is none of {', '.join(get_args(Data))}")
+        raise UsageError(f"data={shown(data)} is none of {', '.join(get_args(Data))}")
     if data == "remote" and not isinstance(parse_address(address), TcpAddress):
         raise UsageError(f'data="remote" needs a tcp address, and {address} is none; its memory is always mapped')
 

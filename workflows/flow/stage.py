@@ -183,6 +183,8 @@ def load(named: str) -> Factory:
         loaded = getattr(importlib.import_module(module_name), name)
     except AttributeError as error:
         raise NotFound(f"factory {named!r}: module {module_name} has no {name}") from error
+    except ImportError as error:
+        raise UsageError(f"factory {named!r}: module {module_name} cannot be imported here: {error}") from error
     if not callable(loaded):
         raise UsageError(f"factory {named!r} is {type(loaded).__name__}; give a context manager that yields a function")
     factory: Factory = loaded

@@ -59,6 +59,20 @@ def few(completions):
 def number(completions):
     return 1.0
 
+def huge(completions):
+    return [10**400] * len(completions)
+
+def breaking(completions):
+    return ({}["answer"] for text in completions)
+
+class Unable:
+    def __init__(self):
+        {}["ANSWERS"]
+
+class Leaving:
+    def __init__(self):
+        raise SystemExit(2)
+
 def hangs(completions):
     time.sleep(600)
 
@@ -141,6 +155,8 @@ def test_a_class_is_made_with_its_args_and_gets_optional_columns(module):
         ("words", r"words gave 'high' \(str\); give a number, or None; row 10, prompt 'p0', completion 'good'"),
         ("few", r"few gave 1 value for 3 rows; give one for each"),
         ("number", r"number returned float; return a list with one number for each row"),
+        ("huge", r"huge gave an integer of 1,329 bits \(int\); give a number, or None; row 10, prompt 'p0'"),
+        ("breaking", r"breaking returned generator, which raised KeyError: 'answer'; return a list"),
     ],
 )
 def test_a_failure_names_the_function_the_row_and_its_text(module, function, match):
@@ -204,6 +220,8 @@ def test_long_texts_are_shortened_in_messages(module):
         ("{m}:exct", NotFound, "the module has no exct; it has"),
         ("{m}:three", UsageError, "is int; give a function"),
         ("{m}:positional", UsageError, "parameter completions cannot be given by name; remove the /"),
+        ("{m}:Unable", UsageError, r"Unable cannot be made with args nothing: KeyError: 'ANSWERS'"),
+        ("{m}:Leaving", UsageError, "Leaving cannot be made with args nothing: SystemExit: 2"),
         ("{m}:blind", UsageError, "none of them is completions"),
         ("{m}:Scaled", UsageError, "cannot be made with args nothing"),
         ("gone.py:f", NotFound, "there is no file .*gone.py"),

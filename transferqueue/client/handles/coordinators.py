@@ -19,7 +19,7 @@ from transferqueue.client.session.run import Operation
 from transferqueue.errors import PeerError, TransferQueueError, UsageError
 from transferqueue.limits import check_name
 from transferqueue.storage.elements.process_bound import ProcessBound
-from transferqueue.text import counted
+from transferqueue.text import counted, shown
 from transferqueue.wire.home_coordinator import home_coordinator
 
 Plain = dict[str, Any]
@@ -56,7 +56,7 @@ class QueueBase(ProcessBound):
         """
         if not isinstance(why, TransferQueueError):
             raise UsageError(
-                f"why={why!r} is {type(why).__name__}; give an error that calls of the queue may raise, a TransferQueueError or "
+                f"why={shown(why)} is {type(why).__name__}; give an error that calls of the queue may raise, a TransferQueueError or "
                 "a subclass of it"
             )
         for client in self._clients:

@@ -10,7 +10,7 @@ from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import UsageError
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.memory.private_pages import when_gone
-from transferqueue.text import counted
+from transferqueue.text import counted, shown
 from transferqueue.wire import messages as m
 
 
@@ -85,6 +85,6 @@ def reservation_id(terms: TableInfo, reservation: ReservationBase) -> int:
     """The number of the reservation for a put. `UsageError` if it is of another table."""
     if not isinstance(reservation, ReservationBase) or reservation._terms is not terms:
         raise UsageError(
-            f'reservation {reservation!r} is not one of table "{terms.name}"; give what its reserve() returned'
+            f'reservation {shown(reservation)} is not one of table "{terms.name}"; give what its reserve() returned'
         )
     return reservation.id

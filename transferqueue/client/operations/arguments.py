@@ -21,9 +21,9 @@ from transferqueue.limits import (
     ROWS_PER_REQUEST_MAX,
     STEP_MAX,
     check_name,
-    short_number,
 )
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice
+from transferqueue.text import SHOWN_CHARS, shortened, shown
 
 T = TypeVar("T")
 _WHOLE_MAX: Final = COUNT_MAX
@@ -43,15 +43,10 @@ def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> i
     try:
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
-        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give an integer") from None
+        raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give an integer") from None
     if isinstance(value, bool) or not least <= number <= most:
         raise UsageError(f"{name}={shown(value)} is out of range; give {least} to {most}")
     return number
-
-
-def shown(value: object) -> str:
-    """A value for an error text; a number of thousands of digits is given by its length."""
-    return short_number(value) if isinstance(value, int) else repr(value)
 
 
 def step(value: object, least: int = 0) -> int:
@@ -70,7 +65,7 @@ def row_ids(rows: object) -> bytes:
         ids = np.asarray(rows)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise UsageError(
-            f"rows cannot be read as an array: {error}; give row ids: integers, in one dimension"
+            f"rows cannot be read as an array: {shortened(str(error), SHOWN_CHARS)}; give row ids: integers, in one dimension"
         ) from error
     if ids.size == 0:
         ids = ids.astype(np.int64)
@@ -95,9 +90,9 @@ def names(kind: str, values: Iterable[str] | None) -> list[str] | None:
     if values is None:
         return None
     if isinstance(values, str):
-        raise UsageError(f"{kind}s are one string, {values!r}; give a list of names")
+        raise UsageError(f"{kind}s are one string, {shown(values)}; give a list of names")
     if not isinstance(values, Iterable):
-        raise UsageError(f"{kind}s are {type(values).__name__}, {values!r}; give a list of names")
+        raise UsageError(f"{kind}s are {type(values).__name__}, {shown(values)}; give a list of names")
     taken = few(f"{kind}s", values, FIELDS_MAX)
     try:
         return list(_checked(kind, taken))
@@ -113,7 +108,7 @@ def field_slices(fields: FieldsWanted) -> tuple[list[str] | None, Mapping[str, S
     for name, part in fields.items():
         if part is not None and not isinstance(part, Slice):
             raise UsageError(
-                f"fields[{name!r}] is {type(part).__name__}, {part!r}; give a tq.Slice, such as tq.Slice((0, 512)), or None for all of it"
+                f"fields[{name!r}] is {type(part).__name__}, {shown(part)}; give a tq.Slice, such as tq.Slice((0, 512)), or None for all of it"
             )
     return wanted, {name: part for name, part in fields.items() if part is not None and not part.whole}
 
@@ -129,7 +124,7 @@ def peer(replica: object) -> tuple[int, int]:
     if replica is None:
         return 0, 1
     if not isinstance(replica, tuple | list) or len(replica) != 2:
-        raise UsageError(f"replica={replica!r} is not a pair; give (i, n): this is peer i of n, from 0")
+        raise UsageError(f"replica={shown(replica)} is not a pair; give (i, n): this is peer i of n, from 0")
     n = whole("replica's n", replica[1], least=1)
     return whole("replica's i", replica[0], most=n - 1), n
 
@@ -137,7 +132,7 @@ def peer(replica: object) -> tuple[int, int]:
 def policy(name: str, value: Any, kind: Any) -> Any:
     """Check that a value is of `kind`, and its parts of their declared types: msgspec does not check structs that are made by hand."""
     if (error := _refusal(value, kind)) is not None:
-        raise UsageError(f"{name}: {_misfit(value) or f'{value!r} cannot be used: {error}'}")
+        raise UsageError(f"{name}: {_misfit(value) or f'{shown(value)} cannot be used: {error}'}")
     return value
 
 
@@ -156,5 +151,5 @@ def _misfit(value: Any) -> str:
         if _refusal(part, kind) is not None:
             kinds = kind.__name__ if isinstance(kind, type) else _HOMES.sub("", str(kind))
             deeper = _misfit(part)
-            return f"{field}.{deeper}" if deeper else f"{field}={part!r} is not {kinds}; give one"
+            return f"{field}.{deeper}" if deeper else f"{field}={shown(part)} is not {kinds}; give one"
     return ""

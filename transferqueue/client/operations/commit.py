@@ -31,11 +31,12 @@ from transferqueue.client.operations.written_blocks import WrittenBlocks, refere
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import BlockingWork, Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, UsageError, listing
+from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
 from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
+from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
 R = TypeVar("R", bound=m.Message)
@@ -206,7 +207,12 @@ def outgoing(
         raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
     prepared = list[Prepared]()
     for name, value in columns.items():
-        prepared.append(prepare(name, value, fields.get(name), count, share=share))
+        try:
+            prepared.append(prepare(name, value, fields.get(name), count, share=share))
+        except (TransferQueueError, MemoryError):
+            raise
+        except Exception as error:
+            raise _unreadable(name, value, error) from error
     counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(
         columns
     )  # what is added to existing rows does not recount them
@@ -290,16 +296,15 @@ def _refresh(terms: TableInfo) -> Operation[bool]:
 
 def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     """Number of new rows: the length of the first column that has one value per row, else of the facts."""
-    for value in columns.values():
+    for name, value in columns.items():
         if type(value) is np.ndarray and value.ndim:  # mostly
             return len(value)
-        if isinstance(value, Interned):
-            value = value.values
-        if isinstance(value, Repeat):
-            return _repeated(value)
-        if not _single(value):
-            nested = getattr(value, "is_nested", False)  # one of strided layout has no len()
-            return int(value.size(0)) if nested else len(value)
+        try:
+            rows = _column_rows(value.values if isinstance(value, Interned) else value)
+        except Exception as error:  # of a class that is not ours
+            raise _unreadable(name, value, error) from error
+        if rows is not None:
+            return rows
     rows = facts.rows()
     if rows is None:
         single = listing(f"{name} ({type(value).__name__})" for name, value in columns.items())
@@ -311,8 +316,23 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
     return rows
 
 
-def _repeated(value: Repeat) -> int:
-    return int(value.counts.sum()) if value.counts.ndim else int(value.counts) * len(value.values)
+def _column_rows(value: Any) -> int | None:
+    """How many rows a column has; None for a single value."""
+    if isinstance(value, Repeat):
+        return sum(value.counts.tolist()) if value.counts.ndim else int(value.counts) * len(value.values)
+    if _single(value):
+        return None
+    nested = getattr(value, "is_nested", False)  # one of strided layout has no len()
+    return int(value.size(0)) if nested else len(value)
+
+
+def _unreadable(name: str, value: object, error: Exception) -> SchemaError:
+    """The error for a value whose own class, or the library of its class, fails."""
+    kind, why = f"{type(value).__module__}.{type(value).__qualname__}", shortened(str(error), SHOWN_CHARS)
+    return SchemaError(
+        f'field "{name}": {shortened(kind, SHOWN_CHARS)} cannot be read ({type(error).__name__}: {why}); give a list, a numpy array, a torch '
+        "tensor or an Arrow array"
+    )
 
 
 def _single(value: Any) -> bool:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
-from transferqueue.text import counted
+from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.wire import messages as m
 
 Ints = int | Sequence[int] | npt.NDArray[Any] | None
@@ -141,7 +141,9 @@ def _array(name: str, value: object, rule: str) -> npt.NDArray[Any]:
     try:
         return np.asarray(value)
     except (ValueError, TypeError, RuntimeError) as error:
-        raise SchemaError(f"{name} cannot be read as an array: {error}; give {rule}, one or one per row") from error
+        raise SchemaError(
+            f"{name} cannot be read as an array: {shortened(str(error), SHOWN_CHARS)}; give {rule}, one or one per row"
+        ) from error
 
 
 def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any]:
@@ -156,7 +158,7 @@ def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any
 
 def _keys(value: object, rows: int) -> list[str]:
     if not isinstance(value, Iterable):
-        raise UsageError(f"key {value!r} is {type(value).__name__}; keys are strings, one per row")
+        raise UsageError(f"key {shown(value)} is {type(value).__name__}; keys are strings, one per row")
     keys = [value] * rows if isinstance(value, str) else list(value)
     if len(keys) != rows:
         raise SchemaError(f"key has {counted(len(keys), 'value')} for {counted(rows, 'row')}; give one key per row")
@@ -169,7 +171,7 @@ def _keys(value: object, rows: int) -> list[str]:
 def check_key(key: object) -> str:
     """Return `key` if it may name a row, else raise `UsageError`."""
     if not isinstance(key, str):
-        raise UsageError(f"key {key!r} is {type(key).__name__}; keys are strings")
+        raise UsageError(f"key {shown(key)} is {type(key).__name__}; keys are strings")
     if len(key) > KEY_CHARS_MAX:
         raise UsageError(f"key {key[:40]!r}... has {len(key)} characters; at most {KEY_CHARS_MAX} are allowed")
     return key

@@ -25,6 +25,7 @@ from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, 
 from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
 from transferqueue.policies import Predicate
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice, cut_fields
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -138,10 +139,12 @@ def _spans(awaited: Iterable[tuple[int, int]]) -> bytes:
         spans = np.array(list(awaited), np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(
-            f"awaited={awaited!r}: {error}; give (first, last) ordinals, such as [(0, 7), (16, 23)]"
+            f"awaited={shown(awaited)}: {error}; give (first, last) ordinals, such as [(0, 7), (16, 23)]"
         ) from None
     if spans.size and (spans.ndim != 2 or spans.shape[1] != 2):
-        raise UsageError(f"awaited={awaited!r} are not pairs; give (first, last) ordinals, such as [(0, 7), (16, 23)]")
+        raise UsageError(
+            f"awaited={shown(awaited)} are not pairs; give (first, last) ordinals, such as [(0, 7), (16, 23)]"
+        )
     return spans.astype("<i8").tobytes()
 
 
@@ -154,14 +157,14 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
     """One predicate or several, all of which must hold."""
     if not isinstance(where, Predicate | Iterable) or isinstance(where, str | Mapping):
         raise UsageError(
-            f"where={where!r} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of these: rows are chosen at the "
+            f"where={shown(where)} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of these: rows are chosen at the "
             "server, which carries out no code of clients"
         )
     chosen = [where] if isinstance(where, Predicate) else list(where)
     for predicate in chosen:
         if not isinstance(predicate, Predicate):
             raise UsageError(
-                f"where={predicate!r} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
+                f"where={shown(predicate)} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
             )
     return [checks.policy("where", predicate, Predicate) for predicate in chosen]
 

@@ -34,12 +34,13 @@ from transferqueue.client.operations.commit import CERTAIN, finish_commit, retry
 from transferqueue.client.operations.written_blocks import WrittenBlocks, write
 from transferqueue.client.session.calls import Deadline, seconds
 from transferqueue.client.session.run import BlockingWork, Operation, request_reply
-from transferqueue.errors import NotFound, SchemaError, ShardLost, UsageError
+from transferqueue.errors import NotFound, SchemaError, ShardLost, TransferQueueError, UsageError
 from transferqueue.limits import VERSION_PARTS_MAX, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import BlockWriter
-from transferqueue.storage.inputs.prepare import prepare
+from transferqueue.storage.inputs.prepare import Prepared, prepare
 from transferqueue.storage.memory.checksum import UNCHECKED
+from transferqueue.text import SHOWN_CHARS, shortened, shown
 from transferqueue.wire import messages as m
 
 BASE: Final = "_"
@@ -94,18 +95,29 @@ class PartTerms:
 WHOLE: Final = PartTerms()
 
 
+def _column(name: str, tensor: Any) -> Prepared:
+    """The tensor as a column of one row. `SchemaError` if it is none; its class may refuse in its own way, as of nested or freed ones."""
+    subject = f'tensor "{name.removeprefix(BASE)}"'
+    try:
+        return prepare(name, tensor[None])
+    except SchemaError as error:
+        raise SchemaError(str(error).replace(f'field "{name}"', subject, 1)) from error
+    except (TransferQueueError, MemoryError):
+        raise
+    except Exception as error:
+        reason = shortened(" ".join(str(error).split()), SHOWN_CHARS)
+        raise SchemaError(
+            f"{subject} cannot be read as one array: {reason}; give an array or a dense tensor"
+        ) from error
+
+
 class NewTensor(BlockWriter):
     """A tensor, or a slice of one, that is written into a block of its own. of: what the slice is."""
 
     __slots__ = ("of",)
 
     def __init__(self, name: str, tensor: Any, of: m.TensorSlice | None = None) -> None:
-        try:
-            row = tensor[None]
-        except (RuntimeError, TypeError, IndexError) as error:  # nested, or its memory was freed
-            reason = " ".join(str(error).split())
-            raise SchemaError(f'tensor "{name.removeprefix(BASE)}" cannot be read as one array: {reason}') from error
-        super().__init__([prepare(name, row)])
+        super().__init__([_column(name, tensor)])
         self.of = of
 
     @property
@@ -286,7 +298,7 @@ def base_field(name: object) -> str:
     """The field of a tensor of the base. `UsageError` if this is no name of a tensor; other than those of fields it may be empty, and begin with
     any letter."""
     if not isinstance(name, str):
-        raise UsageError(f"tensor name {name!r} is {type(name).__name__}; names are strings")
+        raise UsageError(f"tensor name {shown(name)} is {type(name).__name__}; names are strings")
     return check_name("tensor", f"{BASE}{name}")
 
 
@@ -296,7 +308,7 @@ def _writer(name: str, tensor: Any, prefix: str) -> NewTensor:
     if isinstance(tensor, WeightSlice):
         field = check_name("slice of tensor", f"{whole}/rows-{tensor.first}-of-{tensor.rows}")
         return NewTensor(field, tensor.values, m.TensorSlice(field, whole, tensor.first, tensor.rows))
-    if not hasattr(tensor, "shape"):
+    if not (hasattr(type(tensor), "shape") or hasattr(tensor, "shape")):  # a lazy parameter refuses the second
         raise SchemaError(f'tensor "{name}" is {type(tensor).__name__}; weights are torch tensors or numpy arrays')
     return NewTensor(whole, tensor)
 

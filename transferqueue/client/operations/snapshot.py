@@ -11,6 +11,7 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import UsageError
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 SNAPSHOT_S: Final = 600.0
@@ -41,7 +42,7 @@ def _followed(
 ) -> Operation[str]:
     if progress is not None and not callable(progress):
         raise UsageError(
-            f"progress={progress!r} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
+            f"progress={shown(progress)} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
         )
     deadline = yield from checks.within(timeout_s)
     work = yield from request_reply(request, m.JobProgress)

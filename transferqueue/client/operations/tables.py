@@ -21,6 +21,7 @@ from transferqueue.errors import InternalError, ShardLost, UsageError
 from transferqueue.limits import FIELDS_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_plain
 
@@ -46,7 +47,9 @@ def create_table(
 ) -> Operation[TableInfo]:
     """Create a table, or open an existing one with the same terms."""
     if extra_fields is not None and not isinstance(extra_fields, bool):
-        raise UsageError(f"extra_fields={extra_fields!r} is {type(extra_fields).__name__}; give True, False or None")
+        raise UsageError(
+            f"extra_fields={shown(extra_fields)} is {type(extra_fields).__name__}; give True, False or None"
+        )
     request = m.CreateTable(
         name=check_name("table", name),
         fields=_each("fields", fields, Field, FIELDS_MAX),
@@ -128,7 +131,7 @@ def read(
 ) -> Operation[Rows]:
     """Read rows without a lease."""
     if device is not None and not values:
-        raise UsageError(f"device={device!r} with values=False: no values are read; leave out one of the two")
+        raise UsageError(f"device={shown(device)} with values=False: no values are read; leave out one of the two")
     where_to = None if device is None else named_device(device)
     names, slices = checks.field_slices(fields)
     cut_fields(terms.fields, slices)
@@ -170,7 +173,7 @@ def _read(
 def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.int64]]:
     """Find the row id of each key."""
     if not isinstance(keys, Iterable):
-        raise UsageError(f"keys={keys!r} is {type(keys).__name__}; give a key, or a list of keys")
+        raise UsageError(f"keys={shown(keys)} is {type(keys).__name__}; give a key, or a list of keys")
     wanted = [keys] if isinstance(keys, str) else list(keys)
     request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
     reply = yield from request_reply(request, m.Found)
@@ -297,13 +300,13 @@ def add_fields(client: ClientSession, terms: TableInfo, fields: Sequence[Field])
 def _one(name: str, value: Any, kind: Any) -> Any:
     if not isinstance(value, kind):
         wanted = getattr(kind, "__name__", str(kind).replace("transferqueue.policies.", ""))
-        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give {wanted}")
+        raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give {wanted}")
     return checks.policy(name, value, kind)
 
 
 def _each(name: str, values: Any, kind: Any, most: int) -> list[Any]:
     if isinstance(values, kind | str | Mapping) or not isinstance(values, Iterable):
-        raise UsageError(f"{name}={values!r} is not a list; give a list of {kind.__name__}")
+        raise UsageError(f"{name}={shown(values)} is not a list; give a list of {kind.__name__}")
     return [_one(name, value, kind) for value in checks.few(name, values, most)]
 
 

@@ -14,6 +14,7 @@ from transferqueue.client.operations.publish import BASE, base_field
 from transferqueue.errors import UsageError
 from transferqueue.limits import ITEMS_MAX
 from transferqueue.schema import Field, Share, Slice, cut_field, share_range
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 Only = Iterable[str] | Mapping[str, range | Slice | None]
@@ -84,7 +85,7 @@ def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
 def _checked(only: Only) -> dict[str, range | Slice | None]:
     if not isinstance(only, Iterable):
         raise UsageError(
-            f"only={only!r} is {type(only).__name__}; give names of tensors, or a mapping from names to parts of them"
+            f"only={shown(only)} is {type(only).__name__}; give names of tensors, or a mapping from names to parts of them"
         )
     taken = checks.few("tensors", [only] if isinstance(only, str) else only, ITEMS_MAX)
     for name in taken:
@@ -98,7 +99,7 @@ def _checked(only: Only) -> dict[str, range | Slice | None]:
                 )
         elif part is not None and not (isinstance(part, range) and part.step == 1 and 0 <= part.start < part.stop):
             raise UsageError(
-                f'{part!r} of tensor "{name}" is no part of it: give a tq.Slice, or a range of its rows with step 1 that is not empty, or None for all of it'
+                f'{shown(part)} of tensor "{name}" is no part of it: give a tq.Slice, or a range of its rows with step 1 that is not empty, or None for all of it'
             )
     if not named:
         raise UsageError("a pull of no tensors; name at least one in only=, or leave it out for all")

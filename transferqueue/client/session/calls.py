@@ -25,7 +25,8 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
-from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S, SECONDS_MAX, short_number
+from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S, SECONDS_MAX
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import unsendable
 from transferqueue.wire.versions import PROTOCOL
@@ -36,10 +37,9 @@ LEAST_S: Final = 1e-3
 def seconds(name: str, value: object) -> float:
     """A number of seconds that a request may wait or last: 0 to 10^9. `UsageError` for anything else."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise UsageError(f"{name}={value!r} is {type(value).__name__}; give a number of seconds (0: do not wait)")
+        raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give a number of seconds (0: do not wait)")
     if not 0 <= value <= SECONDS_MAX:  # which is also false of what is not a number
-        shown = short_number(value) if isinstance(value, int) else repr(value)
-        raise UsageError(f"{name}={shown} is out of range; give 0 (do not wait) to {SECONDS_MAX:g} seconds")
+        raise UsageError(f"{name}={shown(value)} is out of range; give 0 (do not wait) to {SECONDS_MAX:g} seconds")
     return float(value)
 
 

@@ -27,6 +27,7 @@ from transferqueue.storage.elements.dtypes import I64, ml_dtype, shown_dtype, st
 from transferqueue.storage.elements.numbers import store_numbers
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import as_jagged, as_torch
+from transferqueue.text import shown
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -231,7 +232,7 @@ class Column(ProcessBound):
             raise self._unfit("padded")
         if multiple_of < 1 or side not in ("left", "right"):
             raise UsageError(
-                f"padded(multiple_of={multiple_of}, side={side!r}): give a positive multiple, and left or right"
+                f"padded(multiple_of={multiple_of}, side={shown(side)}): give a positive multiple, and left or right"
             )
         if self.field.dense:
             return self.numpy()

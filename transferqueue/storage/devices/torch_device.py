@@ -18,6 +18,7 @@ from transferqueue.errors import Forked, OutOfMemory, UsageError
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.elements.torch_interop import require_torch
+from transferqueue.text import shown
 
 if TYPE_CHECKING:
     import torch
@@ -32,15 +33,19 @@ def device_of(device: Any) -> Accelerator:
     try:
         place = torch.device(device)
     except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(f"device={device!r} is no device of torch ({_reason(error)}); give {_choices()}") from None
+        raise UsageError(
+            f"device={shown(device)} is no device of torch ({_reason(error)}); give {_choices()}"
+        ) from None
     if place.type == "cpu":
         return _opened("cpu", 0, os.getpid())
     if place.type == "meta":
-        raise UsageError(f"device={device!r} holds no values; give {_choices()}")
+        raise UsageError(f"device={shown(device)} holds no values; give {_choices()}")
     count = _count(place.type)
     index = _current(place.type) if place.index is None and count else place.index or 0
     if index >= count:
-        raise UsageError(f"device={device!r} is not here: there are {count} {place.type} devices; give {_choices()}")
+        raise UsageError(
+            f"device={shown(device)} is not here: there are {count} {place.type} devices; give {_choices()}"
+        )
     return _opened(place.type, index, os.getpid())
 
 

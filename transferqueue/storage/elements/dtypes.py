@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.schema import BLOB_DTYPES, ITEM_BYTES, TORCH_ONLY_DTYPES
+from transferqueue.text import SHOWN_CHARS, shortened
 
 U8 = NDArray[np.uint8]
 I32 = NDArray[np.int32]
@@ -64,7 +65,7 @@ def dtype_of_numpy(dtype: np.dtype[Any], subject: str) -> str:
     if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None:
         return name
     raise SchemaError(
-        f"{subject}: numpy dtype {dtype} cannot be stored; {_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
+        f"{subject}: numpy dtype {shortened(str(dtype), SHOWN_CHARS)} cannot be stored; {_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
     )
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from transferqueue.errors import SchemaError
 from transferqueue.schema import BLOB_DTYPES, TORCH_ONLY_DTYPES
 from transferqueue.storage.elements.dtypes import NUMPY_DTYPES, dtype_of_numpy, ml_dtype, stored_dtype, torch_dtype
+from transferqueue.text import shown
 
 Numbers = np.ndarray[Any, Any]
 
@@ -88,16 +89,22 @@ def _kind_of_dtype(dtype: str) -> str:
 
 def _collect(numbers: Sequence[Any], wanted: str, kind: str, subject: str) -> Numbers:
     """The numbers in the widest dtype of this kind. `array` reads a list three times as fast as numpy does."""
-    if wanted == "bool" or wanted == "complex":
-        return np.array(numbers, np.bool_ if wanted == "bool" else np.complex128)
     try:
+        if wanted == "bool" or wanted == "complex":
+            return np.array(numbers, np.bool_ if wanted == "bool" else np.complex128)
         if wanted == "float":
             return np.frombuffer(array("d", numbers), np.float64)
         return _integers(numbers)
     except OverflowError as error:
         raise SchemaError(
-            f"{subject}: an integer of {kind} values is beyond 64 bits ({error}); store it as text"
+            f"{subject}: {_first_beyond(numbers)} is beyond 64 bits ({error}); store it as text"
         ) from error
+
+
+def _first_beyond(numbers: Sequence[Any]) -> str:
+    """The first integer of more than 64 bits, for a message."""
+    beyond = (number for number in numbers if isinstance(number, int) and number.bit_length() > 64)
+    return next(map(shown, beyond), "an integer")
 
 
 def _integers(numbers: Sequence[Any]) -> Numbers:

@@ -13,6 +13,7 @@ import msgspec
 
 from transferqueue.errors import Corruption, SchemaError
 from transferqueue.limits import VALUE_DEPTH_MAX, VALUE_NODES_MAX
+from transferqueue.text import shown
 
 _LEAVES: Final = frozenset({type(None), bool, int, float, str, bytes})
 _KEYS: Final = frozenset({str, int})
@@ -60,7 +61,7 @@ class _Check:
     def _check_keys(self, value: dict[Any, Any]) -> None:
         wrong = next((key for key in value if type(key) not in _KEYS), None)
         if wrong is not None or None in value:
-            raise SchemaError(f"{self.subject}: a dict has the key {wrong!r}; keys are str or int")
+            raise SchemaError(f"{self.subject}: a dict has the key {shown(wrong)}; keys are str or int")
 
 
 def encode(value: object, subject: str) -> bytes:

@@ -15,6 +15,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.storage.elements.dtypes import I64, dtype_of_numpy
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, rectangles
 from transferqueue.storage.inputs.sources import Arrays
+from transferqueue.text import SHOWN_CHARS, shortened
 
 Array = np.ndarray[Any, Any]
 _ASCII_MAX = 127
@@ -29,10 +30,8 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
     """Parse an Arrow column. Structures and maps are returned as a list of plain values, which the caller parses."""
     import pyarrow as pa
 
-    array = _chunked(value, subject)
+    array = _checked(_chunked(value, subject), subject)
     kind = array.type
-    for chunk in array.chunks:
-        _check_offsets(chunk, subject)
     if isinstance(kind, pa.FixedShapeTensorType):
         return _parse_fixed_tensors(array, subject)
     if isinstance(kind, pa.BaseExtensionType):
@@ -50,28 +49,34 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
     )
 
 
-def _check_offsets(chunk: Any, subject: str) -> None:
-    """Refuse offsets that descend or lead outside the values: Arrow checks them only on demand, and would read memory that is not the array's. Text is
-    looked at as bytes, since whether it is Unicode is checked later, more cheaply."""
+def _checked(array: Any, subject: str) -> Any:
+    """The array, if its offsets and indices stay within their data: Arrow does not look, and a process that follows them may read other memory
+    or die. Text and binary are checked where their lengths are taken: Arrow would decode all text."""
     import pyarrow as pa
 
-    as_bytes = {
-        pa.string(): pa.binary(),
-        pa.large_string(): pa.large_binary(),
-        pa.string_view(): pa.binary_view(),
-    }.get(chunk.type)
+    if _is_flat(array.type, pa):
+        return array
     try:
-        if pa.types.is_dictionary(chunk.type):
-            _check_offsets(chunk.dictionary, subject)
-            pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary, safe=True)
-            return
-        (chunk if as_bytes is None else chunk.view(as_bytes)).validate(full=True)
-    except pa.ArrowInvalid as error:
-        if "UTF8" in str(error):
-            raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
-        raise SchemaError(
-            f"{subject}: the Arrow array is invalid ({str(error)[:200]}); make it anew from its source"
-        ) from error
+        array.validate(full=True)
+    except (pa.ArrowException, IndexError) as error:
+        raise (_not_unicode if "UTF8" in str(error) else _invalid)(subject, error) from error
+    return array
+
+
+def _is_flat(kind: Any, pa: Any) -> bool:
+    """Whether values of this type have no offsets into other buffers, or offsets that `_blob_parts` checks."""
+    blob = _is_text(kind, pa) or _is_binary(kind, pa)
+    return bool(pa.types.is_primitive(kind) or (blob and not _is_view(kind, pa)))
+
+
+def _is_view(kind: Any, pa: Any) -> bool:
+    return bool(pa.types.is_string_view(kind) or pa.types.is_binary_view(kind))
+
+
+def _invalid(subject: str, error: object) -> SchemaError:
+    return SchemaError(
+        f"{subject}: the Arrow array is invalid ({shortened(str(error), SHOWN_CHARS)}); make it anew from its source"
+    )
 
 
 def _plain(array: Any, subject: str) -> list[Any]:
@@ -79,7 +84,12 @@ def _plain(array: Any, subject: str) -> list[Any]:
     try:
         return array.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
-        raise SchemaError(f"{subject}: text that is not Unicode ({error}); store such data as bytes") from error
+        raise _not_unicode(subject, error) from error
+
+
+def _not_unicode(subject: str, error: object) -> SchemaError:
+    why = shortened(str(error), SHOWN_CHARS)
+    return SchemaError(f"{subject}: text that is not Unicode ({why}); store such data as bytes")
 
 
 def _chunked(value: Any, subject: str) -> Any:
@@ -119,7 +129,7 @@ def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
 
     _refuse_nulls(array, subject)
     large = array.cast(pa.large_string() if dtype == "str" else pa.large_binary())
-    parts = [_blob_parts(chunk) for chunk in large.chunks if len(chunk)]
+    parts = [_blob_parts(chunk, subject) for chunk in large.chunks if len(chunk)]
     if dtype == "str":
         _check_text(large.chunks, parts, subject)
     lengths = np.concatenate([np.diff(offsets) for offsets, _ in parts]) if parts else np.empty(0, np.int64)
@@ -156,10 +166,13 @@ def _is_utf8(raw: bytes) -> bool:
     return True
 
 
-def _blob_parts(chunk: Any) -> tuple[I64, Array]:
+def _blob_parts(chunk: Any, subject: str) -> tuple[I64, Array]:
     _, offsets, data = chunk.buffers()
     edges = np.frombuffer(offsets, np.int64, len(chunk) + 1, chunk.offset * 8)
-    return edges, np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+    memory = np.frombuffer(data, np.uint8) if data is not None and data.size else np.empty(0, np.uint8)
+    if edges[0] < 0 or edges[-1] > len(memory) or (edges[1:] < edges[:-1]).any():
+        raise _invalid(subject, f"its offsets do not ascend within {len(memory):,} bytes")
+    return edges, memory
 
 
 def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:

@@ -63,9 +63,14 @@ def _parse_text(rows: Sequence[str], subject: str) -> Parsed:
 
 
 def _parse_bytes(rows: Sequence[Any]) -> Parsed:
-    strings = [row if type(row) is bytes else memoryview(row).cast("B") if len(row) else b"" for row in rows]
+    strings = [row if type(row) is bytes else _flat(memoryview(row)) for row in rows]
     lengths = np.fromiter(map(len, strings), np.int64, len(strings))
     return BytesInput("bytes", lengths, ByteStrings(strings, int(lengths.sum())))
+
+
+def _flat(memory: memoryview) -> bytes | memoryview:
+    """The bytes of a buffer in row-major order; a copy if they do not lie so."""
+    return memory.cast("B") if memory.nbytes and memory.c_contiguous else memory.tobytes()
 
 
 def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:

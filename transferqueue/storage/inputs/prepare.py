@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError
-from transferqueue.limits import INTERNED_BYTES_MIN, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import INTERNED_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
@@ -37,7 +37,7 @@ from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
-from transferqueue.text import counted
+from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 
 
 class Repeat:
@@ -63,10 +63,10 @@ class Repeat:
             self.counts: I64 = np.asarray(counts)
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise SchemaError(
-                f"Repeat: counts are not whole numbers: {error}; give one, or one for each value"
+                f"Repeat: counts are not whole numbers: {shortened(str(error), SHOWN_CHARS)}; give one, or one for each value"
             ) from error
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
-            raise SchemaError(f"Repeat: counts {counts!r} are not whole numbers; give one, or one for each value")
+            raise SchemaError(f"Repeat: counts {shown(counts)} are not whole numbers; give one, or one for each value")
         self.counts = self.counts.astype(np.int64)
         if self.counts.size and self.counts.min() < 1:
             raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
@@ -357,7 +357,7 @@ def _fit_dense(name: str, parsed: DenseInput, field: Field | None, subject: str)
 def _fit_blobs(name: str, parsed: BytesInput, field: Field | None, subject: str) -> Prepared:
     _check_rows(len(parsed.lengths), subject)
     return Prepared(
-        field or Field(name, parsed.dtype), len(parsed.lengths), parsed.source, _offsets(parsed.lengths), None
+        field or Field(name, parsed.dtype), len(parsed.lengths), parsed.source, _offsets(parsed.lengths, subject), None
     )
 
 
@@ -372,8 +372,9 @@ def _fit_listed(name: str, parsed: RaggedInput, field: Field | None, subject: st
     if field.dense:
         return Prepared(field, rows, parsed.source, None, None)
     if field.ragged:
-        return Prepared(field, rows, parsed.source, _offsets(shapes[:, 0]), None)
-    return Prepared(field, rows, parsed.source, _offsets(shapes.prod(axis=1)), np.ascontiguousarray(shapes))
+        return Prepared(field, rows, parsed.source, _offsets(shapes[:, 0], subject), None)
+    _check_sum(shapes.prod(axis=1, dtype=np.float64), subject)
+    return Prepared(field, rows, parsed.source, _offsets(shapes.prod(axis=1), subject), np.ascontiguousarray(shapes))
 
 
 def _inferred(name: str, parsed: RaggedInput) -> Field:
@@ -409,10 +410,21 @@ def _check_shapes(shapes: I64, field: Field, subject: str) -> None:
             )
 
 
-def _offsets(lengths: I64) -> I64:
+def _offsets(lengths: I64, subject: str) -> I64:
+    if int(np.maximum.reduce(lengths)) > SIZE_BYTES_MAX // ROWS_PER_REQUEST_MAX:
+        _check_sum(lengths, subject)
     offsets = np.zeros(len(lengths) + 1, np.int64)
     np.cumsum(lengths, out=offsets[1:])
     return offsets
+
+
+def _check_sum(lengths: NDArray[Any], subject: str) -> None:
+    """Refuse rows whose elements no 64-bit offset counts: views may be that long without memory."""
+    elements = float(lengths.sum(dtype=np.float64))
+    if elements > SIZE_BYTES_MAX:
+        raise SchemaError(
+            f"{subject} has {elements:.3g} elements, over {SIZE_BYTES_MAX}; give rows that memory could hold"
+        )
 
 
 def _place(out: U8, at: int, numbers: I64) -> None:

@@ -10,9 +10,10 @@ import numpy as np
 
 from transferqueue.errors import SchemaError
 from transferqueue.schema import ITEM_BYTES
-from transferqueue.storage.elements.dtypes import as_array, dtype_of_torch, imported_torch
+from transferqueue.storage.elements.dtypes import I64, as_array, dtype_of_torch, imported_torch
 from transferqueue.storage.inputs.parsed import DenseInput, Parsed, RaggedInput, only_rank
 from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMemory, ValueSource
+from transferqueue.text import counted
 
 LOW_ADDRESS: Final = 1 << 40
 """The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its view is offset: rows with
@@ -31,6 +32,11 @@ def are_tensors(classes: set[type]) -> bool:
     return torch is not None and all(issubclass(cls, torch.Tensor) for cls in classes)
 
 
+def _plain_classes(torch: Any) -> set[type]:
+    """Classes whose instances have memory of their own."""
+    return {torch.Tensor, torch.nn.Parameter}
+
+
 def parse_tensor(tensor: Any, subject: str) -> Parsed:
     """Parse one tensor over all rows: strided, or nested with one ragged dimension."""
     if tensor.is_nested:
@@ -44,6 +50,9 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
     """Parse a tensor for each row, all of one dtype and number of dimensions."""
     import torch
 
+    if not set(map(type, rows)) <= _plain_classes(torch):
+        for row in rows:
+            _refuse_unstorable(row, subject)
     names = {dtype_of_torch(dtype, subject) for dtype in set(map(attrgetter("dtype"), rows))}
     if len(names) > 1:
         raise SchemaError(f"{subject}: rows of dtypes {', '.join(sorted(names))}; convert them to one dtype")
@@ -65,11 +74,13 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
 
 def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | None:
     """Parse plain one-dimensional rows, in half a microsecond each. None for other rows, which the caller parses one by one."""
-    if not set(map(type, rows)) <= {torch.Tensor, torch.nn.Parameter} or set(map(torch.Tensor.dim, rows)) != {1}:
+    if not set(map(type, rows)) <= _plain_classes(torch) or set(map(torch.Tensor.dim, rows)) != {1}:
         return None
     try:
         plain = all(map(attrgetter("is_cpu"), rows)) and all(map(torch.Tensor.is_contiguous, rows))
         if not plain or any(map(torch.Tensor.is_neg, rows)) or (rows[0].is_complex() and any(map(torch.is_conj, rows))):
+            return None
+        if torch._is_functional_tensor(rows[0]):  # half a microsecond, and rows are of one kind
             return None
         starts = np.fromiter(map(torch.Tensor.data_ptr, rows), np.int64, len(rows))
     except (RuntimeError, NotImplementedError):  # sparse, quantised or functional: these have no such memory
@@ -105,6 +116,7 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
     _refuse_unstorable(values, subject)
     dtype = dtype_of_torch(values.dtype, subject)
     offsets = tensor.offsets().cpu().numpy().astype(np.int64, copy=False)
+    _check_offsets(offsets, len(values), subject)
     shapes = np.empty((len(offsets) - 1, values.dim()), np.int64)
     shapes[:, 0], shapes[:, 1:] = np.diff(offsets), values.shape[1:]
     return RaggedInput(
@@ -112,9 +124,22 @@ def _parse_nested(tensor: Any, subject: str) -> Parsed:
     )
 
 
+def _check_offsets(offsets: I64, steps: int, subject: str) -> None:
+    """Torch does not look where the offsets of a nested tensor lead."""
+    if offsets[0] < 0 or offsets[-1] > steps or (offsets[1:] < offsets[:-1]).any():
+        raise SchemaError(
+            f"{subject}: a nested tensor whose offsets do not ascend from 0 to its {counted(steps, 'step')} of values; "
+            "make it anew, as by torch.nested.nested_tensor(rows, layout=torch.jagged)"
+        )
+
+
 def _refuse_unstorable(tensor: Any, subject: str) -> None:
     import torch
 
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SchemaError(f"{subject}: a parameter of a lazy module has no values before its first forward pass")
+    if torch._is_functional_tensor(tensor):
+        raise SchemaError(f"{subject}: a tensor of torch.func or torch.compile has no memory; give it outside of them")
     if tensor.is_quantized:
         raise SchemaError(
             f"{subject}: a quantised tensor has scales beside its values; give .dequantize() or .int_repr()"
@@ -127,7 +152,7 @@ def _refuse_unstorable(tensor: Any, subject: str) -> None:
         raise SchemaError(f"{subject}: a meta tensor has no values; give a tensor with memory")
     if hasattr(tensor, "full_tensor"):
         raise SchemaError(f"{subject}: a distributed tensor is spread over ranks; give .full_tensor() or .to_local()")
-    if type(tensor) in {torch.Tensor, torch.nn.Parameter} and tensor.numel():
+    if type(tensor) in _plain_classes(torch) and tensor.numel():
         _refuse_freed(tensor, subject)
 
 

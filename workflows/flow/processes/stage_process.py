@@ -106,7 +106,12 @@ def _opened(job: StageJob, context: Context) -> Iterator[Any]:
     """Open the function of the job. A setting that its factory refuses, or a damaged file, is refused after a restart too, so it ends the flow."""
     with ExitStack() as stack:
         try:
-            function = stack.enter_context(load(job.factory)(context))
+            opened = load(job.factory)(context)
+            if not hasattr(opened, "__exit__"):
+                raise UsageError(
+                    f"factory {job.factory!r} returned {type(opened).__name__}; it must be a context manager that yields a function"
+                )
+            function = stack.enter_context(opened)
         except (UsageError, Corruption) as error:
             if type(error) not in (UsageError, Impossible, Corruption):  # NotFound: what is missing may come
                 raise
