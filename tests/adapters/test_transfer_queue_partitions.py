@@ -54,6 +54,20 @@ def test_a_field_that_another_process_added_is_not_passed_over(both: list[Partit
     assert torch.equal(torch.stack(list(found["y"].unbind())), torch.ones(2, 3))
 
 
+def test_names_make_no_rules_for_the_values_of_the_drop_in(both: list[Partitions]) -> None:
+    """TransferQueue takes NaN and any lengths, and its callers cannot declare a field."""
+    given = {
+        "advantages": torch.tensor([float("nan"), 1.0]),
+        "response_ids": torch.ones(2, 3),
+        "values": torch.ones(2, 1),
+    }
+    both[0].put_keyed("p", KEYS, of(**given), None)
+    both[1].put_keyed("p", KEYS, of(values=torch.full((2, 2), float("inf"))), None)
+    found = both[0].get("p", KEYS, ["advantages", "values"])
+    assert found["advantages"].isnan().tolist() == [True, False]
+    assert torch.stack(list(found["values"].unbind())).isinf().all()
+
+
 @pytest.mark.parametrize("again", [torch.ones(2, 3, dtype=torch.bfloat16), torch.tensor([0.5, 1.5])])
 def test_a_partition_that_was_dropped_and_made_again_with_another_field(
     both: list[Partitions], queues: list[tq.Queue], again: torch.Tensor

@@ -101,3 +101,9 @@ def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPa
         assert found.type == arrow_type(field)
         _, again = column_of(columns_from_arrow(field, found))
         np.testing.assert_array_equal(memory, again)
+
+
+def test_values_that_a_put_would_refuse_are_restored() -> None:
+    """They were put before the field had the rule, or by a version that had none."""
+    column, _ = column_of(columns_from_arrow(Field("rewards", "float32"), pa.array([np.nan, 1.0], pa.float32())))
+    assert np.isnan(column.numpy()).tolist() == [True, False]

@@ -22,7 +22,7 @@ ITEMS_MAX = ROWS_PER_REQUEST_MAX
 CHECKED_ELSEWHERE = {
     # strings and lists of terms: a decoder that refused them could not say which rule they break, as the ledger does.
     # None is larger than its frame, and each is compared with its bound in limits.py before anything is made of it.
-    "Field.name": "schema.Field", "Field.dtype": "schema.Field", "Field.shape": "schema.Field",
+    "Field.name": "schema.Field", "Field.dtype": "schema.Field", "Field.shape": "schema.Field", "Field.like": "schema.Field",
     "Task.name": "ledger.terms", "Task.needs": "ledger.terms", "Task.needs[]": "ledger.terms",
     "Task.gives": "ledger.terms", "Task.gives[]": "ledger.terms",
     "Plugin.name": "ledger.selectors", "Plugin.options": "ledger.selectors", "Plugin.options.key": "ledger.selectors",

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Iterable, Mapping
 from typing import Final, NamedTuple
 
-from transferqueue.errors import SchemaError
+from transferqueue.errors import SchemaError, listing
 from transferqueue.limits import CONTENTS_KNOWN
 from transferqueue.schema import Field, known, not_taken
+from transferqueue.text import counted
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_fields
+
+_log: Final = logging.getLogger("transferqueue.client")
+
+_FATES: Final = {
+    "DropStale": "they are dropped",
+    "KeepStale": "it will not get them",
+    "Requeue": "they go back to be made anew",
+}
+"""What becomes of a row over the staleness bound, by the policy."""
 
 
 class ReplyFields(NamedTuple):
@@ -57,6 +68,10 @@ class TableInfo:
         self.forgotten = ""
         """Task of a batch that was collected before it was acked or released, until the next lease logs it; "": none."""
         self.forgotten_logged = False
+        self.of_puts: frozenset[str] = frozenset()
+        """Fields that a task needs and none gives; empty once it was logged that a put lacks one."""
+        self._told_missing = False
+        self._told_stale_below = 0
         self.hear(terms)
 
     def hear(self, terms: m.TableTerms) -> bool:
@@ -65,6 +80,9 @@ class TableInfo:
         changed = fields != self.fields
         self.last = terms
         self.time_limits = {task.name: task.held_s_max for task in terms.tasks}
+        if not self._told_missing:
+            given = {name for task in terms.tasks for name in task.gives}
+            self.of_puts = frozenset(name for task in terms.tasks for name in task.needs if name not in given)
         if changed or list(fields) != list(self.fields):
             self.fields = fields
         return changed
@@ -83,6 +101,36 @@ class TableInfo:
         for name in names:
             if name not in takes:
                 raise SchemaError(not_taken(self.name, name, takes))
+
+    def tell_missing(self, columns: Iterable[str]) -> None:
+        """Warn, once for each table: a put lacks a column that some task needs and none gives."""
+        missing = self.of_puts - set(columns)
+        waiting = [task.name for task in self.last.tasks if missing & set(task.needs)]
+        self._told_missing, self.of_puts = True, frozenset()
+        _log.warning(
+            'a put into table "%s" has no %s, which no task gives: task %s will never get these rows, unless an update brings it',
+            self.name,
+            listing(missing),
+            listing(waiting),
+        )
+
+    def tell_stale(self, rows: int, fresh_from: int) -> None:
+        """Warn, once for each version of the trainer: rows are over the staleness bound when they are put."""
+        pacing = self.last.pacing
+        if pacing is None or fresh_from <= self._told_stale_below:
+            return
+        self._told_stale_below = fresh_from
+        _log.warning(
+            '%s of a put into table "%s" %s older than version %s, the oldest that task "%s" takes (max_staleness=%s): %s; put rows with the '
+            "version of their weights (policy_version=), and reserve before you generate",
+            counted(rows, "row"),
+            self.name,
+            "is" if rows == 1 else "are",
+            fresh_from,
+            pacing.task,
+            pacing.max_staleness,
+            _FATES.get(type(pacing.on_stale).__name__, "they follow the table's on_stale policy"),
+        )
 
     def reply_fields(self, definitions: bytes) -> ReplyFields:
         """The fields that a reply defines. `ProtocolError` if `definitions` cannot be decoded.

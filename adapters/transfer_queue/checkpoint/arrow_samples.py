@@ -22,6 +22,7 @@ import torch
 
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
+from transferqueue.adapters.transfer_queue.samples.columns import without_rules
 from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
@@ -240,7 +241,7 @@ def load(queue: tq.Queue, manifest: Manifest, parent: Path, rows_max: int) -> No
     partitions = Partitions(queue, rows_max)
     for partition in manifest.partitions:
         table = partitions.make(partition.partition_id)[0]
-        table.add_fields(list(partition.schema().values()))
+        table.add_fields(list(map(without_rules, partition.schema().values())))
         files = [parent / FOLDER / group.file for group in partition.groups]
         indexes = [np.asarray(batch["index"]) for file in files for batch in _batches(file)]
         _plant(table, np.sort(np.concatenate([np.empty(0, np.int64), *indexes])), partition.end, rows_max)

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Final
 
+import msgspec
 import numpy as np
 import torch
 from tensordict import NonTensorData, NonTensorStack, TensorDict
@@ -42,8 +43,13 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
         field, value = _column(str(name), data.get(name), known.get(str(name)))
         columns[field.name] = value
         if field.name not in known:
-            new.append(field)
+            new.append(without_rules(field))
     return new, columns
+
+
+def without_rules(field: Field) -> Field:
+    """The field without the rules that it has by its name alone: TransferQueue takes any values and lengths, and its callers declare no fields."""
+    return msgspec.structs.replace(field, like="", finite=False) if field.has_lengths_of or field.is_finite else field
 
 
 def tensordict_of(rows: Any, names: Sequence[str], samples: int | None = None) -> TensorDict:

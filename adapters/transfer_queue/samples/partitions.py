@@ -276,9 +276,8 @@ def _columns(table: tq.Table, data: TensorDict | None) -> Columns:
     if data is None:
         return {}
     new, columns = columns_of(data, table.fields)
-    declared = [
-        field for field in new if field.shape.count(None) > 1
-    ]  # what a put would take for narrower than it may be
+    # what a put would take for narrower than it may be, or would refuse by its name
+    declared = [field for field in new if field.shape.count(None) > 1 or field.finite is False]
     if declared:
         table.add_fields(declared)
     return columns

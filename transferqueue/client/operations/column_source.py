@@ -17,6 +17,7 @@ from transferqueue.errors import NotFound, ProtocolError, SchemaError, listing
 from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
+from transferqueue.storage.elements.dtypes import I64
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -74,6 +75,17 @@ class ColumnSource:
             )
         self._make(name)
         return self._columns[name]
+
+    def lengths(self, name: str, rows: bytes | None = None) -> I64 | None:
+        """The lengths of a field's rows, of those `rows` (ids) alone if given. None if the field is not here whole, or the source has ended."""
+        if name not in self.fields or name in self._slices or self.ended:
+            return None
+        lengths = self.column(name).lengths
+        if rows is None:
+            return lengths
+        ids = np.frombuffer(self._content.rows, "<i8")
+        order = np.argsort(ids)
+        return lengths[order[np.searchsorted(ids, np.frombuffer(rows, "<i8"), sorter=order)]]
 
     def _make(self, name: str) -> None:
         """Make the column of a field, with those that lie in the same blocks. Of two concurrent threads, both use the first one's."""

@@ -35,6 +35,7 @@ from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, T
 from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
+from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
 from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
 from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
@@ -85,6 +86,10 @@ def put(
     put_rows = yield from commit(
         client, terms, facts, columns, None, deadline, request, m.PutRows, "put", refers=refers
     )
+    if not columns.keys() >= terms.of_puts:
+        terms.tell_missing(columns)
+    if put_rows.stale:
+        terms.tell_stale(put_rows.stale, put_rows.fresh_from)
     if used is not None:
         used(put_rows.rows)
     return np.arange(put_rows.first, put_rows.first + put_rows.rows, dtype=np.int64)
@@ -105,18 +110,27 @@ def update(
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
-    read = (
-        None
-        if if_unchanged is None
-        else rows_read(if_unchanged, ids, columns, facts.names(), overwrite=bool(overwrite))
-    )
+    read, before = None, unknown
+    if if_unchanged is not None:
+        read = rows_read(if_unchanged, ids, columns, facts.names(), overwrite=bool(overwrite))
+        before = if_unchanged._source.lengths
     deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
 
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, bool(overwrite), read)
 
     yield from commit(
-        client, terms, facts, columns, len(ids) // 8, deadline, request, m.DoneReply, "update", refers=refers
+        client,
+        terms,
+        facts,
+        columns,
+        len(ids) // 8,
+        deadline,
+        request,
+        m.DoneReply,
+        "update",
+        refers=refers,
+        before=before,
     )
 
 
@@ -132,11 +146,13 @@ def commit(
     call: str,
     *,
     refers: bool = True,
+    before: Lengths = unknown,
 ) -> Operation[R]:
     """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
 
     call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers: interned columns are first
     referred to. False: they are written at once, as a pipeline needs it, whose caller may change its arrays before the answer comes.
+    before: the lengths of columns that the rows have already, as far as the caller knows them.
     """
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
@@ -146,7 +162,9 @@ def commit(
     while True:
         try:
             return (
-                yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind, interned, referred)
+                yield from _attempt(
+                    client, terms, facts, columns, rows, deadline, request, kind, interned, referred, before
+                )
             )
         except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
             if not shards_left:
@@ -208,11 +226,13 @@ def outgoing(
     prepared = list[Prepared]()
     for name, value in columns.items():
         try:
-            prepared.append(prepare(name, value, fields.get(name), count, share=share))
+            column = prepare(name, value, fields.get(name), count, share=share)
         except (TransferQueueError, MemoryError):
             raise
         except Exception as error:
             raise _unreadable(name, value, error) from error
+        column.finite = column.field.is_finite
+        prepared.append(column)
     counts_tokens = rows is None and not _TOKEN_FIELDS.isdisjoint(
         columns
     )  # what is added to existing rows does not recount them
@@ -231,12 +251,14 @@ def _attempt(
     kind: type[R],
     interned: dict[str, list[InternedBlock]],
     referred: frozenset[bytes] | None,
+    before: Lengths,
 ) -> Operation[R]:
     """interned: the interned blocks of the call, once they are made. referred: contents that the table may have; None: all may."""
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
     out = outgoing(columns, facts, terms.fields, rows, share=client.find_repeats)
+    check_lengths(out.columns, before)
     fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
     for column in out.columns:
         fields.append(column.field)

@@ -342,7 +342,19 @@ def _request_with_columns(
     if not (columns or facts.said()):
         return request_reply(request(count, None), m.DoneReply)
     deadline = Deadline(lease.client.clock, TIMEOUT_S_DEFAULT)
-    return commit(lease.client, lease.terms, facts, columns, count, deadline, request, m.DoneReply, call, refers=refers)
+    return commit(
+        lease.client,
+        lease.terms,
+        facts,
+        columns,
+        count,
+        deadline,
+        request,
+        m.DoneReply,
+        call,
+        refers=refers,
+        before=lambda name: lease.source.lengths(name, chosen),
+    )
 
 
 def renew(lease: BatchLease, lease_s: float | None) -> Operation[float]:

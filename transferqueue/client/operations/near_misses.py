@@ -96,13 +96,34 @@ def check_columns(call: str, names: Iterable[str], said: Collection[str], terms:
 def check_declared(table: str, fields: Iterable[Field], tasks: Iterable[Task]) -> None:
     """Raise `UsageError` for fields that no call could bring, and for a task that needs a misspelt field of another."""
     declared = list(tasks)
-    named = [(f"field of table {table!r}", field.name) for field in fields]
+    listed = list(fields)
+    _check_likes(listed, {field.name for field in listed} | _promised(declared))
+    named = [(f"field of table {table!r}", field.name) for field in listed]
     named += [(f"field of task {task.name!r}", name) for task in declared for name in (*task.needs, *task.gives)]
     for subject, name in named:
         if name in RESERVED:
             raise UsageError(
                 f"{name!r} is named as a {subject}, but put, update and ack take {name}= for something else, so no row would ever "
                 "have that column; give the field another name"
+            )
+
+
+def _check_likes(fields: Collection[Field], known: set[str]) -> None:
+    """Raise `UsageError` for a field that is like one that is misspelt, or that has no lengths."""
+    shapes = {field.name: field for field in fields}
+    for field in fields:
+        like = field.like
+        if not like:
+            continue
+        meant = None if like in known else nearest(like, known - {field.name})
+        if meant is not None:
+            raise UsageError(
+                f'field "{field.name}" is like {like!r}, which no field is called; did you mean {meant!r}?'
+            )
+        other = shapes.get(like)
+        if other is not None and not other.shape:
+            raise UsageError(
+                f'field "{field.name}" is like "{like}", which is {other.describe()}: its rows have no lengths; name one whose shape begins with None'
             )
 
 

@@ -7,7 +7,7 @@ import numpy as np
 from transferqueue.errors import Full, Impossible, NotFound, ProtocolError, Sealed, UsageError
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out, in_table
-from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode_rows, numbered
+from transferqueue.ledger.rows.arrays import Index, IntArray, agreed, decode, decode_rows, numbered
 from transferqueue.ledger.rows.commit import (
     StagedCommit,
     check_columns,
@@ -63,7 +63,17 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
         table.known_puts.add(key, first, request.rows)
     if table.group_tasks or table.to_drop:
         apply_group_and_stale_rules(table, state.now)
-    return PutRows(first, request.rows)
+    return _put_rows(table, first, request)
+
+
+def _put_rows(table: TableState, first: int, request: PutRequest) -> PutRows:
+    """The answer of a put, with how many of its rows are over the staleness bound already."""
+    fresh_from, versions = table.oldest_fresh_version, request.columns.facts.policy_version
+    if fresh_from <= 0 or versions is None:
+        return PutRows(first, request.rows)
+    numbers = decode("policy_version", versions, "<i8", request.rows)
+    stale = int(((numbers >= 0) & (numbers < fresh_from)).sum())
+    return PutRows(first, request.rows, stale, fresh_from if stale else 0)
 
 
 def _reply_to_retry(table: TableState, request: PutRequest, before: tuple[int, int]) -> PutRows:
@@ -72,7 +82,7 @@ def _reply_to_retry(table: TableState, request: PutRequest, before: tuple[int, i
         raise ProtocolError(
             f'this call put {rows} rows into table "{table.name}" before, and now {request.rows}; a call id names one request'
         )
-    return PutRows(first, rows)
+    return _put_rows(table, first, request)
 
 
 def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCommit:

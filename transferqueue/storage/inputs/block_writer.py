@@ -46,13 +46,23 @@ class BlockWriter:
         self.sum = UNCHECKED
 
     def write(self, out: memoryview | U8) -> None:
-        """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros."""
+        """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros.
+
+        Raises:
+            SchemaError: a column that must be finite has NaN or infinity. The bytes are written, and must not be committed.
+        """
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
             raise InternalError(f"a block of {self.nbytes} bytes is written into {len(block)}; give it exactly its own")
         if len(self.columns) == 1 and self.spans[0].offsets < 0 and 0 < self.nbytes < PARALLEL_BYTES:
             _write_values(block, self.columns[0])
-            return
+        else:
+            self._write_columns(block)
+        for column, span in zip(self.columns, self.spans, strict=True):
+            if column.finite and column.nbytes:
+                column.check_finite(block[span.values : span.values + span.values_bytes])
+
+    def _write_columns(self, block: U8) -> None:
         at, jobs = 0, list[Job]()
         for column, span in zip(self.columns, self.spans, strict=True):
             jobs += column.jobs(block, span)
@@ -144,6 +154,7 @@ def _values_of(column: Prepared) -> Iterator[Prepared]:
     """Each stored row as a column of its own."""
     values = np.empty(column.nbytes, np.uint8)
     parallel_copy(column.source.jobs(values), column.nbytes)
+    column.check_finite(values)
     field, shapes = column.field, column.shapes
     offsets = np.arange(column.stored_rows + 1) if column.offsets is None else column.offsets
     step = column.nbytes // int(offsets[-1])

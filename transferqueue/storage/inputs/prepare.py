@@ -31,6 +31,7 @@ from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
 from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
+from transferqueue.storage.inputs.finite import first_infinite
 from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
 from transferqueue.storage.inputs.repeats import find_repeats, share_rows
@@ -160,10 +161,23 @@ class Prepared:
 
     field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots: then the stored row
     of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and
-    padding. interned: other puts may have the same values (`Interned`).
+    padding. interned: other puts may have the same values (`Interned`). finite: NaN and infinity are refused when the values are written;
+    False here, since a snapshot's columns were checked when they were put.
     """
 
-    __slots__ = ("count", "field", "interned", "nbytes", "offsets", "rows", "shapes", "slots", "source", "stored_rows")
+    __slots__ = (
+        "count",
+        "field",
+        "finite",
+        "interned",
+        "nbytes",
+        "offsets",
+        "rows",
+        "shapes",
+        "slots",
+        "source",
+        "stored_rows",
+    )
 
     def __init__(
         self, field: Field, stored_rows: int, source: ValueSource, offsets: I64 | None, shapes: I64 | None
@@ -174,7 +188,7 @@ class Prepared:
         self.nbytes = (stored_rows if offsets is None else self.count) * field.step_elements * field.item_bytes
         self.rows = stored_rows
         self.slots: I32 | None = None
-        self.interned = False
+        self.interned = self.finite = False
 
     def jobs(self, out: U8, span: Span) -> list[Job]:
         """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together with the jobs that
@@ -191,7 +205,24 @@ class Prepared:
             raise SchemaError(f'field "{self.field.name}" is {self.field.describe()}; only small scalars are inline')
         out = np.empty(self.nbytes, np.uint8)
         self.source.write(out)
+        self.check_finite(out)
         return out.tobytes() if self.slots is None else out.view(stored_dtype(self.field.dtype))[self.slots].tobytes()
+
+    def check_finite(self, values: U8) -> None:
+        """Raise `SchemaError` if the column must be finite and its written `values` are not. values: their bytes."""
+        found = first_infinite(values, self.field.dtype) if self.finite else None
+        if found is not None:
+            at, value = found
+            raise SchemaError(
+                f'field "{self.field.name}": row {self._row_of(at)} has {value}, and values of this field are finite; mask it or drop the '
+                "row, or declare the field with finite=False"
+            )
+
+    def _row_of(self, element: int) -> int:
+        """The first row of the request that has the element `element` of the values."""
+        at = element // self.field.step_elements
+        stored_row = at if self.offsets is None else int(np.searchsorted(self.offsets, at, "right")) - 1
+        return stored_row if self.slots is None else int(np.flatnonzero(self.slots == stored_row)[0])
 
     def row_lengths(self) -> I64:
         """Elements of the first dimension (bytes of a blob) of each row of the request: tokens, where rows are tokens."""

@@ -119,10 +119,12 @@ def _unpin(rows: ReplyRows) -> list[Unpin]:
 
 
 class PutRows(Message):
-    """The rows of a put: ids ascend from `first`."""
+    """The rows of a put: ids ascend from `first`. stale: how many are over the staleness bound already, being older than `fresh_from`."""
 
     first: int
     rows: int
+    stale: Count = 0
+    fresh_from: int = 0
 
 
 @request(
