@@ -110,9 +110,9 @@ class Complete(_Policy, kw_only=True):
     def __post_init__(self) -> None:
         _numbers("complete groups", min_size=self.min_size, deadline_s=self.deadline_s)
         if self.min_size is not None and self.min_size < 1:
-            raise UsageError(f"min_size={self.min_size} is not a positive number of rows")
+            raise UsageError(f"min_size={shown(self.min_size)} is not a positive number of rows")
         if self.deadline_s is not None and not self.deadline_s > 0:
-            raise UsageError(f"deadline_s={self.deadline_s} is not a positive number of seconds")
+            raise UsageError(f"deadline_s={shown(self.deadline_s)} is not a positive number of seconds")
 
 
 # ---------------------------------------------------------------- stale rows, retention
@@ -223,16 +223,18 @@ class Retry(_Policy, kw_only=True):
     def __post_init__(self) -> None:
         _numbers("retry", first_s=self.first_s, factor=self.factor, max_s=self.max_s, attempts=self.attempts)
         if not 0 <= self.first_s <= SECONDS_MAX:
-            raise UsageError(f"retry: first_s={self.first_s} is not a number of seconds from 0 on; 0 means at once")
+            raise UsageError(
+                f"retry: first_s={shown(self.first_s)} is not a number of seconds from 0 on; 0 means at once"
+            )
         if not 1 <= self.factor <= SECONDS_MAX:
-            raise UsageError(f"retry: factor={self.factor} is below 1 or too large; 1 makes all waits equal")
+            raise UsageError(f"retry: factor={shown(self.factor)} is below 1 or too large; 1 makes all waits equal")
         if not self.first_s <= self.max_s <= SECONDS_MAX:
             raise UsageError(
-                f"retry: max_s={self.max_s} is below first_s={self.first_s}, or too long; give the longest wait"
+                f"retry: max_s={shown(self.max_s)} is below first_s={shown(self.first_s)}, or too long; give the longest wait"
             )
         if self.attempts is not None and (isinstance(self.attempts, bool) or self.attempts < 1):
             raise UsageError(
-                f"retry: attempts={self.attempts} is not a positive number of failures; None means that no row is dropped for failing"
+                f"retry: attempts={shown(self.attempts)} is not a positive number of failures; None means that no row is dropped for failing"
             )
 
     def wait_s(self, failures: int) -> float:
@@ -291,14 +293,14 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             time_limit_s=self.time_limit_s,
         )
         if not self.lease_s > 0:
-            raise UsageError(f'task "{self.name}": lease_s={self.lease_s} is not a positive number of seconds')
+            raise UsageError(f'task "{self.name}": lease_s={shown(self.lease_s)} is not a positive number of seconds')
         if self.time_limit_s is not None and not self.time_limit_s >= self.lease_s:
             raise UsageError(
-                f'task "{self.name}": time_limit_s={self.time_limit_s} is below lease_s={self.lease_s}, for which rows are lent '
+                f'task "{self.name}": time_limit_s={shown(self.time_limit_s)} is below lease_s={shown(self.lease_s)}, for which rows are lent '
                 "at least; give a longer limit or a shorter lease"
             )
         if not isinstance(self.retry, Retry):
-            raise UsageError(f'task "{self.name}": retry={self.retry!r} is no policy; give tq.Retry(...)')
+            raise UsageError(f'task "{self.name}": retry={shown(self.retry)} is no policy; give tq.Retry(...)')
         if set(self.needs) & set(self.gives):
             both = ", ".join(sorted(set(self.needs) & set(self.gives)))
             raise Impossible(f'task "{self.name}" both needs and gives {both}: it would wait for itself')
@@ -332,11 +334,15 @@ class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         check_name("task", self.task)
         _numbers("pacing", batch_rows=self.batch_rows, depth=self.depth, max_staleness=self.max_staleness)
         if self.batch_rows < 1:
-            raise UsageError(f"batch_rows={self.batch_rows} is not a positive number of rows")
+            raise UsageError(f"batch_rows={shown(self.batch_rows)} is not a positive number of rows")
         if not 0 <= self.depth <= _DEPTH_MAX:
-            raise UsageError(f"depth={self.depth} is not from 0 to {_DEPTH_MAX} batches; 0 means one batch at a time")
+            raise UsageError(
+                f"depth={shown(self.depth)} is not from 0 to {_DEPTH_MAX} batches; 0 means one batch at a time"
+            )
         if self.max_staleness is not None and self.max_staleness < 0:
-            raise Impossible(f"max_staleness={self.max_staleness}: no row could ever be handed over; 0 is synchronous")
+            raise Impossible(
+                f"max_staleness={shown(self.max_staleness)}: no row could ever be handed over; 0 is synchronous"
+            )
 
     @property
     def rows_ahead_max(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -23,6 +23,7 @@ BAD |= {
     "huge shape": np.lib.stride_tricks.as_strided(np.zeros(1), (2, 1 << 40), (0, 0)),
     "many dimensions": np.zeros((2, *(1,) * 20)),
 }
+LONG = "x" * 100_000
 FACTS: dict[str, Any] = {
     "policy_version": 10**400,
     "priority": [10**400, 1],
@@ -106,6 +107,30 @@ def test_lazy_views_are_resolved(table: tq.Table) -> None:
     with table.read(rows, fields=list(given)) as read:
         assert {name: column.list() for name, column in read.items()} == wanted
     table.delete(rows)
+
+
+@pytest.mark.parametrize(
+    ("use", "kind", "match"),
+    [
+        (lambda queue, table: table.read()[LONG], tq.NotFound, "is not in this batch of"),
+        (lambda queue, table: table.read(where=tq.Compare(LONG, "<", 1)), tq.NotFound, "is not in table"),
+        (lambda queue, table: table.read(where=tq.Compare("base", "<", 10**400)), tq.UsageError, "at most 64 bits"),
+        (lambda queue, table: table.put(base=[1], tags={"a": 10**400}), tq.UsageError, "at most 64 bits"),
+        (lambda queue, table: table.put(base=[type(LONG[:9_000], (), {})()]), tq.SchemaError, "rows of type"),
+        (lambda queue, table: table.lease("work", rows=1, device=LONG), tq.UsageError, "is no device of torch"),
+        (lambda queue, table: table.add_task(tq.Task("a", selector=tq.Plugin(LONG))), tq.NotFound, "not installed"),
+        (lambda queue, table: tq.Slice((0, 10**400)), tq.UsageError, "beyond 2..48; give 0 <= start < stop"),
+        (lambda queue, table: tq.Retry(first_s=10**5000), tq.UsageError, "first_s=an integer of 16,610 bits"),
+        (lambda queue, table: tq.connect(10**400), tq.UsageError, "an address is text"),  # type: ignore[arg-type]
+        (lambda queue, table: tq.connect("tcp://a:" + "9" * 900), tq.UsageError, "a port is a number"),
+    ],
+)
+def test_an_argument_that_is_long_is_cut_in_its_refusal(
+    table: tq.Table, use: Callable[[tq.Queue, tq.Table], Any], kind: type[Exception], match: str
+) -> None:
+    with tq.connect("embedded", arena_bytes="64MiB") as queue, pytest.raises(kind, match=match) as refused:
+        use(queue, table)
+    assert len(str(refused.value)) < SHORT
 
 
 def test_each_error_is_short_whatever_it_names() -> None:

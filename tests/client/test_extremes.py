@@ -13,10 +13,28 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
+from transferqueue.text import shown
 
 HUGE = 10**400
 EXTREMES: list[Any] = [
-    *(0, 1, -1, 2**31, 2**53, 2**60, 2**62 - 1, 2**62, 2**63 - 1, 2**63, 2**64, HUGE, -(2**63), -(2**64), -HUGE),
+    *(
+        0,
+        1,
+        -1,
+        2**31,
+        2**53,
+        2**60,
+        2**62 - 1,
+        2**62,
+        2**63 - 1,
+        2**63,
+        2**64,
+        HUGE,
+        -(2**63),
+        -(2**64),
+        -HUGE,
+        HUGE**13,
+    ),
     *(0.0, -0.5, 1e9, 1e300, float("inf"), float("-inf"), float("nan"), True, None),
     *(
         "",
@@ -85,6 +103,8 @@ def use(queue: tq.Queue, value: Any) -> None:
             terms["tasks"] = [tq.Task("a", retry=value)]
         case tq.DropStale() | tq.KeepStale() | tq.Requeue() | tq.HoldClock():
             terms["pacing"] = tq.Pacing("a", 1, on_stale=value)
+        case tq.Retry():
+            terms["tasks"] = [tq.Task("a", needs=["x"], retry=value)]
         case tq.TagIs() | tq.VersionBetween() | tq.Compare():
             queue.table("there").read(where=value)
             return
@@ -113,7 +133,7 @@ def test_every_value_of_a_policy_is_good_or_a_usage_error(queue: tq.Queue, kind:
             except (tq.UsageError, tq.Full):
                 continue
             except Exception as error:
-                raise AssertionError(f"{kind.__name__}({name}={str(extreme)[:40]}): {error!r:.300}") from error
+                raise AssertionError(f"{kind.__name__}({name}={shown(extreme)}): {error!r:.300}") from error
     assert queue.tables() == ["there"]
 
 

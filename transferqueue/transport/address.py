@@ -17,6 +17,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import UsageError
+from transferqueue.text import shown
 
 IPC_PATH_BYTES_MAX: Final = 107
 """The kernel's `sun_path` holds 108 bytes with its terminator."""
@@ -91,29 +92,31 @@ def split_addresses(text: str) -> list[str]:
 def parse_address(text: object) -> Address:
     """The address that `text` names. `UsageError` names the text, the rule and the remedy."""
     if not isinstance(text, str):
-        raise UsageError(f"address {text!r} is {type(text).__name__}; an address is text: {_KINDS}")
+        raise UsageError(f"address {shown(text)} is {type(text).__name__}; an address is text: {_KINDS}")
     if "\x00" in text or len(text) > 1024:
-        raise UsageError(f"address {text[:80]!r} is too long or holds a zero byte; give {_KINDS}")
+        raise UsageError(f"address {shown(text)} is too long or holds a zero byte; give {_KINDS}")
     for scheme, parse in (("ipc://", _ipc), ("tcp://", _tcp), ("inproc:", _inproc)):
         if text.startswith(scheme):
             return parse(text, text[len(scheme) :])
     raise UsageError(
-        f"address {text!r} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or 'ray')"
+        f"address {shown(text)} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or 'ray')"
     )
 
 
 def _ipc(text: str, rest: str) -> IpcAddress:
     if rest.startswith("@"):
         raise UsageError(
-            f"address {text!r} is an abstract socket, which any user may open; give the absolute path of a file, "
+            f"address {shown(text)} is an abstract socket, which any user may open; give the absolute path of a file, "
             "in a directory of your own"
         )
     if not rest.startswith("/") or rest.endswith("/"):
-        raise UsageError(f"address {text!r} has no absolute path of a socket file; write ipc:///directory/name.sock")
+        raise UsageError(
+            f"address {shown(text)} has no absolute path of a socket file; write ipc:///directory/name.sock"
+        )
     size = len(rest.encode())
     if size > IPC_PATH_BYTES_MAX:
         raise UsageError(
-            f"address {text!r} has a path of {size} bytes; the kernel allows {IPC_PATH_BYTES_MAX}: "
+            f"address {shown(text)} has a path of {size} bytes; the kernel allows {IPC_PATH_BYTES_MAX}: "
             "use a shorter directory (TRANSFERQUEUE_RUNTIME names it)"
         )
     return IpcAddress(Path(rest))
@@ -122,13 +125,13 @@ def _ipc(text: str, rest: str) -> IpcAddress:
 def _tcp(text: str, rest: str) -> TcpAddress:
     host, colon, port = rest.rpartition(":")
     if not colon or not _HOST.fullmatch(host):
-        raise UsageError(f"address {text!r} has no host and port; write tcp://host:port, or tcp://[ipv6]:port")
+        raise UsageError(f"address {shown(text)} has no host and port; write tcp://host:port, or tcp://[ipv6]:port")
     if not (port.isascii() and port.isdigit() and int(port) <= 65535):
-        raise UsageError(f"address {text!r} has port {port!r}; a port is a number from 1 to 65535")
+        raise UsageError(f"address {shown(text)} has port {shown(port)}; a port is a number from 1 to 65535")
     return TcpAddress(host, int(port))
 
 
 def _inproc(text: str, rest: str) -> InprocAddress:
     if not _INPROC.fullmatch(rest):
-        raise UsageError(f"address {text!r} names no embedded server; take `inproc_address` of one that runs here")
+        raise UsageError(f"address {shown(text)} names no embedded server; take `inproc_address` of one that runs here")
     return InprocAddress(rest)

@@ -18,6 +18,7 @@ from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks
 from transferqueue.storage.elements.dtypes import I64
+from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class ColumnSource:
                 f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not there yet, or was freed; '
                 f"name it in the fields of a read to hear which; they have {listing(self.fields)}"
                 if name in self._left_out
-                else f'field "{name}" is not in this batch of {self.subject}; it has {listing(self.fields)}; name others with '
+                else f'field "{shortened(str(name), SHOWN_CHARS)}" is not in this batch of {self.subject}; it has {listing(self.fields)}; name others with '
                 "fields="
             )
         self._make(name)

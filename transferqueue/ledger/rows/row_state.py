@@ -18,6 +18,7 @@ from transferqueue.ledger.rows.pages import DONE, LIVE, RowPages, StateColumn
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.policies import Tags
 from transferqueue.schema import Field, known, not_taken
+from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire.codec import encode_constant, encode_fields
 
 WORD = 64
@@ -115,7 +116,9 @@ class RowStore:
 
     def unknown_field(self, name: str) -> NotFound:
         """The error for a field that the table does not have."""
-        return NotFound(f'field "{name}" is not in table "{self.table}"; it has {listing(self.fields)}')
+        return NotFound(
+            f'field "{shortened(name, SHOWN_CHARS)}" is not in table "{self.table}"; it has {listing(self.fields)}'
+        )
 
     def mask(self, names: Iterable[str]) -> FieldMask:
         """The mask of fields that the table has."""

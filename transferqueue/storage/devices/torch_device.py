@@ -18,7 +18,7 @@ from transferqueue.errors import Forked, OutOfMemory, UsageError
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.elements.torch_interop import require_torch
-from transferqueue.text import shown
+from transferqueue.text import SHOWN_CHARS, shortened, shown
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +50,7 @@ def device_of(device: Any) -> Accelerator:
 
 
 def _reason(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0]
+    return shortened((str(error).splitlines() or [type(error).__name__])[0], SHOWN_CHARS)
 
 
 def _count(kind: str) -> int:

@@ -18,6 +18,7 @@ from transferqueue.storage.elements.values import encode
 from transferqueue.storage.inputs.parsed import BytesInput, DenseInput, Parsed, RaggedInput, only_rank, rectangles
 from transferqueue.storage.inputs.sources import Arrays, ByteStrings
 from transferqueue.storage.inputs.tensors import are_tensors, parse_tensors
+from transferqueue.text import SHOWN_CHARS, shortened
 
 _BYTE_STRINGS: Final = (bytes, bytearray, memoryview)
 _LISTS: Final = (list, tuple)
@@ -95,7 +96,7 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
         raise _missing(subject, "is None", next(at for at, row in enumerate(rows) if row is None))
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
     raise SchemaError(
-        f"{subject}: rows of type {names} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
+        f"{subject}: rows of type {shortened(names, SHOWN_CHARS)} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
         'numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "value")'
     )
 
