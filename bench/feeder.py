@@ -66,7 +66,7 @@ def run(engine: Any, lengths: Any, slots: int, *, fed: bool) -> float:
     """Generate all rows; return the seconds."""
     task = tq.Task("generate", needs=["prompt_ids"], gives=GIVES)
     rest = np.arange(3, 1 + PROMPT)
-    with tq.connect() as queue:
+    with tq.connect("embedded") as queue:
         table = queue.create_table("rows", tasks=[task], fields=[tq.Field("prompt_ids", "int32", (None,))])
         table.put(prompt_ids=[np.array([*divmod(int(length), _BASE), *rest], np.int32) for length in lengths])
         table.seal()

@@ -101,7 +101,7 @@ def prompts(address: str, stop: threading.Event) -> None:
 def step_times(mode: Mode, *, stream: bool) -> tuple[list[float], list[float]]:
     """Seconds of each step but the first, and seconds in which the trainer waited for rows."""
     stop = threading.Event()
-    with tq.connect() as queue:
+    with tq.connect("embedded") as queue:
         table = queue.create_table(
             "rollouts",
             tasks=[

@@ -89,7 +89,7 @@ def samples_per_s(ahead: int, steps: int) -> float:
         def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
             ends.append(time.monotonic())
 
-    with tempfile.TemporaryDirectory() as directory, tq.connect() as queue:
+    with tempfile.TemporaryDirectory() as directory, tq.connect("embedded") as queue:
         table = queue.create_table("rollouts", tasks=rollout_tasks(), pacing=rollout_pacing(ROWS, ahead=ahead))
         rollouts = QueueRollouts(queue, table="rollouts", ahead=ahead)
         prompts = [" ".join(f"w{2 + (7 * number + word) % 500}" for word in range(8)) for number in range(64)]

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import tempfile
 
 from hypothesis import HealthCheck, settings
 
@@ -28,6 +29,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Tests make the servers that they use; one that the developer's shell names is none of them.
 for name in ("TRANSFERQUEUE_ADDRESS", "TRANSFERQUEUE_TOKEN"):
     os.environ.pop(name, None)
+
+# Nor one that runs for this user: each process of a run has a runtime directory of its own, with a short path, as sockets need it.
+_runtime = tempfile.TemporaryDirectory(prefix="tq-", dir="/tmp")
+os.environ["TRANSFERQUEUE_RUNTIME"] = _runtime.name
 
 # A shell starts what it runs in the background deaf to Ctrl-C, and so would be the programs that tests interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

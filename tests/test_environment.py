@@ -75,9 +75,6 @@ def test_a_variable_that_is_no_address_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("TRANSFERQUEUE_ADDRESS", "localhost")
     with pytest.raises(tq.UsageError, match="localhost"):
         tq.connect()
-    monkeypatch.setenv("TRANSFERQUEUE_ADDRESS", "")  # empty: as if it were not set
-    with tq.connect() as queue:
-        assert queue.tables() == []
 
 
 def test_a_key_is_not_for_an_embedded_server() -> None:

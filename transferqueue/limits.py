@@ -192,7 +192,12 @@ LEASE_S_DEFAULT: Final = 60.0
 TIME_LIMIT_S_DEFAULT: Final = 1800.0
 """A worker that has held a batch this long counts as hanging. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
-"""Default limit of a wait: one minute tells a stalled pipeline from a slow one in most jobs."""
+"""How long a shard waits for the answer of its coordinator, and a bulk transfer for a free connection. Waits of a flow have no limit by default."""
+REPORT_S: Final = 10.0
+"""How long a caller of `stats`, `audit` and the like waits for the server: about as long as a person looks at a prompt. A durable server that was
+killed is back within it."""
+WAIT_TOLD_S: Final = 60.0
+"""A client logs this often why a call still waits: seldom enough for a log, and soon enough for a person who looks at a job that stands still."""
 OUTAGE_LEASES: Final = 3
 """So many leases of a task that fail in a row, without a row in common between two of them, mean that the cause is no row: the task is paused.
 Three, since the chance that two rows fail by themselves side by side is small, and a worker should not spend the tries of many."""

@@ -32,7 +32,7 @@ from transferqueue.adapters.transfer_queue.sampler import (
 )
 from transferqueue.adapters.transfer_queue.samples.columns import Shape, schema_of_field, shapes_of
 from transferqueue.adapters.transfer_queue.samples.index_set import IndexSet, WaitingSamples
-from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, described, indexes_of
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, described, indexes_of, put_at_once
 from transferqueue.adapters.transfer_queue.samples.ready_samples import AT_ONCE, ReadySamples
 from transferqueue.adapters.transfer_queue.samples.tags import given_tags, partition_of, table_of
 from transferqueue.errors import NotFound, UsageError
@@ -300,7 +300,7 @@ class Controller:
             raise ValueError(f"batch_size {samples:,}: one call inserts 1 to {ROWS_PER_REQUEST_MAX:,} samples")
         with self._guard:
             partition = self._partition(partition_id)
-            rows = partition.table.put(priority=np.zeros(samples), timeout_s=None).tolist()
+            rows = put_at_once(partition.table, {}, priority=np.zeros(samples)).tolist()
             return partition.describe(rows, (), _NOTHING)
 
     def _force(self, fields: Sequence[str], partition_id: str) -> BatchMeta:

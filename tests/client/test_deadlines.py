@@ -18,6 +18,7 @@ import pytest
 
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Served
+from transferqueue.adapters.transfer_queue.samples.partitions import put_at_once
 from transferqueue.client.memory import remote
 from transferqueue.client.session.calls import Deadline
 from transferqueue.limits import ANSWER_S, LATE_ANSWER_S
@@ -63,6 +64,19 @@ CALLS: dict[str, tuple[Call, type[tq.TransferQueueError], str]] = {
         tq.DeadlineExceeded,
         "did not answer Lease",
     ),
+    **{
+        f"{kind}.{name}": (report, tq.Unreachable, "did not answer (Observe|ListEvents) within the 0.2 s")
+        for kind, name, report in (
+            ("Queue", "stats", lambda q, t, w, v: q.stats(timeout_s=WAIT_S)),
+            ("Queue", "audit", lambda q, t, w, v: q.audit(timeout_s=WAIT_S)),
+            ("Queue", "doctor", lambda q, t, w, v: q.doctor(timeout_s=WAIT_S)),
+            ("Queue", "inspect", lambda q, t, w, v: q.inspect(t.name, 0, timeout_s=WAIT_S)),
+            ("Queue", "events", lambda q, t, w, v: q.events(t.name, timeout_s=WAIT_S)),
+            ("Queue", "sessions", lambda q, t, w, v: q.sessions(timeout_s=WAIT_S)),
+            ("Table", "stats", lambda q, t, w, v: t.stats(timeout_s=WAIT_S)),
+            ("Table", "audit", lambda q, t, w, v: t.audit(timeout_s=WAIT_S)),
+        )
+    },
     "Table.reserve": (lambda q, t, w, v: t.reserve(1, timeout_s=WAIT_S), tq.DeadlineExceeded, "Reserve"),
     "Pipeline.put": (lambda q, t, w, v: pipelined(t), tq.Unreachable, UNKNOWN),
     "Table.advance": (
@@ -200,12 +214,12 @@ def test_no_refusal_of_the_server_is_cut_off(tmp_path: Path) -> None:
             table.lease("work", rows=1, timeout_s=0.01)
 
 
-def test_a_put_may_do_without_a_deadline_and_without_waiting_for_room() -> None:
+def test_a_put_at_once_has_time_for_its_answer_and_does_not_wait_for_room() -> None:
     with tq.connect("embedded") as queue:
         table = queue.create_table("t", limits=tq.Limits(rows=1))
-        table.put(x=[1], timeout_s=None)
+        put_at_once(table, {"x": [1]})
         with pytest.raises(tq.Full, match="has no room"):
-            table.put(x=[1], timeout_s=None)
+            put_at_once(table, {"x": [1]})
 
 
 def test_what_a_caller_waits_past_its_deadline_is_bounded_in_all() -> None:

@@ -36,6 +36,7 @@ def test_an_observer_only_looks():
         "ListTables",
         "Observe",
         "ListEvents",
+        "ExplainWait",
         "Cursor",
     }
 

@@ -119,7 +119,7 @@ def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
     bench.pass_time(8)
     assert told(boss) == {
         "task": "reward",
-        "text": 'task "reward" has 2 rows ready, and 0 rows leased; nobody works on it, nor has since this server started 8 s ago',
+        "text": 'task "reward" has 2 rows ready, and 0 rows leased; nobody has worked on "reward" since this server started 8 s ago; start it',
         "stranded": False,
         "unattended_s": 8.0,
         "died": False,
@@ -135,19 +135,19 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     waiting = boss.post(m.LeaseRequest("t", "train", rows=2, wait_s=60.0))
     bench.coordinator.peer_lost(worker.peer, bench.now)
     bench.pass_time(48)
-    text = "nobody works on it; the last worker left 48 s ago (reward-0, its connection ended)"
+    text = 'nobody works on "reward"; its last worker left 48 s ago (reward-0, its connection ended); start it again'
     assert text in told(boss)["text"]
     assert told(boss)["died"]
     bench.pass_time(12)
     refused = boss.take(waiting)
     assert refused.error == "DeadlineExceeded"
     assert (
-        '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on it; the last worker left 60 s'
+        '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on "reward"; its last worker left 60 s ago (reward-0,'
         in (refused.text)
     )
     stats = msgspec.msgpack.decode(boss.ask(m.Observe("stats", "t")).value)["tables"]["t"]["tasks"]
     assert (stats["reward"]["unattended_s"], stats["train"]["unattended_s"]) == (60.0, None)
-    assert stats["reward"]["unattended"].endswith("left 60 s ago (reward-0, its connection ended)")
+    assert stats["reward"]["unattended"].endswith("left 60 s ago (reward-0, its connection ended); start it again")
 
 
 def test_a_worker_that_waits_or_has_just_asked_works_and_one_that_is_idle_is_named(bench, boss):
@@ -161,11 +161,15 @@ def test_a_worker_that_waits_or_has_just_asked_works_and_one_that_is_idle_is_nam
     bench.pass_time(2)
     assert told(boss)["unattended_s"] is None, "it has just asked"
     bench.pass_time(5)
-    assert told(boss)["text"].endswith("nobody works on it: reward-0 is connected, and last asked for rows 7 s ago")
+    assert told(boss)["text"].endswith(
+        'nobody works on "reward": reward-0 is connected, and last asked for rows 7 s ago'
+    )
     worker.ask(m.Goodbye())
     bench.pass_time(30)
     found = told(boss)
-    assert found["text"].endswith("nobody works on it; the last worker left 30 s ago (reward-0, said goodbye)")
+    assert found["text"].endswith(
+        'nobody works on "reward"; its last worker left 30 s ago (reward-0, said goodbye); start it again'
+    )
     assert not found["died"]
 
 
@@ -184,7 +188,7 @@ def test_a_table_of_the_same_name_begins_without_workers(bench, boss):
     boss.create_table(tasks=[Task("reward", needs=["x"])])
     boss.ask(boss.put(1))
     bench.pass_time(1)
-    assert "nobody works on it, nor has since" in told(boss)["text"]
+    assert 'nobody has worked on "reward" since' in told(boss)["text"]
 
 
 def test_a_task_that_can_never_progress_says_so(bench, boss):

@@ -56,6 +56,7 @@ def test_requests_without_a_verb_are_sent_by_the_client_itself():
         "TakeOrders",
         "TakeCopies",
         "ReportSpill",
+        "ExplainWait",
     }
 
 

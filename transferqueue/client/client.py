@@ -92,6 +92,8 @@ class ClientSession:
         self.verifier: Verifier | None = None
         self.find_repeats: Final = finds_repeats()
         """Whether puts store values that rows repeat once, though the caller did not say so."""
+        self.embedded_at: float | None = None
+        """When the server was embedded though no caller asked for that: no other server was named or found."""
         connection.on_welcome(self.shards.welcomed)
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 

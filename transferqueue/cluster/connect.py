@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -11,7 +12,14 @@ from typing import TYPE_CHECKING, Final
 from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.client import ClientSession, Data, open_client
 from transferqueue.client.handles.coordinators import check_seats
-from transferqueue.client.session.addresses import EMBEDDED, endpoints, listed, named_server
+from transferqueue.client.session.addresses import (
+    ADDRESS_VARIABLE,
+    EMBEDDED,
+    endpoints,
+    listed,
+    named_server,
+    running_server,
+)
 from transferqueue.client.session.calls import seconds
 from transferqueue.client.sync.queue import Queue
 from transferqueue.cluster.on_ray.messages import is_ray_address, parse_named
@@ -21,6 +29,9 @@ from transferqueue.transport.security.keys import ClientKeys
 
 if TYPE_CHECKING:
     from transferqueue.client.aio.queue import AsyncQueue
+
+_log: Final = logging.getLogger("transferqueue")
+_told: Final[list[str]] = []
 
 CONNECT_S: Final = 10.0
 """Long enough for a server that is starting, short enough to notice one that is missing."""
@@ -41,8 +52,9 @@ def connect(
 
     address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that `deploy_ray` started in
     the Ray cluster of this process (``ray``: the one with the default names); or ``embedded`` for a server inside this process. None:
-    the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, as for every command; an embedded server if
-    neither is set, or if arena_bytes or runtime is given (`transferqueue docs environment`).
+    the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, else this user's server, as for every command; if none
+    runs, an embedded server, which is logged as a warning. With arena_bytes or runtime it is embedded in any case
+    (`transferqueue docs environment`). A variable that is set and empty is `UsageError`.
 
     To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by commas
     (`transferqueue docs cluster`); `UsageError` unless each coordinator of one deployment is named exactly once. A queue with the address of one
@@ -64,7 +76,7 @@ def connect(
 
     Example:
         >>> import transferqueue as tq
-        >>> with tq.connect() as queue:
+        >>> with tq.connect("embedded") as queue:
         ...     table = queue.create_table("samples", tasks=[tq.Task("train", needs=["text"])])
         ...     rows = table.put(text=["one", "two"])
         ...     with table.lease("train", rows=2) as batch:
@@ -123,8 +135,9 @@ def _clients(
             raise UsageError(
                 f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or leave them out"
             )
-    if address is None and not own and key is None:
-        address = named_server()
+    is_default = address is None and not own and key is None
+    if is_default:
+        address = named_server() or running_server()
     servers = [] if address == EMBEDDED or (address is None and (own or not key)) else endpoints(address, key)
     if not servers:
         if key:
@@ -136,7 +149,10 @@ def _clients(
                 "verify=True compares blocks with their checksums, and those of an embedded server have none: it keeps nothing on a "
                 "disk; connect without it"
             )
-        return [_embedded(arena_bytes, runtime, timeout_s, label, data)]
+        client = _embedded(arena_bytes, runtime, timeout_s, label, data)
+        if is_default:
+            _tell_embedded(client)
+        return [client]
     if own:
         raise UsageError(
             f"arena_bytes and runtime are for an embedded server, but the server at {servers[0][0]} runs already; give them there"
@@ -172,6 +188,19 @@ def _opened(
 def _left(deadline: float) -> float:
     """Seconds until the deadline, rounded for messages."""
     return max(0.0, round(deadline - time.monotonic(), 2))
+
+
+def _tell_embedded(client: ClientSession) -> None:
+    """Log, once in a process, that a server was embedded where no argument asked for one."""
+    client.embedded_at = client.clock()
+    if not _told:
+        _told.append(client.address)
+        _log.warning(
+            '%s is not set and no server of this user runs, so a queue was embedded in this process; other processes join with tq.connect("%s"); '
+            'connect("embedded") does the same without this line',
+            ADDRESS_VARIABLE,
+            client.address,
+        )
 
 
 def _embedded(

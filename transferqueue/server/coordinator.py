@@ -808,7 +808,8 @@ class Coordinator:
 
     def _deadline_reply(self, waiting: WaitingRequest, now: float) -> m.Failed:
         waited = f"{m.tag_of(waiting.request)} waited {now - waiting.since:.3g} s: "
-        return _failed(DeadlineExceeded(waited + self.explain(waiting, now)))
+        until = "until the table ends" if hasattr(waiting.request, "table") else "without a limit"
+        return _failed(DeadlineExceeded(f"{waited}{self.explain(waiting, now)}; timeout_s=None waits {until}"))
 
     # ------------------------------------------------------------ answers
 

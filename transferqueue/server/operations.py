@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from transferqueue.errors import Full, InternalError, OutOfMemory, UsageError
 from transferqueue.ledger.effects import MustWait
+from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
@@ -61,6 +62,7 @@ class Operations:
             m.EndPart: self._end_part,
             m.Observe: self._observe,
             m.ListEvents: self._list_events,
+            m.ExplainWait: self._explain_wait,
             m.CreateTable: self._create_table,
             m.DropTable: self._drop_table,
         }
@@ -176,6 +178,10 @@ class Operations:
 
     def _list_events(self, session: OpenSession, call: int, request: m.ListEvents, now: float) -> Answer:
         return m.Observed(codec.encode_plain(reports.events(self._sources, request, now)))
+
+    def _explain_wait(self, session: OpenSession, call: int, request: m.ExplainWait, now: float) -> Answer:
+        waiting = self._sources.waiting.of_call(session.number, request.call)
+        return m.WaitExplained("" if waiting is None else self._sources.explain(waiting, now)[:TEXT_CHARS_MAX])
 
     def _create_table(self, session: OpenSession, call: int, request: m.CreateTable, now: float) -> Answer:
         if not self._ledger.has_table(request.name):

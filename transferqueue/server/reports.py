@@ -87,21 +87,22 @@ def events(sources: ReportSources, request: m.ListEvents, now: float) -> Plain:
 
 
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
-    """Since when nobody has worked on a task, and who did last. None if a session holds or waits for rows of it, or asked for
+    """Since when no worker has leased from a task, and who did last. None if a session holds or waits for rows of it, or asked for
     rows less than `IDLE_S` ago."""
     if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
         return None
     asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
     if asked is not None:
         number, at = asked
-        text = f"nobody works on it: {sources.sessions.label_of(number)} is connected, and last asked for rows {now - at:.0f} s ago"
+        text = f'nobody works on "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows {now - at:.0f} s ago'
         return Absence(text, now - at) if now - at >= IDLE_S else None
     if gone is not None:
         left_s = now - gone.at
-        text = f"nobody works on it; the last worker left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
+        last = f"left {left_s:.0f} s ago ({gone.label}, {gone.ending.text})"
+        text = f'nobody works on "{task}"; its last worker {last}; start it again'
         return Absence(text, left_s, died=not gone.ending.was_announced)
     up_s = now - sources.identity.started_at
-    return Absence(f"nobody works on it, nor has since this server started {up_s:.0f} s ago", up_s)
+    return Absence(f'nobody has worked on "{task}" since this server started {up_s:.0f} s ago; start it', up_s)
 
 
 def holders(sources: ReportSources, now: float) -> str:

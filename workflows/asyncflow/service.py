@@ -32,7 +32,7 @@ import transferqueue as tq
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.errors import SchemaError, UsageError, listing
-from transferqueue.limits import TEXT_CHARS_MAX, TIMEOUT_S_DEFAULT
+from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
 from transferqueue.workflows.asyncflow.experience import ExperienceIndex, ExperienceStream, lease_terms
 
@@ -152,7 +152,7 @@ class AsyncFlowService(ServiceBase):
         >>> import transferqueue as tq
         >>> from transferqueue.workflows.asyncflow import AsyncFlowService, Engines, EngineStage
         >>> job = Engines(stages=[EngineStage(name="rollout", needs=["prompt"], gives=["response"])])
-        >>> with tq.connect() as queue:
+        >>> with tq.connect("embedded") as queue:
         ...     service = AsyncFlowService.init_engines(queue, job)
         ...     rows = service.put_prompts({"prompt": ["2 + 2", "3 + 5"]}, samples=4)
         ...     batch = service.get_experience("rollout", rows=8)
@@ -181,17 +181,17 @@ class AsyncFlowService(ServiceBase):
         return self._table
 
     def put_prompts(
-        self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+        self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
         """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a prompt together.
 
         columns: one value for each prompt. facts: as of `Table.put`, one for all or one for each prompt. With a key, the rows of a prompt
         have it with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call changes nothing.
-        Waits up to `timeout_s` for room. Raises `DeadlineExceeded` if there is none, and `Impossible` if there never can be.
+        Waits up to `timeout_s` for room (None: no limit). Raises `DeadlineExceeded` if there is none, and `Impossible` if there never can be.
         """
-        prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
+        prompts, started = PromptBatch(columns, samples, facts), time.monotonic()
         with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = timeout_s and max(0.0, timeout_s - (time.monotonic() - started))
             return self._table.put(reservation=room, timeout_s=left_s, **prompts.asked)
 
     def get_experience(self, stage: str, **terms: Any) -> tq.Batch:
@@ -218,7 +218,7 @@ class AsyncFlowService(ServiceBase):
         tensors: Mapping[str, Any] | None = None,
         *,
         notice: Any = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> None:
         """Announce weights of `version`: where the notice says (any JSON of at most 4096 bytes), or as these tensors.
 
@@ -226,12 +226,12 @@ class AsyncFlowService(ServiceBase):
         """
         self._channel.publish(version, announcement(tensors or {}, notice), timeout_s=timeout_s)
 
-    def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
+    def get_weights(self, above: int = -1, *, timeout_s: float | None = None) -> tq.Weights:
         """Wait for a version above `above` and return the newest; `notice_of` returns its notice."""
         return self._channel.pull(above, timeout_s=timeout_s)
 
     def put_prompts_data(
-        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
         """`put_prompts` by its name in AsyncFlow."""
         return self.put_prompts(prompts_data, samples=samples, timeout_s=timeout_s, **facts)
@@ -270,7 +270,7 @@ class AsyncFlowService(ServiceBase):
         tensors: Mapping[str, Any] | None = None,
         *,
         notice: Any = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> None:
         """`notify_weights` by its name in AsyncFlow."""
         self.notify_weights(version, tensors, notice=notice, timeout_s=timeout_s)
@@ -293,7 +293,7 @@ class AsyncFlowService(ServiceBase):
             >>> import transferqueue as tq
             >>> from transferqueue.workflows.asyncflow import AsyncFlowService, Engines, EngineStage
             >>> job = Engines(stages=[EngineStage(name="reward", needs=["response"], gives=["rewards"])])
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     service = AsyncFlowService.init_engines(queue, job)
             ...     rows = service.put_prompts_data({"response": ["4", "5", "4"]})
             ...     service.seal()

@@ -10,7 +10,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import transferqueue as tq
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.declaration import NAME, Engines
 from transferqueue.workflows.asyncflow.experience import AsyncExperienceStream, ExperienceIndex, lease_terms
 from transferqueue.workflows.asyncflow.service import PromptBatch, ServiceBase, announcement, check_columns, check_facts
@@ -39,12 +38,12 @@ class AsyncService(ServiceBase):
         return self._table
 
     async def put_prompts(
-        self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+        self, columns: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
         """As `AsyncFlowService.put_prompts`."""
-        prompts, deadline = PromptBatch(columns, samples, facts), time.monotonic() + timeout_s
+        prompts, started = PromptBatch(columns, samples, facts), time.monotonic()
         async with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = timeout_s and max(0.0, timeout_s - (time.monotonic() - started))
             return await self._table.put(reservation=room, timeout_s=left_s, **prompts.asked)
 
     async def get_experience(self, stage: str, **terms: Any) -> tq.AsyncBatch:
@@ -68,17 +67,17 @@ class AsyncService(ServiceBase):
         tensors: Mapping[str, Any] | None = None,
         *,
         notice: Any = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> None:
         """As `AsyncFlowService.notify_weights`."""
         await self._channel.publish(version, announcement(tensors or {}, notice), timeout_s=timeout_s)
 
-    async def get_weights(self, above: int = -1, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> tq.Weights:
+    async def get_weights(self, above: int = -1, *, timeout_s: float | None = None) -> tq.Weights:
         """As `AsyncFlowService.get_weights`."""
         return await self._channel.pull(above, timeout_s=timeout_s)
 
     async def put_prompts_data(
-        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float = TIMEOUT_S_DEFAULT, **facts: Any
+        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
         """As `AsyncFlowService.put_prompts_data`."""
         return await self.put_prompts(prompts_data, samples=samples, timeout_s=timeout_s, **facts)
@@ -112,7 +111,7 @@ class AsyncService(ServiceBase):
         tensors: Mapping[str, Any] | None = None,
         *,
         notice: Any = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> None:
         """As `AsyncFlowService.weight_sync_notify`."""
         await self.notify_weights(version, tensors, notice=notice, timeout_s=timeout_s)

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import transferqueue as tq
 from transferqueue.errors import UsageError, listing
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.workflows.asyncflow.service import AsyncFlowService, announcement
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.job import names
@@ -41,7 +40,7 @@ class JobService(AsyncFlowService):
         tensors: Mapping[str, Any] | None = None,
         *,
         notice: Any = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> None:
         """As `AsyncFlowService.notify_weights`. Engines load what is published, so tensors travel without a notice."""
         if tensors and notice is not None:

@@ -29,6 +29,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.adapters.protocols import PartialResult, Producer
 from transferqueue.errors import Impossible, NotFound, UsageError
+from transferqueue.limits import SECONDS_MAX
 from transferqueue.workflows.flow.draining import DrainRequest
 from transferqueue.workflows.flow.events import Event, Figures, TimeSpan
 
@@ -37,8 +38,8 @@ T = TypeVar("T")
 Where = Sequence[tq.TagIs | tq.VersionBetween | tq.Compare]
 """Predicates of a lease: a row must satisfy all."""
 
-STALL_S: Final = 300.0
-"""Longest wait of a stage for a row. It then fails its flow and says what is missing; set it above the longest step."""
+STALL_S: Final = SECONDS_MAX
+"""How long a stage waits for a row: until its table ends. It logs each minute what is missing. With a limit, the stage fails its flow then."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +48,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
     are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
     soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The function must then be callable from several threads
-    at once. stall_s: longest wait for rows. failures_max: end the process with
+    at once. stall_s: longest wait for rows (default: no limit). failures_max: end the process with
     `StageFailedInProcess` after so many failures in a row (None: never, it tries again as the task's `Retry` says). where: rows that the stage leases first; others only while none of these is ready, so that rows which no
     process prefers are generated too.
     """

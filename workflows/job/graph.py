@@ -61,8 +61,6 @@ TRAINERS: Final = "trainers"
 LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
 """Processes whose factory gives a whole loop: they lease rows themselves, or none."""
 
-STALL_S: Final = 3600.0
-"""Longest wait of a process for a row: a step, the start of an engine, or a reward model may take long."""
 HELD_S_MAX: Final = 6 * 3600.0
 """Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
@@ -183,11 +181,11 @@ def _stage(task: str, job: Job) -> Stage:
     )
     prompts = job.trainer.prompts_per_step
     if whole:
-        return Stage(task=declared, groups=prompts, at_least=_at_least(task, job, prompts), stall_s=STALL_S)
+        return Stage(task=declared, groups=prompts, at_least=_at_least(task, job, prompts))
     if task in (names.ROLLOUT, names.PLAY):
         return _generating(declared, job)
     rows = min(_rows(task, job), rows_ahead(job))
-    return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows), stall_s=STALL_S)
+    return Stage(task=declared, rows=rows, at_least=_at_least(task, job, rows))
 
 
 def _selector(task: str, job: Job) -> tq.Selector:
@@ -201,9 +199,9 @@ def _generating(task: tq.Task, job: Job) -> Stage:
     slots = max(engine.slots for engine in job.engine)
     if job.trainer.order == "ordinal":
         size = job.sampling.group_size
-        return Stage(task=task, rows=size, slots=max(slots, size), stall_s=STALL_S)
+        return Stage(task=task, rows=size, slots=max(slots, size))
     rows = max(1, min(slots // (_DEALT if by_length(job) else _LEASES), rows_ahead(job)))
-    return Stage(task=task, rows=rows, at_least=1, slots=slots, stall_s=STALL_S)
+    return Stage(task=task, rows=rows, at_least=1, slots=slots)
 
 
 def _rows(task: str, job: Job) -> int:
@@ -296,7 +294,6 @@ def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weigh
         settings=msgspec.json.decode(msgspec.json.encode(job)),
         directory="" if directory is None else str(directory.absolute()),
         together=TRAINERS if names.TRAIN_CRITIC in task_names(job) else "",
-        stall_s=STALL_S,
     )
     generating = generating_task(job)
     processes = [_process(described, names.PROMPTS)]

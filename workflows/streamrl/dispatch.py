@@ -22,7 +22,7 @@ from transferqueue.adapters.protocols import Prompt
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
 from transferqueue.workflows.dispatch.plan import Plan
-from transferqueue.workflows.streamrl.service import EXPECTED, WAIT_S, CompletionStream, StreamService
+from transferqueue.workflows.streamrl.service import EXPECTED, CompletionStream, StreamService
 
 
 class LengthRequests:
@@ -51,7 +51,7 @@ class LengthRequests:
         self._lessons: list[Future[None]] = []
 
     def generate(
-        self, prompts: Sequence[Prompt], *, number: int | None = None, timeout_s: float = WAIT_S
+        self, prompts: Sequence[Prompt], *, number: int | None = None, timeout_s: float | None = None
     ) -> CompletionStream:
         """Rank `prompts`, publish the plan, and request them as `StreamService.generate` does; same errors, same waits."""
         expected = self._dispatcher.expect([prompt.ids for prompt in prompts]).tokens

@@ -44,8 +44,6 @@ BURST_ROWS: Final = 16
 """Most samples that a stream leases at once, if so many are finished."""
 LEASE_S: Final = 600.0
 """Lease of the samples that a stream yields. A caller's death is detected at once; one that hangs delays its samples so long."""
-WAIT_S: Final = 600.0
-"""Longest wait for the next sample; must be above the longest generation."""
 _FIELDS: Final = (
     tq.Field("request", "int64"),
     tq.Field("prompt", "int32"),
@@ -200,7 +198,7 @@ def spans(versions: NDArray[np.int32]) -> tuple[tuple[int, int], ...]:
 class StreamBase(Generic[B]):
     """What the sync and the async stream share: which rows belong to the request, and how many are left."""
 
-    def __init__(self, table: TableBase, request: int, left: int, burst: int, timeout_s: float) -> None:
+    def __init__(self, table: TableBase, request: int, left: int, burst: int, timeout_s: float | None) -> None:
         self._whole = table.tasks[TRAIN].groups is not None
         self._request, self._left, self._burst, self._timeout_s = request, left, burst, timeout_s
         self._batch: B | None = None
@@ -279,7 +277,7 @@ class CompletionStream(StreamBase[tq.Batch]):
     (`DeadlineExceeded`, or `SamplesLost`). Leaving the ``with`` block by an exception releases the sample in use, too.
     """
 
-    def __init__(self, table: tq.Table, request: int, left: int, burst: int, timeout_s: float) -> None:
+    def __init__(self, table: tq.Table, request: int, left: int, burst: int, timeout_s: float | None) -> None:
         super().__init__(table, request, left, burst, timeout_s)
         self._table = table
 
@@ -402,7 +400,7 @@ class StreamService:
         """The weight channel of the service."""
         return self._channel
 
-    def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float = 60.0) -> int:
+    def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None) -> int:
         """Publish weights for all generators, as `version` (None: the one after the newest), and return the version.
 
         Generators load them between two requests; this call does not wait for that, and generation continues.
@@ -420,7 +418,7 @@ class StreamService:
         scores: Sequence[float] | None = None,
         expected: Sequence[int] | None = None,
         number: int | None = None,
-        timeout_s: float = WAIT_S,
+        timeout_s: float | None = None,
     ) -> CompletionStream:
         """Request completions of `prompts`, and return the stream of their samples. Generation starts at once.
 
@@ -440,7 +438,7 @@ class StreamService:
             self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
         return CompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
-    def resume(self, request: int, *, timeout_s: float = WAIT_S) -> CompletionStream:
+    def resume(self, request: int, *, timeout_s: float | None = None) -> CompletionStream:
         """Return the stream of a request's remaining samples, from any process. If nothing is left, it ends at once."""
         with self._table.read(where=tq.Compare("request", "==", request), fields=[]) as read:
             burst = max(BURST_ROWS, int(read.group_size.max(initial=0)))

@@ -17,7 +17,6 @@ from transferqueue.workflows.streamrl.service import (
     LEASE_S,
     NAME,
     TRAIN,
-    WAIT_S,
     Request,
     StreamBase,
     channel_of,
@@ -29,7 +28,7 @@ from transferqueue.workflows.streamrl.service import (
 class AsyncStream(StreamBase[tq.AsyncBatch]):
     """`CompletionStream` for an event loop: ``async for``, ``async with``; await its methods."""
 
-    def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float) -> None:
+    def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float | None) -> None:
         super().__init__(table, request, left, burst, timeout_s)
         self._table = table
 
@@ -142,7 +141,9 @@ class AsyncStreamService:
         """The weight channel of the service."""
         return self._channel
 
-    async def update(self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float = 60.0) -> int:
+    async def update(
+        self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None
+    ) -> int:
         """As `StreamService.update`."""
         if version is None:
             channel = (await self._queue.stats())["channels"].get(self._channel.name)
@@ -157,7 +158,7 @@ class AsyncStreamService:
         scores: Sequence[float] | None = None,
         expected: Sequence[int] | None = None,
         number: int | None = None,
-        timeout_s: float = WAIT_S,
+        timeout_s: float | None = None,
     ) -> AsyncStream:
         """As `StreamService.generate`."""
         request = Request.of(prompts, scores, number, expected)
@@ -170,7 +171,7 @@ class AsyncStreamService:
             await self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
         return AsyncStream(self._table, request.number, request.rows, request.burst, timeout_s)
 
-    async def resume(self, request: int, *, timeout_s: float = WAIT_S) -> AsyncStream:
+    async def resume(self, request: int, *, timeout_s: float | None = None) -> AsyncStream:
         """As `StreamService.resume`."""
         read = await self._table.read(where=tq.Compare("request", "==", request), fields=[])
         burst = max(BURST_ROWS, int(read.group_size.max(initial=0)))

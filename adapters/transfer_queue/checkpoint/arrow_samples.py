@@ -23,7 +23,7 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.checkpoint import checksummed_json
 from transferqueue.adapters.transfer_queue.samples.columns import without_rules
-from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
+from transferqueue.adapters.transfer_queue.samples.partitions import Partitions, put_at_once
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, table_of
 from transferqueue.errors import Corruption, NotFound, UsageError
 from transferqueue.schema import Field
@@ -264,7 +264,7 @@ def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
         size = min(_AT_ONCE, end - at, rows_max - int(np.searchsorted(wanted, at)))
         if size <= 0:
             return
-        rows = table.put(priority=np.zeros(size), timeout_s=None)
+        rows = put_at_once(table, {}, priority=np.zeros(size))
         if rows[0] != at or rows[-1] != at + size - 1:
             raise UsageError(
                 f"{table.name} was written to by another while a checkpoint was loaded; load when nobody writes"

@@ -23,6 +23,9 @@ from transferqueue.adapters.transfer_queue.samples.columns import columns_of, te
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction, merge, retried
 from transferqueue.adapters.transfer_queue.samples.recurring import RecurringValues
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, stored_tags, table_of
+from transferqueue.client.operations import commit
+from transferqueue.client.operations.facts import GivenFacts
+from transferqueue.client.session.run import run_sync
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError
 from transferqueue.schema import Field
 
@@ -240,7 +243,13 @@ def _put(table: tq.Table, columns: Columns, keys: Sequence[str] | None, tags: Ta
     facts: dict[str, Any] = {"tags": [stored_tags(each) for each in tags]} if tags else {}
     if keys is not None:
         facts["key"] = list(keys)
-    return table.put(timeout_s=None, **facts, **columns)
+    return put_at_once(table, columns, **facts)
+
+
+def put_at_once(table: tq.Table, columns: Columns, **facts: Any) -> Rows:
+    """Put samples, or raise `Full`: the drop-in's calls do not wait for room."""
+    client, terms = table._client, table._terms
+    return run_sync(client.connection, commit.put_at_once(client, terms, GivenFacts(**facts), columns))
 
 
 def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
@@ -251,7 +260,7 @@ def _create(table: tq.Table, keys: Sequence[str]) -> Rows:
         if not new:
             return rows
         try:
-            table.put(key=new, timeout_s=None)
+            put_at_once(table, {}, key=new)
         except AlreadyExists:
             continue
     raise AlreadyExists(f"keys of table {table.name} are put and deleted by others all the time; try again")

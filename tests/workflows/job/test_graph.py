@@ -9,6 +9,7 @@ from tests.scale import only_long
 from tests.workflows.job.jobs import KINDS, job
 from transferqueue.errors import NotFound
 from transferqueue.workflows.flow.processes.stage_process import StageJob
+from transferqueue.workflows.flow.stage import STALL_S
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows
@@ -129,7 +130,7 @@ def test_pacing_follows_the_mode():
 
 def test_the_source_waits_for_room_as_long_as_others_for_rows():
     """A step, or the start of an engine, may take longer than the five minutes of other flows."""
-    assert {process.stall_s for process in graph.stage_jobs(job("grpo"))} == {graph.STALL_S}
+    assert {process.stall_s for process in graph.stage_jobs(job("grpo"))} == {STALL_S}
 
 
 def test_trainers_of_policy_and_critic_belong_together():

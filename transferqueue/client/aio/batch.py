@@ -90,7 +90,7 @@ class AsyncBatch(BatchBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> async with tq.aconnect() as queue:
+            >>> async with tq.aconnect("embedded") as queue:
             ...     table = await queue.create_table("t", tasks=[tq.Task("write", needs=["so_far"])])
             ...     rows = await table.put(so_far=["once"])
             ...     batch = await table.lease("write", rows=1)

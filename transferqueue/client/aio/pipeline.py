@@ -16,7 +16,6 @@ from transferqueue.client.operations import commit, lease
 from transferqueue.client.operations.rows import RowsBase
 from transferqueue.client.session.run import COMMITS, Operation, T, run_async
 from transferqueue.errors import TransferQueueError
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 
 
 class AsyncPromise(PromiseBase[T]):
@@ -55,7 +54,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
         /,
         *,
         reservation: AsyncReservation | None = None,
-        timeout_s: float | None = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         **columns: Any,
     ) -> AsyncPromise[NDArray[np.int64]]:
         """Add rows; arguments as of `AsyncTable.put`, facts among them. The promise is for their ids."""

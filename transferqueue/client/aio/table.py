@@ -19,7 +19,7 @@ from transferqueue.client.operations.facts import Floats, GivenFacts, Ints, Keys
 from transferqueue.client.operations.rows import Rows, RowsBase
 from transferqueue.client.session.run import Operation, T, run_async
 from transferqueue.errors import EndOfTable
-from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
+from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, REPORT_S
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
 from transferqueue.wire.messages import DroppedRow
@@ -50,7 +50,7 @@ class AsyncTable(TableBase):
         key: Keys = None,
         tags: TagsGiven = None,
         reservation: AsyncReservation | None = None,
-        timeout_s: float | None = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         **columns: Any,
     ) -> NDArray[np.int64]:
         """Add rows, in one commit: all of them with all their columns and facts, or nothing.
@@ -67,8 +67,8 @@ class AsyncTable(TableBase):
         weights that made the row; without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it.
         reservation: rows come out of it; such a put is never refused for capacity.
 
-        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: the same, but with no
-        deadline for the server's answer). Returns row ids
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: until there is room; the log says
+        each minute why it waits). Returns row ids
         ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
         `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
         the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with
@@ -76,7 +76,7 @@ class AsyncTable(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> async with tq.aconnect() as queue:
+            >>> async with tq.aconnect("embedded") as queue:
             ...     table = await queue.create_table("rollouts", tasks=[tq.Task("reward", needs=["text"])])
             ...     rows = await table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2)
             >>> rows.tolist()
@@ -133,7 +133,7 @@ class AsyncTable(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> async with tq.aconnect() as queue:
+            >>> async with tq.aconnect("embedded") as queue:
             ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     rows = await table.put(x=[1])
             ...     while True:
@@ -166,7 +166,7 @@ class AsyncTable(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> async with tq.aconnect() as queue:
+            >>> async with tq.aconnect("embedded") as queue:
             ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     async with table.pipeline() as pipeline:
             ...         promises = [await pipeline.put(x=[number]) for number in range(3)]
@@ -184,7 +184,7 @@ class AsyncTable(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -200,8 +200,8 @@ class AsyncTable(TableBase):
         over the budget comes alone.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
-        up to `timeout_s` seconds; requests without `where` are served in the order in which they came, so that small ones never
-        starve a large one. Await it, or use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
+        up to `timeout_s` seconds (None: no limit; the log says each minute why it waits). Requests without `where` are served in the order in
+        which they came, so that small ones never starve a large one. Await it, or use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
         exit without the results that the task owes (see `AsyncBatch`).
 
         where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
@@ -255,7 +255,7 @@ class AsyncTable(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -307,7 +307,7 @@ class AsyncTable(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -350,11 +350,11 @@ class AsyncTable(TableBase):
         return AsyncLoader(Prefetcher(self._client, self._terms, spec, AsyncBatch, prefetch))
 
     def reserve(
-        self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
+        self, rows: int, *, policy_version: int | None = None, timeout_s: float | None = None
     ) -> AwaitableContext[AsyncReservation]:
         """Permission to start producing `rows` rows with weights of `policy_version` (None: the table's clock).
 
-        Waits, up to `timeout_s`, while production is as far ahead of the pacing task as it may be, or while a row started
+        Waits, up to `timeout_s` (None: no limit), while production is as far ahead of the pacing task as it may be, or while a row started
         now could not be trained in bound. `Impossible` if it never could.
         """
         return AwaitableContext(
@@ -363,10 +363,10 @@ class AsyncTable(TableBase):
             )
         )
 
-    async def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+    async def advance(self, version: int, *, timeout_s: float | None = None) -> None:
         """The trainer's version is now `version`; the clock never goes back.
 
-        With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
+        With ``on_stale=HoldClock()`` it waits, up to `timeout_s` (None: no limit), while a row of the table would become stale.
         """
         await self._run(tables.advance(self._terms, version, timeout_s))
 
@@ -381,7 +381,7 @@ class AsyncTable(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> async with tq.aconnect() as queue:
+            >>> async with tq.aconnect("embedded") as queue:
             ...     table = await queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     rows = await table.put(x=[1, 2, 3])
             ...     batches = [await table.lease("train", rows=1), await table.lease("train", rows=2)]
@@ -500,13 +500,16 @@ class AsyncTable(TableBase):
         """Declare more fields."""
         await self._run(tables.add_fields(self._client, self._terms, fields))
 
-    async def stats(self) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`."""
-        return await self._run(tables.observe_table("stats", self.name))
+    async def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`.
 
-    async def audit(self) -> dict[str, Any]:
-        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
-        return await self._run(tables.observe_table("audit", self.name))
+        `Unreachable` if the server does not answer within `timeout_s` (None: no limit).
+        """
+        return await self._run(tables.observe_table("stats", self.name, timeout_s))
+
+    async def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped. timeout_s: as of `stats`."""
+        return await self._run(tables.observe_table("audit", self.name, timeout_s))
 
     async def _run(self, operation: Operation[T]) -> T:
         return await run_async(self._client.connection, operation)

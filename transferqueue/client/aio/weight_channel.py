@@ -20,7 +20,6 @@ from transferqueue.client.operations.weights import (
     report_applied,
 )
 from transferqueue.client.session.run import Operation, T, run_async
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 
 
 class AsyncWeightChannel(AsyncWeightChannelBase):
@@ -34,7 +33,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         adapter: str | None = None,
         pending: int = 0,
         part: int = 0,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> int:
         """Publish all `tensors` (torch or numpy, by name) as `version`, in one commit; versions ascend. Returns the bytes written.
 
@@ -42,7 +41,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         not written: their bytes are part of both. adapter: `tensors` are those of this adapter (such as a LoRA's), and the
         version is the newest with that adapter replaced or added; `NotFound` without a base.
         Tables whose pacing names this channel advance their clock. The oldest versions beyond `keep` end; who still views
-        one keeps it. Waits up to `timeout_s` for memory. A tensor may be a `WeightSlice`, if all its rows are in the version.
+        one keeps it. Waits up to `timeout_s` for memory (None: no limit). A tensor may be a `WeightSlice`, if all its rows are in the version.
 
         pending, part: publish one part of a version that `begin` began. Parts 1 and above return when they are written. Part 0, of the
         session that began the version, waits up to `timeout_s` for the others, and all become visible in one commit. If it raises, the
@@ -62,7 +61,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         """
         return await self._run(begin_version(self._name, version, parts, length_s))
 
-    async def mirror(self, weights: Weights, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+    async def mirror(self, weights: Weights, *, timeout_s: float | None = None) -> None:
         """Publish weights that were pulled from another channel, such as another deployment's, as the version they are there:
         base and adapters, in one commit, as they arrived (views that were changed in place since do not match their checksums,
         and are refused by whoever pulls them). Otherwise as `publish`; what is unchanged here is neither read nor written.
@@ -76,9 +75,9 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
         version: int | None = None,
         since: Weights | None = None,
         only: Only | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
     ) -> Weights:
-        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it.
+        """The newest version above `above` (or exactly `version`), waiting up to `timeout_s` for it (None: no limit).
 
         since: weights that are held, not released, whose unchanged tensors are shared, not fetched; `Weights.changed`
         says which are new. Of a tensor that is pulled in part, the same part must be held. Checksums of what is new are compared: `Corruption` if they do not match twice.
@@ -98,7 +97,7 @@ class AsyncWeightChannel(AsyncWeightChannelBase):
 
     @asynccontextmanager
     async def turn(
-        self, *, at_once: int = 1, length_s: float = TURN_S, timeout_s: float = TIMEOUT_S_DEFAULT
+        self, *, at_once: int = 1, length_s: float = TURN_S, timeout_s: float | None = None
     ) -> AsyncGenerator[None]:
         """Change weights while at most `at_once` sessions do: generation as a whole never stops. Waits up to `timeout_s`.
 

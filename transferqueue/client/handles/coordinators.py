@@ -89,10 +89,10 @@ class QueueBase(ProcessBound):
             )
         return self._clients[0]
 
-    def _look(self, what: str) -> Operation[Plain]:
+    def _look(self, what: str, timeout_s: float | None) -> Operation[Plain]:
         """Ask one coordinator. If there are several and it is out of reach, return that in place of its answer."""
         try:
-            return (yield from observe(what))
+            return (yield from observe(what, timeout_s=timeout_s))
         except PeerError as error:
             if len(self._clients) == 1:
                 raise

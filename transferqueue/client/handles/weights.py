@@ -8,7 +8,6 @@ from typing import ClassVar, Self
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations.weights import Weights, pull_weights
 from transferqueue.client.session.run import run_sync
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 from transferqueue.storage.elements.process_bound import ProcessBound
 
 
@@ -54,7 +53,7 @@ class Subscription:
         """Version of the last pull; -1: none yet."""
         return -1 if self._held is None else self._held.version
 
-    def pull(self, *, version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT) -> Weights:
+    def pull(self, *, version: int | None = None, timeout_s: float | None = None) -> Weights:
         """The newest version above the last (or exactly `version`), waiting up to `timeout_s` for it."""
         before = self._held
         operation = pull_weights(self._client, self._channel, self.version, version, before, timeout_s)

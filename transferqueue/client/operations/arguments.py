@@ -12,7 +12,7 @@ from typing import Any, Final, TypeVar, get_type_hints
 import msgspec
 import numpy as np
 
-from transferqueue.client.session.calls import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, timeout
 from transferqueue.client.session.run import Operation, Within
 from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import (
@@ -31,8 +31,8 @@ _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
 
 
 def within(timeout_s: object) -> Operation[Deadline]:
-    """Start the deadline of the operation, `timeout_s` seconds from now. `UsageError` if it is not a time."""
-    deadline = yield Within(seconds("timeout_s", timeout_s))
+    """Start the deadline of the operation, `timeout_s` seconds from now (None: no limit). `UsageError` if it is not a time."""
+    deadline = yield Within(timeout(timeout_s))
     if not isinstance(deadline, Deadline):
         raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
     return deadline

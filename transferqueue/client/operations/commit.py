@@ -28,11 +28,11 @@ from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, reference, write_columns
-from transferqueue.client.session.calls import Deadline, seconds
+from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
 from transferqueue.client.session.run import BlockingWork, Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
-from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, TIMEOUT_S_DEFAULT, check_name
+from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
 from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
@@ -65,7 +65,7 @@ def put(
     facts: GivenFacts,
     columns: Mapping[str, Any],
     reservation: int,
-    timeout_s: float | None,
+    timeout_s: object,
     used: Callable[[int], object] | None = None,
     *,
     refers: bool = True,
@@ -74,12 +74,28 @@ def put(
 
     refers: see `commit`.
     """
-    deadline: Deadline
-    if timeout_s is None:
-        deadline = Deadline(client.clock, 0.0)
-    else:
-        deadline = yield Within(seconds("timeout_s", timeout_s))
+    deadline: Deadline = yield Within(timeout(timeout_s))
+    return (yield from _put(client, terms, facts, columns, reservation, deadline, used, refers=refers))
 
+
+def put_at_once(
+    client: ClientSession, terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any]
+) -> Operation[NDArray[np.int64]]:
+    """Put new rows where there is room now, else `Full`. Like any call that does not wait, it gives the server time to answer."""
+    return _put(client, terms, facts, columns, 0, Deadline(client.clock, 0.0))
+
+
+def _put(
+    client: ClientSession,
+    terms: TableInfo,
+    facts: GivenFacts,
+    columns: Mapping[str, Any],
+    reservation: int,
+    deadline: Deadline,
+    used: Callable[[int], object] | None = None,
+    *,
+    refers: bool = True,
+) -> Operation[NDArray[np.int64]]:
     def request(rows: int, carried: m.Columns) -> m.PutRequest:
         return m.PutRequest(terms.name, rows, carried, reservation, deadline.left())
 
@@ -114,7 +130,7 @@ def update(
     if if_unchanged is not None:
         read = rows_read(if_unchanged, ids, columns, facts.names(), overwrite=bool(overwrite))
         before = if_unchanged._source.lengths
-    deadline = Deadline(client.clock, TIMEOUT_S_DEFAULT)
+    deadline = Deadline(client.clock, ENDLESS_S)
 
     def request(_: int, carried: m.Columns) -> m.Update:
         return m.Update(terms.name, ids, carried, bool(overwrite), read)

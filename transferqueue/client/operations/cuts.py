@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.snapshot import Progress
-from transferqueue.client.session.calls import Deadline, seconds
+from transferqueue.client.session.calls import Deadline, timeout
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import DeadlineExceeded, NotFound, TransferQueueError, UsageError
 from transferqueue.limits import CUT_HOLD_S, SNAPSHOTS_KEPT_MAX, check_path
@@ -36,7 +36,7 @@ def snapshot_of_all(
     path: str | os.PathLike[str],
     keep: int,
     cut: str,
-    timeout_s: float,
+    timeout_s: float | None,
     progress: Progress | None,
 ) -> Steps[str]:
     """Write a snapshot of several coordinators at one moment. Returns the paths of its parts, joined by commas. cut: its id, 32 digits."""
@@ -63,7 +63,7 @@ def snapshot_of_all(
 
 
 def restore_of_all(
-    clients: Sequence[ClientSession], path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
+    clients: Sequence[ClientSession], path: str | os.PathLike[str], timeout_s: float | None, progress: Progress | None
 ) -> Steps[str]:
     """Restore the newest snapshot of which every coordinator has its part. Returns the paths of the parts, joined by commas."""
     path = check_path("path", path)
@@ -134,8 +134,8 @@ def _begin_restores(
 # ---------------------------------------------------------------- parts
 
 
-def _begun(clients: Sequence[ClientSession], timeout_s: float) -> Steps[Deadline]:
-    if seconds("timeout_s", timeout_s) == 0:
+def _begun(clients: Sequence[ClientSession], timeout_s: float | None) -> Steps[Deadline]:
+    if timeout(timeout_s) == 0:
         raise UsageError(
             "timeout_s=0 with several coordinators: this call itself completes the parts when all are ready; give it the time that this takes"
         )

@@ -17,12 +17,12 @@ from transferqueue.client.operations import arguments as checks
 from transferqueue.client.operations.column_source import ColumnSource, content_source
 from transferqueue.client.operations.commit import commit
 from transferqueue.client.operations.facts import GivenFacts
-from transferqueue.client.session.calls import Deadline, seconds
+from transferqueue.client.session.calls import ENDLESS_S, Deadline, seconds, timeout
 from transferqueue.client.session.lease_renewal import RenewedLease
 from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, NotFound, RowsEnded, ShardLost, UsageError, listing
-from transferqueue.limits import TIMEOUT_S_DEFAULT, check_name
+from transferqueue.limits import check_name
 from transferqueue.policies import Predicate
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice, cut_fields
 from transferqueue.text import shown
@@ -62,7 +62,7 @@ def lease_spec(
     tokens: int | None,
     groups: int | None,
     at_least: int | None,
-    timeout_s: float,
+    timeout_s: float | None,
     where: Predicate | Iterable[Predicate],
     lease_s: float | None,
     time_limit_s: float | None,
@@ -108,7 +108,7 @@ def _checked(
     tokens: int | None,
     groups: int | None,
     at_least: int | None,
-    timeout_s: float,
+    timeout_s: float | None,
     lease_s: float | None,
     time_limit_s: float | None,
     rank: int,
@@ -124,7 +124,7 @@ def _checked(
         task=check_name("task", task),
         **wanted,
         at_least=0 if at_least is None else checks.positive("at_least", at_least),
-        wait_s=seconds("timeout_s", timeout_s),
+        wait_s=timeout(timeout_s),
         lease_s=0.0 if lease_s is None else _duration(lease_s),
         rank=checks.whole("rank", rank),
         world=checks.positive("world", world),
@@ -341,7 +341,7 @@ def _request_with_columns(
     count = len(lease.left) if chosen is None else len(chosen) // 8
     if not (columns or facts.said()):
         return request_reply(request(count, None), m.DoneReply)
-    deadline = Deadline(lease.client.clock, TIMEOUT_S_DEFAULT)
+    deadline = Deadline(lease.client.clock, ENDLESS_S)
     return commit(
         lease.client,
         lease.terms,

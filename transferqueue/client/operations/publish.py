@@ -164,7 +164,7 @@ def publish_weights(
     version: int,
     tensors: Mapping[str, Any],
     adapter: str | None,
-    timeout_s: float,
+    timeout_s: float | None,
     pending: int = 0,
     part: int = 0,
 ) -> Operation[int]:
@@ -216,7 +216,7 @@ def mirror_version(
     keep: int,
     version: int,
     copies: Sequence[ReusedTensor],
-    timeout_s: float,
+    timeout_s: float | None,
     terms: PartTerms = WHOLE,
 ) -> Operation[None]:
     """Publish base and adapters of another channel as the same version here, or a part of one."""

@@ -21,7 +21,7 @@ Progress = Callable[[int, int], object]
 
 
 def snapshot(
-    client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float, progress: Progress | None
+    client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float | None, progress: Progress | None
 ) -> Operation[str]:
     """Write a snapshot. Returns its path."""
     request = m.SnapshotRequest(
@@ -31,14 +31,14 @@ def snapshot(
 
 
 def restore(
-    client: ClientSession, path: str | os.PathLike[str], timeout_s: float, progress: Progress | None
+    client: ClientSession, path: str | os.PathLike[str], timeout_s: float | None, progress: Progress | None
 ) -> Operation[str]:
     """Restore a snapshot. Returns its path."""
     return (yield from _followed(client, m.Restore(path=check_path("path", path)), timeout_s, progress))
 
 
 def _followed(
-    client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float, progress: Progress | None
+    client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float | None, progress: Progress | None
 ) -> Operation[str]:
     if progress is not None and not callable(progress):
         raise UsageError(
@@ -46,7 +46,7 @@ def _followed(
         )
     deadline = yield from checks.within(timeout_s)
     work = yield from request_reply(request, m.JobProgress)
-    while not work.ended and timeout_s:
+    while not work.ended and timeout_s != 0:
         work = yield from request_reply(
             m.WatchJob(work=work.work, done=work.done, wait_s=deadline.left()), m.JobProgress
         )

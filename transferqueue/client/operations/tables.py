@@ -17,8 +17,8 @@ from transferqueue.client.operations.lease import LOST_MAX, named_device, predic
 from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
-from transferqueue.errors import InternalError, ShardLost, UsageError
-from transferqueue.limits import FIELDS_MAX, TASKS_MAX, Limits, check_name
+from transferqueue.errors import DeadlineExceeded, InternalError, NotFound, ShardLost, Unreachable, UsageError
+from transferqueue.limits import FIELDS_MAX, REPORT_S, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.text import shown
@@ -67,11 +67,19 @@ def create_table(
 
 
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
-    """Open a table, waiting up to `timeout_s` until it exists; None: it must exist now."""
+    """Open a table, waiting up to `timeout_s` until it exists; 0: it must exist now, which the server answers at once."""
     check_name("table", name)
-    wait_s = 0.0 if timeout_s is None else (yield from checks.within(timeout_s)).wait_s
+    wait_s = 0.0 if timeout_s == 0 else (yield from checks.within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
-    return client.table_info((yield from request_reply(request, m.TableTerms)))
+    try:
+        return client.table_info((yield from request_reply(request, m.TableTerms)))
+    except NotFound as error:
+        if client.embedded_at is None:
+            raise
+        age_s = client.clock() - client.embedded_at
+        raise NotFound(
+            f"{error}; this queue was embedded {age_s:.1f} s ago: TRANSFERQUEUE_ADDRESS is not set"
+        ) from None
 
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
@@ -85,34 +93,41 @@ def tables() -> Operation[list[str]]:
     return (yield from request_reply(m.ListTables(), m.Tables)).names
 
 
-def observe(what: str, table: str = "", row: int = -1) -> Operation[dict[str, Any]]:
-    """Ask for a report (stats, audit, doctor, row, sessions) as plain values."""
+def observe(
+    what: str, table: str = "", row: int = -1, *, timeout_s: float | None = REPORT_S
+) -> Operation[dict[str, Any]]:
+    """Ask for a report (stats, audit, doctor, row, sessions) as plain values. `Unreachable` if the server gives none within `timeout_s`."""
     if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))
-    return _as_dict(what, (yield from request_reply(request, m.Observed)))
+    return (yield from _report(what, request, timeout_s))
 
 
-def events(table: str, after: int, every: int) -> Operation[dict[str, Any]]:
-    """Ask what happened to rows of a table since an earlier answer."""
+def events(table: str, after: int, every: int, timeout_s: float | None) -> Operation[dict[str, Any]]:
+    """Ask what happened to rows of a table since an earlier answer. Errors as of `observe`."""
     request = m.ListEvents(
         table=check_name("table", table),
         after=checks.whole("after", after, least=-1),
         every=checks.whole("every", every, least=1),
     )
-    return _as_dict("events", (yield from request_reply(request, m.Observed)))
+    return (yield from _report("events", request, timeout_s))
 
 
-def _as_dict(what: str, reply: m.Observed) -> dict[str, Any]:
+def _report(what: str, request: m.Observe | m.ListEvents, timeout_s: float | None) -> Operation[dict[str, Any]]:
+    yield from checks.within(timeout_s)
+    try:
+        reply = yield from request_reply(request, m.Observed)
+    except DeadlineExceeded as late:  # no report waits at the server
+        raise Unreachable(str(late)) from None
     value = decode_plain(reply.value)
     if not isinstance(value, dict):
         raise InternalError(f"{what} was observed as {type(value).__name__}, not as a dict")
     return value
 
 
-def observe_table(what: str, table: str) -> Operation[dict[str, Any]]:
-    """The part of a report that is about one table."""
-    report = yield from observe(what, table)
+def observe_table(what: str, table: str, timeout_s: float | None) -> Operation[dict[str, Any]]:
+    """The part of a report that is about one table. Errors as of `observe`."""
+    report = yield from observe(what, table, timeout_s=timeout_s)
     return dict(report["tables"][table])
 
 
@@ -221,7 +236,7 @@ def reserve(
     terms: TableInfo,
     rows: int,
     policy_version: int | None,
-    timeout_s: float,
+    timeout_s: float | None,
     make: Callable[[ClientSession, TableInfo, m.Reserved], R],
 ) -> Operation[R]:
     """Reserve rows and make a reservation of the reply: permission to start producing them."""
@@ -242,7 +257,7 @@ def unreserve(terms: TableInfo, reservation: int, rows: int | None) -> Operation
     return (yield from request_reply(request, m.DoneReply)).rows
 
 
-def advance(terms: TableInfo, version: int, timeout_s: float) -> Operation[None]:
+def advance(terms: TableInfo, version: int, timeout_s: float | None) -> Operation[None]:
     """Advance the table's clock to the trainer's version."""
     deadline = yield from checks.within(timeout_s)
     request = m.AdvanceClock(table=terms.name, version=checks.whole("version", version), wait_s=deadline.wait_s)

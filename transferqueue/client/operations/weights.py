@@ -261,7 +261,7 @@ def channel_name(channel: str, keep: int) -> tuple[str, int]:
 
 
 def mirror_weights(
-    client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float
+    client: ClientSession, channel: str, keep: int, weights: Weights, timeout_s: float | None
 ) -> Operation[None]:
     """Publish weights that were pulled from another channel."""
     if not isinstance(weights, Weights):
@@ -284,7 +284,7 @@ def pull_weights(
     above: int,
     version: int | None,
     since: Weights | None,
-    timeout_s: float,
+    timeout_s: float | None,
     only: Only | None = None,
 ) -> Operation[Weights]:
     """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their checksums."""
@@ -385,7 +385,7 @@ def report_applied(channel: str, version: int) -> Operation[None]:
     yield from request_reply(m.ReportApplied(channel=channel, version=checks.whole("version", version)), m.DoneReply)
 
 
-def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: float) -> Operation[None]:
+def acquire_update_slot(channel: str, at_once: int, length_s: float, timeout_s: float | None) -> Operation[None]:
     """Wait for an update slot: leave for this session to change its weights."""
     deadline = yield from checks.within(timeout_s)
     request = m.AcquireUpdateSlot(

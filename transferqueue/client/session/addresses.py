@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from transferqueue.errors import UsageError
-from transferqueue.transport import parse_address, split_addresses
+from transferqueue.transport import default_address, is_served, parse_address, split_addresses
 from transferqueue.transport.security.keys import ClientKeys, is_token, read_token
 
 TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
@@ -21,8 +21,23 @@ def named_server() -> str | None:
     """The server that the environment names, as an address or a join token: ``$TRANSFERQUEUE_ADDRESS``, else ``$TRANSFERQUEUE_TOKEN``.
 
     None: it names none. Commands and `connect` follow it where they are given no address (`transferqueue docs environment`).
+    `UsageError` if the variable is set and empty: what should have filled it has failed, and another server would be the wrong one.
     """
-    return os.environ.get(ADDRESS_VARIABLE) or os.environ.get(TOKEN_VARIABLE) or None
+    for name, named in (
+        (ADDRESS_VARIABLE, os.environ.get(ADDRESS_VARIABLE)),
+        (TOKEN_VARIABLE, os.environ.get(TOKEN_VARIABLE)),
+    ):
+        if named is not None and not named.strip():
+            raise UsageError(f"{name} is set and empty; give it the address of the server, or unset it")
+        if named is not None:
+            return named
+    return None
+
+
+def running_server() -> str | None:
+    """The address of this user's server, where commands look too: in the runtime directory. None if none runs there."""
+    own = default_address()
+    return own if is_served(own) else None
 
 
 def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:

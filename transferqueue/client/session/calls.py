@@ -32,6 +32,13 @@ from transferqueue.wire.codec import unsendable
 from transferqueue.wire.versions import PROTOCOL
 
 LEAST_S: Final = 1e-3
+ENDLESS_S: Final = SECONDS_MAX
+"""The wait of a call whose caller set no limit: 31 years."""
+
+
+def timeout(timeout_s: object) -> float:
+    """The `timeout_s` of a wait. None: the wait ends with its result, with the table, or with the server."""
+    return ENDLESS_S if timeout_s is None else seconds("timeout_s", timeout_s)
 
 
 def seconds(name: str, value: object) -> float:
@@ -88,7 +95,7 @@ class PendingCall:
     """One request and, when it is settled, its outcome.
 
     on_settled: called once, after `reply` or `error` was set; None: the request is posted, and nobody waits for
-    it. gave_up: nobody waits any more (rule 7).
+    it. gave_up: nobody waits any more (rule 7). told_at: when it was sent (`sent_at`), or `WaitLog` last asked why it waits.
     """
 
     __slots__ = (
@@ -103,6 +110,8 @@ class PendingCall:
         "payload",
         "reply",
         "request",
+        "sent_at",
+        "told_at",
         "tries",
     )
 
@@ -116,7 +125,7 @@ class PendingCall:
         """Whether an event loop that reads (see `loop_reader`) waits for it."""
         self.id = 0
         self.tries = 0
-        self.deadline = self.next_send = 0.0
+        self.deadline = self.next_send = self.sent_at = self.told_at = 0.0
         self.gave_up = self.is_post = on_settled is None
 
     @property
@@ -168,6 +177,7 @@ class PendingCalls:
         """Give a call its id, and a deadline unless it has a later one. Returns the frame to send."""
         self.last += 1
         pending.id = self.last
+        pending.sent_at = pending.told_at = now
         until = now + float(getattr(pending.request, "wait_s", 0.0))
         pending.deadline = max(pending.deadline, until + ANSWER_S)
         pending.next_send = until + RESEND_S

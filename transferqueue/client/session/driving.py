@@ -10,7 +10,7 @@ from transferqueue.client.session.calls import PendingCall, outcome
 from transferqueue.client.session.channel_role import Hold
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.errors import Disconnected, PeerError, ProtocolError, TransferQueueError
-from transferqueue.limits import UNPIN_S
+from transferqueue.limits import HEARTBEAT_S, UNPIN_S
 from transferqueue.transport.control.channel import DrivableChannel
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
@@ -98,11 +98,11 @@ def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: 
 
 def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None) -> None:
     """Wait until the call is settled, its deadline passes, or something else happens. Pins that are left over are sent meanwhile."""
-    role, left_s = io.role, None
+    role, left_s = io.role, HEARTBEAT_S  # by then the I/O thread has work, and reads what comes
     while True:
-        if until is not None and (left_s := until - io.clock()) <= 0:
+        if until is not None and (left_s := min(until - io.clock(), HEARTBEAT_S)) <= 0:
             break
-        pins_wait = bool(io.unpinned) and (left_s is None or left_s > UNPIN_S)
+        pins_wait = bool(io.unpinned) and left_s > UNPIN_S
         role.driver_waits, role.suspect = True, False
         has_frame = channel.wait_for_frame(UNPIN_S if pins_wait else left_s)
         if role.driver is not pending:

@@ -22,6 +22,7 @@ from transferqueue.client.session.lease_renewal import Keeper, RenewedLease
 from transferqueue.client.session.outbox import Outbox
 from transferqueue.client.session.server_watch import ServerWatch
 from transferqueue.client.session.undo import give_back, in_doubt
+from transferqueue.client.session.wait_log import WaitLog
 from transferqueue.errors import (
     DeadlineExceeded,
     Disconnected,
@@ -67,6 +68,7 @@ class IoThread:
         self.calls: Final = PendingCalls()
         self.outbox: Final = Outbox(channel, self.calls, now)
         self.server: Final = ServerWatch(channel, address, self.calls, self.outbox, now)
+        self.waits: Final = WaitLog(channel, address, self.calls, self.outbox.call)
         self.keeper: Final = Keeper()
         self.inbox: Final[deque[PendingCall]] = deque()
         self.left: Final[deque[PendingCall]] = deque()
@@ -206,6 +208,7 @@ class IoThread:
             self.outbox.say(frame, now)
         for pending in overdue:
             pending.settle(self._unanswered(pending))
+        self.waits.look(now)
         for kept, lease_s in self.keeper.renewals(now):
             self._renew(kept, lease_s, now)
         if self.calls.session and now >= self.outbox.spoke_at + self._silence_s():

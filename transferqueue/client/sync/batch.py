@@ -91,7 +91,7 @@ class Batch(BatchBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("write", needs=["so_far"])])
             ...     rows = table.put(so_far=["once"])
             ...     batch = table.lease("write", rows=1)

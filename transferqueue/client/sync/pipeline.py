@@ -17,7 +17,6 @@ from transferqueue.client.session.run import COMMITS, Operation, T, run_sync
 from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import TransferQueueError
-from transferqueue.limits import TIMEOUT_S_DEFAULT
 
 
 class Promise(PromiseBase[T]):
@@ -56,7 +55,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
         /,
         *,
         reservation: Reservation | None = None,
-        timeout_s: float | None = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         **columns: Any,
     ) -> Promise[NDArray[np.int64]]:
         """Add rows; arguments as of `Table.put`, facts among them. The promise is for their ids."""

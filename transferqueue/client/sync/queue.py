@@ -18,7 +18,7 @@ from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
 from transferqueue.client.sync.weight_channel import WeightChannel
 from transferqueue.errors import TransferQueueError
-from transferqueue.limits import Limits
+from transferqueue.limits import REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
 
@@ -67,8 +67,16 @@ class Queue(QueueBase):
         )
         return Table(client, run_sync(client.connection, operation))
 
-    def table(self, name: str, timeout_s: float | None = None) -> Table:
-        """A table that exists, or that someone creates within `timeout_s` (None: that exists now). `NotFound` lists those that exist."""
+    def table(self, name: str, timeout_s: float | None = 0.0) -> Table:
+        """Open a table that exists, or wait until a client creates it.
+
+        Args:
+            name: of the table.
+            timeout_s: how long to wait for its creation. 0: not at all; None: until it is created.
+
+        Raises:
+            NotFound: it does not exist, or was not created in time. The text lists the tables that exist.
+        """
         client = self._of(name)
         return Table(client, run_sync(client.connection, tables.open_table(client, name, timeout_s)))
 
@@ -85,41 +93,44 @@ class Queue(QueueBase):
         """The weight channel of this name; it exists once something is published. keep: versions kept."""
         return WeightChannel(self._of(channel), *channel_name(channel, keep))
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """Counts, bytes and rates of the whole deployment now; the keys are in `transferqueue docs observing`.
 
         Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its address; of one
-        that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`.
+        that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`. `Unreachable` if the server does not answer within
+        `timeout_s` (None: no limit), as of all reports.
         """
-        return self._together(self._each(lambda: self._look("stats")))
+        return self._together(self._each(lambda: self._look("stats", timeout_s)))
 
-    def audit(self) -> dict[str, Any]:
+    def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all coordinators, or
         the error of the first that is out of reach."""
-        return self._together(self._each(lambda: tables.observe("audit")))
+        return self._together(self._each(lambda: tables.observe("audit", timeout_s=timeout_s)))
 
-    def doctor(self, table: str | None = None) -> dict[str, Any]:
+    def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """Who waits for what, what is missing and who holds it; for one table or all."""
         if table:
-            return run_sync(self._of(table).connection, tables.observe("doctor", table))
-        return self._together(self._each(lambda: self._look("doctor")))
+            return run_sync(self._of(table).connection, tables.observe("doctor", table, timeout_s=timeout_s))
+        return self._together(self._each(lambda: self._look("doctor", timeout_s)))
 
-    def inspect(self, table: str, row: int) -> dict[str, Any]:
+    def inspect(self, table: str, row: int, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """One row: its facts, fields and what happened to it in each task."""
-        return run_sync(self._of(table).connection, tables.observe("row", table, row))
+        return run_sync(self._of(table).connection, tables.observe("row", table, row, timeout_s=timeout_s))
 
-    def events(self, table: str, *, after: int = -1, every: int = 1) -> dict[str, Any]:
+    def events(
+        self, table: str, *, after: int = -1, every: int = 1, timeout_s: float | None = REPORT_S
+    ) -> dict[str, Any]:
         """What happened to rows of a table since an earlier answer, oldest first; the keys are in `transferqueue docs observing`.
 
         after: ``next`` of that answer; -1: nothing is listed yet, and ``next`` is where the history ends now. every: of one row in
         so many, which are the same ones in every answer. The server remembers about 4,096 requests of a table: ``missed`` says how many
         it had forgotten. Ask again at once where ``more`` is true.
         """
-        return run_sync(self._of(table).connection, tables.events(table, after, every))
+        return run_sync(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
-    def sessions(self) -> dict[str, Any]:
+    def sessions(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """Connected clients: label, process, last heard of, what they hold."""
-        return self._together(self._each(lambda: self._look("sessions")))
+        return self._together(self._each(lambda: self._look("sessions", timeout_s)))
 
     def drain_shard(self, number: int) -> None:
         """Lend nothing more of a remote shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
@@ -131,7 +142,7 @@ class Queue(QueueBase):
         path: str | os.PathLike[str],
         *,
         keep: int = 2,
-        timeout_s: float = SNAPSHOT_S,
+        timeout_s: float | None = SNAPSHOT_S,
         progress: Progress | None = None,
     ) -> str:
         """Write everything there is at one moment, while all go on, as Arrow files that anything reads (`transferqueue docs snapshots`).
@@ -154,7 +165,7 @@ class Queue(QueueBase):
         return run_sync(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
 
     def restore(
-        self, path: str | os.PathLike[str], *, timeout_s: float = SNAPSHOT_S, progress: Progress | None = None
+        self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
     ) -> str:
         """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock, weights.
 

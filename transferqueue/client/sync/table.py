@@ -19,7 +19,7 @@ from transferqueue.client.sync.batch import Batch
 from transferqueue.client.sync.pipeline import Pipeline
 from transferqueue.client.sync.reservation import Reservation
 from transferqueue.errors import EndOfTable
-from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, TIMEOUT_S_DEFAULT
+from transferqueue.limits import PIPELINE_BYTES, PIPELINE_CALLS, REPORT_S
 from transferqueue.policies import Predicate, Task
 from transferqueue.schema import Field, FieldsWanted
 from transferqueue.wire.messages import DroppedRow
@@ -50,7 +50,7 @@ class Table(TableBase):
         key: Keys = None,
         tags: TagsGiven = None,
         reservation: Reservation | None = None,
-        timeout_s: float | None = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         **columns: Any,
     ) -> NDArray[np.int64]:
         """Add rows, in one commit: all of them with all their columns and facts, or nothing.
@@ -67,8 +67,8 @@ class Table(TableBase):
         weights that made the row; without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it.
         reservation: rows come out of it; such a put is never refused for capacity.
 
-        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: the same, but with no
-        deadline for the server's answer). Returns row ids
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: until there is room; the log says
+        each minute why it waits). Returns row ids
         ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
         `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
         the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with
@@ -76,7 +76,7 @@ class Table(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("rollouts", tasks=[tq.Task("reward", needs=["text"])])
             ...     rows = table.put(text=["2+2=4", "2+2=5"], group_id=0, group_size=2)
             >>> rows.tolist()
@@ -131,7 +131,7 @@ class Table(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     rows = table.put(x=[1])
             ...     while True:
@@ -164,7 +164,7 @@ class Table(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     with table.pipeline() as pipeline:
             ...         promises = [pipeline.put(x=[number]) for number in range(3)]
@@ -182,7 +182,7 @@ class Table(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -198,8 +198,8 @@ class Table(TableBase):
         over the budget comes alone.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
-        up to `timeout_s` seconds; requests without `where` are served in the order in which they came, so that small ones never
-        starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
+        up to `timeout_s` seconds (None: no limit; the log says each minute why it waits). Requests without `where` are served in the order in
+        which they came, so that small ones never starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
         exit without the results that the task owes (see `Batch`).
 
         where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
@@ -253,7 +253,7 @@ class Table(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -305,7 +305,7 @@ class Table(TableBase):
         tokens: int | None = None,
         groups: int | None = None,
         at_least: int | None = None,
-        timeout_s: float = TIMEOUT_S_DEFAULT,
+        timeout_s: float | None = None,
         where: Predicate | Iterable[Predicate] = (),
         lease_s: float | None = None,
         time_limit_s: float | None = None,
@@ -347,20 +347,18 @@ class Table(TableBase):
         )
         return Loader(Prefetcher(self._client, self._terms, spec, Batch, prefetch))
 
-    def reserve(
-        self, rows: int, *, policy_version: int | None = None, timeout_s: float = TIMEOUT_S_DEFAULT
-    ) -> Reservation:
+    def reserve(self, rows: int, *, policy_version: int | None = None, timeout_s: float | None = None) -> Reservation:
         """Permission to start producing `rows` rows with weights of `policy_version` (None: the table's clock).
 
-        Waits, up to `timeout_s`, while production is as far ahead of the pacing task as it may be, or while a row started
+        Waits, up to `timeout_s` (None: no limit), while production is as far ahead of the pacing task as it may be, or while a row started
         now could not be trained in bound. `Impossible` if it never could.
         """
         return self._run(tables.reserve(self._client, self._terms, rows, policy_version, timeout_s, Reservation))
 
-    def advance(self, version: int, *, timeout_s: float = TIMEOUT_S_DEFAULT) -> None:
+    def advance(self, version: int, *, timeout_s: float | None = None) -> None:
         """The trainer's version is now `version`; the clock never goes back.
 
-        With ``on_stale=HoldClock()`` it waits, up to `timeout_s`, while a row of the table would become stale.
+        With ``on_stale=HoldClock()`` it waits, up to `timeout_s` (None: no limit), while a row of the table would become stale.
         """
         self._run(tables.advance(self._terms, version, timeout_s))
 
@@ -375,7 +373,7 @@ class Table(TableBase):
 
         Example:
             >>> import transferqueue as tq
-            >>> with tq.connect() as queue:
+            >>> with tq.connect("embedded") as queue:
             ...     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
             ...     rows = table.put(x=[1, 2, 3])
             ...     batches = [table.lease("train", rows=1), table.lease("train", rows=2)]
@@ -494,13 +492,16 @@ class Table(TableBase):
         """Declare more fields."""
         self._run(tables.add_fields(self._client, self._terms, fields))
 
-    def stats(self) -> dict[str, Any]:
-        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`."""
-        return self._run(tables.observe_table("stats", self.name))
+    def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+        """Counts, bytes, ages and rates of this table now; the keys are in `transferqueue docs observing`.
 
-    def audit(self) -> dict[str, Any]:
-        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped."""
-        return self._run(tables.observe_table("audit", self.name))
+        `Unreachable` if the server does not answer within `timeout_s` (None: no limit).
+        """
+        return self._run(tables.observe_table("stats", self.name, timeout_s))
+
+    def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
+        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped. timeout_s: as of `stats`."""
+        return self._run(tables.observe_table("audit", self.name, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:
         return run_sync(self._client.connection, operation)

@@ -6,15 +6,20 @@ Both clients (`connect`) and the actors of shards do this; only `deploy` makes a
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from transferqueue.cluster.on_ray.messages import REPLY, DeploymentName, DeployRefused, Endpoints, read
 from transferqueue.errors import NotFound, Unreachable, UsageError, from_wire
 from transferqueue.lazy import install_line
 from transferqueue.transport import this_host
 from transferqueue.transport.security.keys import ClientKeys, read_token
+
+T = TypeVar("T")
 
 DEPLOY_S: Final = 60.0
 """Ray starts a worker in a second or two; on a busy cluster it may have to wait for one."""
@@ -28,8 +33,30 @@ def server_addresses(
     Blocks for `timeout_s` seconds at most. near: give the socket of a server on this machine, if this process can open it;
     otherwise always tcp. `NotFound` lists the deployments of the cluster, `Unreachable` if an actor does not answer in time.
     """
-    endpoints = all_endpoints(join_ray(start=False), named, timeout_s)
+    endpoints = _within(timeout_s, named, lambda: all_endpoints(join_ray(start=False), named, timeout_s))
     return {str(name): address_from_here(each, near=near) for name, each in endpoints.items()}
+
+
+def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
+    """What `ask` returns or raises. `Unreachable` after `timeout_s`: Ray itself looks for a cluster that is gone for 20 s and more. It then goes on
+    in a thread, which ends with the process at the latest."""
+    answer: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(ask())
+        except BaseException as error:  # noqa: BLE001  (raised by the caller)
+            answer.set_exception(error)
+
+    threading.Thread(target=run, name=f"transferqueue looks for {named}", daemon=True).start()
+    try:
+        return answer.result(timeout_s)
+    except FutureTimeout:
+        if answer.done():
+            raise
+        raise Unreachable(
+            f"no Ray cluster told within {timeout_s:g} s where deployment {named} is; look whether the cluster runs (ray status), or give timeout_s= more"
+        ) from None
 
 
 def endpoints_of(named: DeploymentName, role: str, timeout_s: float = DEPLOY_S) -> Endpoints:

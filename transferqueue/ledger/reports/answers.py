@@ -94,13 +94,13 @@ def _of_put(state: LedgerState, request: m.PutRequest) -> str:
     table = state.table(request.table)
     nbytes = sum(block.nbytes for block in request.columns.blocks if block.extent)  # a reference takes none
     why = no_room(table, request.rows, table.replicas * nbytes)
-    return explain_room(table, why or "there is room now")
+    return explain_room(table, why or "there is room now", state.now)
 
 
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
     why = flow_control.why_reserve_waits(table, request) or "nothing prevents it now"
-    return f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; {rows_by_holder(table)}'
+    return f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; {rows_by_holder(table, state.now)}'
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:

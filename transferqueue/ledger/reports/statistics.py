@@ -365,7 +365,7 @@ def doctor(tables: Mapping[str, TableState], now: float) -> Plain:
 def _diagnose(table: TableState, now: float) -> list[Plain]:
     lines = [_of_task(table, task, now) for task in table.tasks.values()]
     about: Plain = {"stranded": False, "unattended_s": None, "died": False, "errors": [], "failing": False}
-    return lines + [{"task": "", "text": text} | about for text in _of_table(table)]
+    return lines + [{"task": "", "text": text} | about for text in _of_table(table, now)]
 
 
 def _of_task(table: TableState, task: TaskState, now: float) -> Plain:
@@ -385,16 +385,18 @@ def _never_progresses(table: TableState, task: TaskState) -> bool:
     return not task.at_work and stranded(table, task)
 
 
-def _of_table(table: TableState) -> list[str]:
+def _of_table(table: TableState, now: float) -> list[str]:
     """What holds up producers, the clock, and the end of the table."""
     lines = lost_rows(table) + _copies_lines(table)
     if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
-            f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table)}"
+            f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table, now)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
-        lines.append(f"puts wait: {table.usage.bytes} bytes are in use, of at most {most}; {rows_by_holder(table)}")
+        lines.append(
+            f"puts wait: {table.usage.bytes} bytes are in use, of at most {most}; {rows_by_holder(table, now)}"
+        )
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         lines.append(
             f'reserves wait for task "{table.pacing.task}": {counted(table.outstanding, "row", "is", "are")} outstanding, of at most '

@@ -52,7 +52,7 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):
         if request.wait_s > 0:
             return MustWait((("room", table.name), ("table", table.name)))
-        raise Full(explain_room(table, why))
+        raise Full(explain_room(table, why, state.now))
     table.begin(request.rows, new=request.rows, fields=len(staged.names))
     first = _add_rows(table, staged, session.id, state.now)
     if reservation is not None:

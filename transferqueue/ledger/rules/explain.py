@@ -198,17 +198,19 @@ def _pending(table: TableState, task: TaskState, now: float) -> list[str]:
     """Which fields rows lack, and which tasks could give them."""
     if not task.counts[PENDING]:
         return []
-    rows = sample(table)
-    at = table.rows.pages.index(rows)
-    pending = task.state.a[at] == PENDING
+    at = table.rows.pages.index(sample(table))
+    lines = _lacks(table, task, at[task.state.a[at] == PENDING], now, frozenset())
+    return lines or [counted(task.counts[PENDING], "row", "is not complete", "are not complete")]
+
+
+def _lacks(table: TableState, task: TaskState, at: IntArray, now: float, followed: frozenset[str]) -> list[str]:
+    """Which fields the rows at `at` lack for the task. followed: tasks whose needs the text names already."""
     lines = []
     for name in task.task.needs:
-        lacking = int(_without(table, name, at[pending]).sum())
-        if lacking:
-            lines.append(
-                f'{lacking} {"row lacks" if lacking == 1 else "rows lack"} "{name}"{_givers(table, name, at[pending], now)}'
-            )
-    return lines or [counted(task.counts[PENDING], "row", "is not complete", "are not complete")]
+        if lacking := int(_without(table, name, at).sum()):
+            rows = "row lacks" if lacking == 1 else "rows lack"
+            lines.append(f'{lacking} {rows} "{name}"{_givers(table, name, at, now, followed | {task.task.name})}')
+    return lines
 
 
 def _without(table: TableState, name: str, at: IntArray) -> np.typing.NDArray[np.bool_]:
@@ -217,45 +219,51 @@ def _without(table: TableState, name: str, at: IntArray) -> np.typing.NDArray[np
     return ~table.rows.has_all(at, table.rows.mask((name,)))
 
 
-def _givers(table: TableState, name: str, at: IntArray, now: float) -> str:
+def _givers(table: TableState, name: str, at: IntArray, now: float, followed: frozenset[str]) -> str:
     givers = [task for task in table.tasks.values() if name in task.task.gives]
     if not givers:
         return " (given by no task: put or update must bring it)"
     lacking = at[_without(table, name, at)]
     details = [
-        *_for_givers(table, givers, lacking, now),
+        *_for_givers(table, givers, lacking, now, followed),
         *_leased(table, givers, now),
-        *_given_by_nobody(table, name, givers, lacking),
+        *_given_by_none(table, name, givers, lacking),
     ]
     names = ", ".join(f'"{task.task.name}"{_fails(task, now)}' for task in givers)
     return f" (given by {names}{': ' if details else ''}{', '.join(details)})"
 
 
 def absence(table: TableState, task: TaskState, now: float) -> Absence | None:
-    """Since when rows are ready for a task while no session works on it; None if a session does, or nobody knows."""
+    """Since when rows are ready for a task while no session works on it; None if a session does, or it is not known."""
     return table.core.absence(table.name, task.task.name, now) if task.ready_units else None
 
 
-def _and_nobody_works(table: TableState, task: TaskState, now: float) -> str:
-    gone = absence(table, task, now)
+def _and_no_worker(table: TableState, task: TaskState, now: float) -> str:
+    gone = table.core.absence(table.name, task.task.name, now)
     return f", and {gone.text}" if gone else ""
 
 
-def _for_givers(table: TableState, givers: Iterable[TaskState], at: IntArray, now: float) -> list[str]:
-    """The states of the rows at `at` in the tasks that could give what they lack."""
+def _for_givers(
+    table: TableState, givers: Iterable[TaskState], at: IntArray, now: float, followed: frozenset[str]
+) -> list[str]:
+    """The states of the rows at `at` in the tasks that could give what they lack, and what these tasks wait for."""
     lines = []
     for task in givers:
         states = task.state.a[at]
         if ready := int((states == READY).sum()):
-            lines.append(f"{ready} ready and not leased{_and_nobody_works(table, task, now)}")
+            lines.append(f"{ready} ready and not leased{_and_no_worker(table, task, now)}")
         if int((states == RETRYING).sum()):
             lines += retrying(task, now)
         if pending := int((states == PENDING).sum()):
-            lines.append(f'{pending} without what "{task.task.name}" needs')
+            known = task.task.name in followed
+            lacks = [] if known else _lacks(table, task, at[states == PENDING], now, followed)
+            lines.append(
+                f'{pending} without what "{task.task.name}" needs' + (f": {'; '.join(lacks)}" if lacks else "")
+            )
     return lines
 
 
-def _given_by_nobody(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
+def _given_by_none(table: TableState, name: str, givers: Sequence[TaskState], at: IntArray) -> list[str]:
     """How many of the rows at `at` lack a field although no task that gives it has them any more."""
     has: BoolArray = np.zeros(at.size, np.bool_)
     for task in givers:
@@ -290,13 +298,13 @@ def sample(table: TableState) -> IntArray:
     return live
 
 
-def explain_room(table: TableState, why: str) -> str:
+def explain_room(table: TableState, why: str, now: float) -> str:
     """What a put that finds no room waits for."""
-    return f'table "{table.name}" has no room: {why}; {rows_by_holder(table)}'
+    return f'table "{table.name}" has no room: {why}; {rows_by_holder(table, now)}'
 
 
-def rows_by_holder(table: TableState) -> str:
-    """Which tasks are not done with the rows of the table, and who has reserved rows."""
+def rows_by_holder(table: TableState, now: float) -> str:
+    """Which tasks are not done with the rows of the table, whether a worker leases from them, and who has reserved rows."""
     lines = []
     for task in table.tasks.values():
         counts = task.counts
@@ -305,6 +313,7 @@ def rows_by_holder(table: TableState) -> str:
                 f'task "{task.task.name}" has {counts[READY]} ready, '
                 f"{counts[LEASED]} leased, {counts[PENDING] + counts[WAITING_FOR_GROUP]} not complete"
                 + (f", {counts[RETRYING]} waiting after a failure" if counts[RETRYING] else "")
+                + _and_no_worker(table, task, now)
             )
         lines += [f'task "{task.task.name}": {text}' for text in _waiting_for_checkpoint(task)]
     if table.flow.reserved:

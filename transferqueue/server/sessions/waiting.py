@@ -92,6 +92,10 @@ class WaitQueue:
         """Whether this call waits here already: then it was sent again."""
         return (session, call) in self._by_call
 
+    def of_call(self, session: int, call: int) -> WaitingRequest | None:
+        """The request of this call, if it waits."""
+        return self._by_call.get((session, call))
+
     def count(self, session: int) -> int:
         """The number of waiting requests of a session."""
         return len(self._by_session.get(session, ()))

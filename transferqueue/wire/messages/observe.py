@@ -36,5 +36,18 @@ class ListEvents(Message):
     every: Count = 1
 
 
-ObserveRequests = Observe | ListEvents
-ObserveReplies = Observed
+class WaitExplained(Message):
+    """What the call waits for, and who holds it. text: "" if it does not wait."""
+
+    text: Text
+
+
+@request(reply=WaitExplained, roles=CLIENTS, repeat="again", reads=True, verb="")
+class ExplainWait(Message):
+    """Why a call of this session still waits at the server: for the log of the client, once a minute."""
+
+    call: Count
+
+
+ObserveRequests = Observe | ListEvents | ExplainWait
+ObserveReplies = Observed | WaitExplained

@@ -26,6 +26,7 @@ from transferqueue.workflows.flow.events import WAIT, WORK, Event, TimeSpan
 from transferqueue.workflows.flow.loop.preference import lease_preferred
 from transferqueue.workflows.flow.loop.serving import FailureLog, StageFailedInProcess, serve
 from transferqueue.workflows.flow.loop.slots import LEASE_WAIT_S, Feeder
+from transferqueue.workflows.flow.loop.wait_notice import WaitNotice
 from transferqueue.workflows.flow.stage import STALL_S, ChoosingWork, LeaseChoice, Produce, Stage, Work
 
 __all__ = ["StageFailedInProcess", "run_source", "run_stage"]
@@ -70,16 +71,17 @@ def _next_batch(
     table: tq.Table, stage: Stage, choice: Callable[[], LeaseChoice], stop: threading.Event | None
 ) -> tq.Batch | None:
     """Wait for rows. Returns None at the end of the table, and within `LEASE_WAIT_S` when asked to stop."""
-    deadline = time.monotonic() + stage.stall_s
+    deadline, notice = time.monotonic() + stage.stall_s, WaitNotice(stage.task.name)
     while not (stop and stop.is_set()):
         left_s = max(0.0, deadline - time.monotonic())
         try:
             return lease_preferred(table, stage, choice, timeout_s=min(left_s, LEASE_WAIT_S) if stop else left_s)
         except EndOfTable:
             return None
-        except DeadlineExceeded:
+        except DeadlineExceeded as why:
             if not stop or left_s <= LEASE_WAIT_S:
                 raise
+            notice.waits_on(why)
     return None
 
 

@@ -25,6 +25,7 @@ from transferqueue.errors import DeadlineExceeded, EndOfTable
 from transferqueue.workflows.flow.events import WAIT, WORK, Event, TimeSpan
 from transferqueue.workflows.flow.loop.preference import lease_preferred
 from transferqueue.workflows.flow.loop.serving import FailureLog, serve
+from transferqueue.workflows.flow.loop.wait_notice import WaitNotice
 from transferqueue.workflows.flow.stage import ChoosingWork, LeaseChoice, Stage, Work
 
 LEASE_WAIT_S: Final = 2.0
@@ -114,15 +115,18 @@ class Feeder:
 
     def _next_batch(self) -> tq.Batch | None:
         """Wait for room, then for rows. Returns None when the stage is over."""
+        notice = WaitNotice(self._stage.task.name)
         while (room := self._wait_for_room()) is not None:
             try:
                 wait_s = min(LEASE_WAIT_S, self._stage.stall_s)
                 batch = lease_preferred(self._table, self._stage, self._choice, most=room, timeout_s=wait_s)
             except EndOfTable:
                 return None
-            except DeadlineExceeded:
+            except DeadlineExceeded as why:
                 if self._slots.idle_s(time.monotonic()) >= self._stage.stall_s:
                     raise
+                if not self._slots.in_work:
+                    notice.waits_on(why)
                 continue
             self._begin(batch)
             return batch

@@ -23,7 +23,7 @@ from transferqueue.workflows.flow.stage import STALL_S, Context, Work
 from transferqueue.workflows.grpo.job import POLICY, JobSettings
 from transferqueue.workflows.grpo.model.llama import save_llama
 from transferqueue.workflows.grpo.model.tokenizer import EOS_ID
-from transferqueue.workflows.grpo.stages.model_stages import Policy, tokens_max
+from transferqueue.workflows.grpo.stages.model_stages import UPDATE_S, Policy, tokens_max
 
 _FOLLOW_S: Final = 3600.0
 """Longest wait for one version; then the thread waits again. It ends with the session."""
@@ -123,5 +123,5 @@ def _following(context: Context, engine: Generator, version: int) -> Iterator[Ca
         yield check
     finally:
         ended.set()
-        if updating.acquire(timeout=STALL_S):  # an update that hangs longer ends with the process
+        if updating.acquire(timeout=UPDATE_S):  # an update that hangs longer ends with the process
             updating.release()  # one that begins now sees that the stage is over

@@ -38,6 +38,8 @@ from transferqueue.workflows.grpo.model.prompt_packing import response_logprobs
 from transferqueue.workflows.grpo.model.sampling import Response, SamplingRequest
 from transferqueue.workflows.grpo.model.transformer import Transformer
 
+UPDATE_S: Final = 300.0
+"""Longest time that one replica changes its weights. After it the next one has its turn."""
 _PART_ROWS: Final = 32
 """Responses are yielded in parts of this many, so that the reward stage works while the rest is generated."""
 SURPLUS: Final = "surplus"
@@ -68,7 +70,7 @@ class Policy:
     def refresh_in_turn(self, timeout_s: float) -> bool:
         """Call `refresh` while no other replica changes weights; give up after `timeout_s`. Return whether it loaded a version."""
         try:
-            with self._channel.turn(length_s=STALL_S, timeout_s=timeout_s):
+            with self._channel.turn(length_s=UPDATE_S, timeout_s=timeout_s):
                 return self.refresh()
         except DeadlineExceeded:
             if timeout_s:

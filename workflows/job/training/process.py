@@ -283,7 +283,6 @@ def stream_terms(job: Job, task: str, fields: tuple[str, ...], figures: tuple[st
         group_rows=group_rows(job),
         fields=fields,
         figures=figures,
-        stall_s=graph.STALL_S,
     )
 
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 import transferqueue as tq
 from transferqueue.errors import EndOfTable, LeaseExpired, RowsEnded, UsageError
-from transferqueue.limits import SPANS_AWAITED_MAX
+from transferqueue.limits import SECONDS_MAX, SPANS_AWAITED_MAX
 from transferqueue.workflows.flow.events import WAIT, Event, TimeSpan
 from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.gather import StepGatherer, StepShape, StreamPosition
@@ -38,7 +38,7 @@ Compute = Callable[[RowColumns, list[int]], None]
 @dataclass(frozen=True, kw_only=True)
 class StreamTerms:
     """What is leased. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else single rows. fields: columns that are
-    computed with. figures: scalar columns of which the step reports means. stall_s: longest wait for a row.
+    computed with. figures: scalar columns of which the step reports means. stall_s: longest wait for a row (default: no limit).
     """
 
     task: str
@@ -47,7 +47,7 @@ class StreamTerms:
     group_rows: int
     fields: tuple[str, ...]
     figures: tuple[str, ...] = ()
-    stall_s: float = 3600.0
+    stall_s: float = SECONDS_MAX
 
 
 @dataclass(slots=True)
