@@ -215,6 +215,29 @@ def test_a_folder_is_run_by_one_process_at_a_time(tmp_path):
         pass
 
 
+@pytest.mark.parametrize(("file", "why"), [("summary.json", "is finished"), ("discarded", "was discarded")])
+def test_a_run_that_ended_after_it_was_chosen_is_not_gone_on_with(runs, file, why):
+    """Another process ends the run between the choice of its folder and the lock."""
+    settings = job("grpo", "name=mine")
+    RunFolder(runs / "mine-1").begin(settings, None)
+    chosen = unfinished_folder("mine")
+    with RunFolder(runs / "mine-1").locked():
+        (runs / "mine-1" / file).write_text("{}")
+    with chosen.locked(), pytest.raises(UsageError, match=why):
+        chosen.begin(settings, None)
+    assert len(chosen.starts()) == 1
+
+
+def test_a_new_folder_that_another_run_has_taken_is_refused_under_the_lock(runs):
+    settings = job("grpo", "name=mine")
+    first, second = (new_folder(settings, runs / "mine-1") for _ in range(2))
+    with first.locked():
+        first.begin(settings, None)
+        first.begin(settings, None)  # the same run once more
+    with second.locked(), pytest.raises(UsageError, match="has a run already"):
+        second.begin(settings, None)
+
+
 def test_a_folder_that_cannot_be_made_is_refused_in_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/none")):

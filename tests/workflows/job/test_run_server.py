@@ -13,7 +13,7 @@ import pytest
 import transferqueue as tq
 from transferqueue.errors import AddressInUse, Unreachable, UsageError
 from transferqueue.workflows.job.run import server as server_module
-from transferqueue.workflows.job.run.discard import discard_run
+from transferqueue.workflows.job.run.discard import _without_server, discard_run
 from transferqueue.workflows.job.run.folder import RunFolder, unfinished_folder
 from transferqueue.workflows.job.run.server import RunServer, discard_state
 from transferqueue.workflows.job.settings.job import QueueSettings
@@ -134,6 +134,18 @@ def test_a_finished_run_keeps_nothing_to_discard(tmp_path):
     (tmp_path / "summary.json").write_text("{}")
     with pytest.raises(UsageError, match="is finished and keeps no rows"):
         discard_run(RunFolder(tmp_path))
+
+
+def test_whether_a_run_is_finished_is_asked_under_its_lock(tmp_path):
+    (tmp_path / "summary.json").write_text("{}")
+    with RunFolder(tmp_path).locked(), pytest.raises(AddressInUse, match="is going on in another process"):
+        discard_run(RunFolder(tmp_path))
+
+
+def test_no_server_begins_while_its_state_is_discarded(tmp_path):
+    (tmp_path / "state").mkdir(mode=0o700)
+    with _without_server(tmp_path / "state"), pytest.raises(Unreachable, match="is in use by a server that lives"):
+        RunServer(tmp_path, SMALL).__enter__()
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path):

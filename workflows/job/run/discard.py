@@ -10,6 +10,8 @@ Rules:
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from transferqueue.errors import AddressInUse, UsageError
@@ -24,31 +26,35 @@ def discard_run(folder: RunFolder) -> int:
 
     Raises `AddressInUse`, and removes nothing, while the run or its server lives; `UsageError` for a run that is finished, which keeps nothing.
     """
-    if folder.finished:
-        raise UsageError(
-            f"the run in {folder.path} is finished and keeps no rows: {folder.path / SUMMARY} says how it went; remove the folder to remove its files"
-        )
-    with folder.locked():
-        _check_server_gone(folder.path / "state")
-        (
-            folder.path / DISCARDED
-        ).touch()  # first: a discard that is cut short can be repeated, and the run is not resumed
+    with folder.locked(), _without_server(folder.path / "state"):
+        if folder.finished:
+            raise UsageError(
+                f"the run in {folder.path} is finished and keeps no rows: {folder.path / SUMMARY} says how it went; remove the folder to remove "
+                "its files"
+            )
+        # First: a discard that is cut short can be repeated, and the run is not resumed.
+        (folder.path / DISCARDED).touch()
         freed = discard_state(folder.path) + _size(folder.path / SNAPSHOTS)
         shutil.rmtree(folder.path / SNAPSHOTS, ignore_errors=True)
         remove_runtime(folder.path)
         return freed
 
 
-def _check_server_gone(state: Path) -> None:
-    """Raise `AddressInUse` while a server holds the state."""
+@contextmanager
+def _without_server(state: Path) -> Iterator[None]:
+    """Keep servers from the state meanwhile. `AddressInUse` while one holds it."""
     if not state.is_dir():
+        yield
         return
     lock = FileLock(state / "lock", inherited=False)
     if not lock.take():
         raise AddressInUse(
             f"the server of the run, with its state in {state}, still runs; it ends with the run: try again, or end it first"
         )
-    lock.release(unlink=False)
+    try:
+        yield
+    finally:
+        lock.release(unlink=False)
 
 
 def _size(folder: Path) -> int:

@@ -55,10 +55,11 @@ class RunStart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunFolder:
-    """The folder of one run at `path`."""
+    """The folder of one run at `path`. is_new: it was chosen for a run that begins, and must have none."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, is_new: bool = False) -> None:
         self.path: Final = path
+        self._is_new = is_new
 
     def starts(self) -> list[RunStart]:
         """Return the starts of the run so far, the first one first."""
@@ -88,7 +89,14 @@ class RunFolder:
         return (self.path / DISCARDED).exists()
 
     def begin(self, job: Job, code: Path | None) -> None:
-        """Make the folder, and note the job and this start."""
+        """Make the folder, and note the job and this start. Call it within `locked`.
+
+        `UsageError` if the run has been finished or discarded, or another has begun in a new folder, since the folder was chosen.
+        """
+        self.check_open()
+        if self._is_new:
+            self.check_new()
+            self._is_new = False
         self.path.mkdir(parents=True, exist_ok=True)
         (self.path / "logs").mkdir(exist_ok=True)
         start = RunStart(
@@ -100,6 +108,25 @@ class RunFolder:
         )
         _replace(self.path / JOB, job_as_toml(job))
         _replace(self.path / ABOUT, msgspec.json.format(msgspec.json.encode([*self.starts(), start])).decode() + "\n")
+
+    def check_open(self) -> None:
+        """`UsageError` if the run was finished or discarded."""
+        if self.finished:
+            raise UsageError(
+                f"the run in {self.path} is finished: {self.path / SUMMARY} says how it went; start a new one without --resume"
+            )
+        if self.discarded:
+            raise UsageError(
+                f"the run in {self.path} was discarded, and its rows are gone; start a new one with --set checkpoint.resume={self.path}, "
+                "which begins at its checkpoints"
+            )
+
+    def check_new(self) -> None:
+        """`UsageError` if a run has begun here."""
+        if (self.path / JOB).exists():
+            raise UsageError(
+                f"{self.path} has a run already; go on with it by --resume, or give another folder to --out"
+            )
 
     def job(self, changes: Iterable[str] = ()) -> Job:
         """Return the job of the run, with `changes` (``steps=200``). `NotFound` if this is no folder of a run."""
@@ -132,10 +159,10 @@ class RunFolder:
 def new_folder(job: Job, out: Path | None = None) -> RunFolder:
     """Return a folder for a new run: `out`, or ``runs/NAME-TIME``. `UsageError` if `out` has a run already."""
     if out is None:
-        return RunFolder(RUNS / f"{job.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}")
-    if (out / JOB).exists():
-        raise UsageError(f"{out} has a run already; go on with it by --resume, or give another folder to --out")
-    return RunFolder(out)
+        return RunFolder(RUNS / f"{job.name}-{datetime.now(UTC).strftime('%Y%m%d-%H%M%S')}", is_new=True)
+    folder = RunFolder(out, is_new=True)
+    folder.check_new()
+    return folder
 
 
 def unfinished_folder(name: str, out: Path | None = None) -> RunFolder:
@@ -147,14 +174,7 @@ def unfinished_folder(name: str, out: Path | None = None) -> RunFolder:
         folder = RunFolder(out)
         if not (out / JOB).exists():
             raise NotFound(f"{out} is no folder of a run: it has no {JOB}")
-        if folder.finished:
-            raise UsageError(
-                f"the run in {out} is finished: {out / SUMMARY} says how it went; start a new one without --resume"
-            )
-        if folder.discarded:
-            raise UsageError(
-                f"the run in {out} was discarded, and its rows are gone; start a new one with --set checkpoint.resume={out}, which begins at its checkpoints"
-            )
+        folder.check_open()
         return folder
     found = [path.parent for path in RUNS.glob(f"*/{JOB}") if _name(path) == name and _is_open(RunFolder(path.parent))]
     if not found:
