@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import pytest
 import transferqueue as tq
 from tests.client.deployments import LoopThread, Served
 from transferqueue.client.session import wait_log
-from transferqueue.limits import SECONDS_MAX, WAIT_TOLD_S
+from transferqueue.limits import HEARTBEAT_S, SECONDS_MAX, WAIT_TOLD_S
 
 GENEROUS_S = 60.0
 GONE_S = 1.5
@@ -202,3 +203,26 @@ def answered(batch: tq.Batch, version: int) -> int:
     with batch:
         batch.ack(answer=[1.0] * len(batch), policy_version=version)
     return len(batch)
+
+
+@pytest.mark.slow  # a heartbeat
+def test_a_call_that_blocks_an_event_loop_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(wait_log, "BLOCKED_S", 0.0)
+    monkeypatch.setattr(wait_log, "_told_of_loop", [])
+
+    async def blocks() -> None:
+        for _ in range(2):
+            with pytest.raises(tq.DeadlineExceeded):
+                table.lease("train", rows=1, timeout_s=HEARTBEAT_S + 1.0)
+
+    with caplog.at_level(logging.WARNING, "transferqueue"), tq.connect("embedded") as queue:
+        table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])])
+        with pytest.raises(tq.DeadlineExceeded):
+            table.lease("train", rows=1, timeout_s=HEARTBEAT_S + 1.0)
+        assert not caplog.messages
+        asyncio.run(blocks())
+    assert len(caplog.messages) == 1
+    assert "Table.lease has waited for " in caplog.messages[0]
+    assert "tq.aconnect" in caplog.messages[0]

@@ -99,6 +99,7 @@ class PendingCall:
     """
 
     __slots__ = (
+        "blocks_loop",
         "by_loop",
         "deadline",
         "error",
@@ -121,6 +122,8 @@ class PendingCall:
         self.on_settled = on_settled
         self.reply: m.Reply | None = None
         self.error: TransferQueueError | None = None
+        self.blocks_loop = False
+        """Whether it was made by a thread in whose event loop nothing else runs meanwhile."""
         self.by_loop = False
         """Whether an event loop that reads (see `loop_reader`) waits for it."""
         self.id = 0

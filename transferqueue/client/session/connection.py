@@ -12,6 +12,7 @@ There are three ways to make a call:
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable
@@ -92,7 +93,10 @@ class Connection:
         hold = Hold(io.role)
         try:  # from here on: an interrupt that comes after the request was queued must not lose its reply
             since = self.clock()
-            until = None if deadline is None else since + deadline.patience(since)
+            until = None
+            if deadline is not None:
+                until = since + deadline.patience(since)
+                pending.blocks_loop = _in_event_loop()
             if io.role.drivable is not None:
                 if os.getpid() != self._pid:
                     self._check_process()
@@ -291,6 +295,12 @@ class Connection:
         self._io.left.append(pending)
         if self._io.over is None:
             self._io.wakeup.set()
+
+
+def _in_event_loop() -> bool:
+    """Whether this thread runs an event loop. Loads no asyncio."""
+    asyncio = sys.modules.get("asyncio")
+    return asyncio is not None and asyncio._get_running_loop() is not None
 
 
 def _result(pending: PendingCall) -> m.Reply:

@@ -17,6 +17,10 @@ from transferqueue.wire.requests import declaration
 
 _log: Final = logging.getLogger("transferqueue.client")
 
+BLOCKED_S: Final = 1.0
+"""A call that blocks an event loop for this long is told of: ten times as long as asyncio's debug mode allows a callback."""
+_told_of_loop: Final[list[int]] = []
+
 Subject = tuple[object, ...]
 
 
@@ -44,6 +48,8 @@ class WaitLog:
         """The first call of each subject if it has waited for a minute since it was last told of."""
         first: dict[Subject, PendingCall] = {}
         for pending in self._calls.by_id.values():
+            if pending.blocks_loop and not _told_of_loop and now >= pending.sent_at + BLOCKED_S:
+                _log_blocked(pending, now)
             if not pending.gave_up and wait_of(pending.request) > WAIT_TOLD_S and declaration(pending.request).verb:
                 first.setdefault(_subject(pending.request), pending)
         return [pending for pending in first.values() if now >= pending.told_at + WAIT_TOLD_S]
@@ -75,6 +81,17 @@ class WaitLog:
                 now - self._lost_since,
                 waiting,
             )
+
+
+def _log_blocked(pending: PendingCall, now: float) -> None:
+    """Warn, once in a process: what a call waits for never comes if the event loop that it blocks is to give it."""
+    _told_of_loop.append(pending.id)
+    _log.warning(
+        "%s has waited for %.0f s in a thread with a running event loop, which stands still meanwhile; in a coroutine, open the queue with "
+        "tq.aconnect and await its calls",
+        declaration(pending.request).verb,
+        now - pending.sent_at,
+    )
 
 
 def _subject(request: m.Request) -> Subject:
