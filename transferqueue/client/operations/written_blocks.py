@@ -23,7 +23,7 @@ from typing import NamedTuple
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import COLUMNS, INTERNED, ROWS, CommitOutcome, WriteRegion
 from transferqueue.client.session.calls import Deadline
-from transferqueue.client.session.run import Operation
+from transferqueue.client.session.run import UNINTERRUPTED, Operation
 from transferqueue.errors import DeadlineExceeded, Full
 from transferqueue.limits import COLUMN_APART_BYTES
 from transferqueue.policies import AckedColumns, ManualColumns
@@ -71,6 +71,7 @@ def write_columns(
     use: m.GrantPurpose,
 ) -> Operation[WrittenBlocks]:
     """Write the columns of a commit, which are not inline, and interned blocks, with as many copies as the table has."""
+    yield UNINTERRUPTED  # regions of open extents are taken
     groups = groups_of(terms, columns) if columns else []
     if interned:
         groups += [BlockGroup(INTERNED, [block]) for block in interned]

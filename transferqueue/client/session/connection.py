@@ -21,6 +21,7 @@ from typing import Final, NoReturn
 
 from transferqueue.client.session.calls import Deadline, PendingCall
 from transferqueue.client.session.channel_role import Hold
+from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.driving import drive_if_free, send_if_free
 from transferqueue.client.session.io_thread import IoThread
 from transferqueue.client.session.lease_renewal import RenewedLease
@@ -80,12 +81,19 @@ class Connection:
             raise InternalError(f"{self.address} answered Hello with {m.tag_of(reply)}")
         return reply
 
-    def call(self, request: m.Request, deadline: Deadline | None = None) -> m.Reply:
+    def call(
+        self,
+        request: m.Request,
+        deadline: Deadline | None = None,
+        interrupts: DeferredInterrupts | None = None,
+    ) -> m.Reply:
         """Send a request and wait for its reply; raises what the server refused it with.
 
         An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does the deadline,
         whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there is no reply long after
         the request's own wait has passed.
+
+        interrupts: deferred from before this returns a reply, since a reply that was returned is not undone any more. The caller ends that.
         """
         io, gate = self._io, threading.Lock()
         gate.acquire()
@@ -109,7 +117,10 @@ class Connection:
                 deadline.waited(since)
                 if pending.reply is None and not pending.is_settled:
                     self._give_up(pending, deadline)
-            return pending.reply if pending.reply is not None else _result(pending)
+            reply = pending.reply if pending.reply is not None else _result(pending)
+            if interrupts is not None:
+                interrupts.begin()
+            return reply
         except TransferQueueError:
             raise
         except BaseException:
@@ -119,7 +130,7 @@ class Connection:
 
     def start(
         self, request: m.Request, deadline: Deadline | None = None
-    ) -> tuple[Callable[[], m.Reply], Callable[[], object]]:
+    ) -> tuple[Callable[[DeferredInterrupts], m.Reply], Callable[[], object]]:
         """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second says that nobody
         will; one of them is to be called, once."""
         gate = threading.Lock()
@@ -139,11 +150,13 @@ class Connection:
             self._abandon(pending)
             raise
 
-        def answer() -> m.Reply:
+        def answer(interrupts: DeferredInterrupts) -> m.Reply:
             try:
                 gate.acquire(timeout=-1 if until is None else max(0.0, until - self.clock()))
                 if deadline is None or pending.is_settled:
-                    return _result(pending)
+                    reply = _result(pending)
+                    interrupts.begin()
+                    return reply
                 return self._give_up(pending, deadline)
             except TransferQueueError:
                 raise

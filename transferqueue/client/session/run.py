@@ -15,6 +15,7 @@ import msgspec
 
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
+from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.undo import in_doubt
 from transferqueue.errors import InternalError, ProtocolError, TransferQueueError, Unreachable
 from transferqueue.limits import MIB
@@ -39,6 +40,10 @@ class BlockingWork(msgspec.Struct, frozen=True):
     run: Callable[[], None]
     abandon: Callable[[], None] | None = None
     bound: Callable[[Deadline], None] | None = None
+
+
+UNINTERRUPTED: Final = BlockingWork(0, lambda: None)
+"""Yielded before an operation takes something without a request: as after any other work, no interrupt comes in the steps that follow."""
 
 
 class Within(msgspec.Struct, frozen=True):
@@ -77,7 +82,7 @@ class Held(Generic[T]):
         self,
         operation: Operation[T],
         request: m.Request,
-        started: tuple[Callable[[], Any], Callable[[], object]],
+        started: tuple[Callable[..., Any], Callable[[], object]],
         deadline: Deadline | None,
     ) -> None:
         self.operation, self._request, self.deadline = operation, request, deadline
@@ -98,7 +103,7 @@ def run_sync(
     connection: Connection,
     operation: Operation[T],
     *,
-    answer: Callable[[], Any] | None = None,
+    answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T: ...
 
@@ -112,19 +117,24 @@ def run_sync(
     operation: Operation[T],
     *,
     hold: tuple[type[m.Message], ...] = (),
-    answer: Callable[[], Any] | None = None,
+    answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T | Held[T]:
     """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not waited for.
 
     answer, deadline: of one that was held. Its reply is waited for first.
+
+    Once the operation has got something (a reply, memory), an interrupt comes in its waits and its `BlockingWork`, and before this returns, but
+    not in its own steps, where what it got would be lost.
     """
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
+    interrupts = DeferredInterrupts()
     if answer is not None:
         try:
-            sent = answer()
+            sent = answer(interrupts)
         except BaseException as error:  # noqa: BLE001  (thrown into the operation, as below)
+            interrupts.begin()
             step, sent = operation.throw, error
     try:
         while True:
@@ -135,18 +145,22 @@ def run_sync(
             except TransferQueueError as error:
                 raise trimmed(error) from error.__cause__
             try:
+                interrupts.end()
                 if isinstance(wanted, Within):
                     sent = deadline = Deadline(connection.clock, wanted.wait_s)
                 elif isinstance(wanted, BlockingWork):
                     sent = _bounded(wanted, deadline).run()  # type: ignore[func-returns-value]
+                    interrupts.begin()
                 elif hold and isinstance(wanted, hold):
                     return Held(operation, wanted, connection.start(wanted, deadline), deadline)
                 else:
-                    sent = connection.call(wanted, deadline)
+                    sent = connection.call(wanted, deadline, interrupts)
                 step = operation.send
             except BaseException as error:  # noqa: BLE001  (thrown into the operation, which cleans up and raises it)
+                interrupts.begin()
                 step, sent = operation.throw, error
     finally:
+        interrupts.end()
         sent = None  # an error holds this frame: if the frame held the error too, what was put would stay for long
 
 
