@@ -304,7 +304,7 @@ def test_a_killed_server_ends_waits(tmp_path: Path, name: str) -> None:
 def test_a_script_that_never_closes_ends_by_itself(server: Served) -> None:
     script = (
         "import sys, transferqueue as tq\n"
-        "queues = [tq.connect(), tq.connect(sys.argv[1])]\n"
+        "queues = [tq.connect('embedded'), tq.connect(sys.argv[1])]\n"
         "tables = [q.create_table('s%d' % i, tasks=[tq.Task('a', needs=['x'])]) for i, q in enumerate(queues)]\n"
         "for t in tables: t.put(x=[1, 2])\n"
         "batches = [t.lease('a', rows=1) for t in tables]\n"

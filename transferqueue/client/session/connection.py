@@ -130,7 +130,7 @@ class Connection:
 
     def start(
         self, request: m.Request, deadline: Deadline | None = None
-    ) -> tuple[Callable[[DeferredInterrupts], m.Reply], Callable[[], object]]:
+    ) -> tuple[Callable[..., m.Reply], Callable[[], object]]:
         """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second says that nobody
         will; one of them is to be called, once."""
         gate = threading.Lock()
@@ -150,12 +150,13 @@ class Connection:
             self._abandon(pending)
             raise
 
-        def answer(interrupts: DeferredInterrupts) -> m.Reply:
+        def answer(interrupts: DeferredInterrupts | None = None) -> m.Reply:
             try:
                 gate.acquire(timeout=-1 if until is None else max(0.0, until - self.clock()))
                 if deadline is None or pending.is_settled:
                     reply = _result(pending)
-                    interrupts.begin()
+                    if interrupts is not None:
+                        interrupts.begin()
                     return reply
                 return self._give_up(pending, deadline)
             except TransferQueueError:
