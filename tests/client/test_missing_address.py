@@ -57,6 +57,13 @@ def test_the_running_server_of_this_user_is_found_as_commands_find_it(served: st
         assert own.tables() == sized.tables() == []
 
 
+@pytest.mark.slow  # a server process
+def test_a_server_in_a_directory_of_others_is_not_joined(served: str) -> None:
+    Path(served.removeprefix("ipc://")).parent.chmod(0o755)
+    with pytest.raises(tq.UsageError, match="has mode 755: other users could open the queue"):
+        tq.connect()
+
+
 async def tables_of_a_loop() -> list[str]:
     async with tq.aconnect() as queue:
         return await queue.tables()
@@ -79,7 +86,7 @@ def test_an_embedded_queue_that_was_not_asked_for_says_so_once(caplog: pytest.Lo
         )
         for one in (queue, other):
             with pytest.raises(
-                tq.NotFound, match=r"this queue was embedded \d+\.\d s ago: TRANSFERQUEUE_ADDRESS is not set"
+                tq.NotFound, match=r"this queue was embedded \d+\.\d s ago; TRANSFERQUEUE_ADDRESS is not set"
             ):
                 one.table("rollouts")
 

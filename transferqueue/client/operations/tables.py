@@ -78,7 +78,7 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
             raise
         age_s = client.clock() - client.embedded_at
         raise NotFound(
-            f"{error}; this queue was embedded {age_s:.1f} s ago: TRANSFERQUEUE_ADDRESS is not set"
+            f"{error}; this queue was embedded {age_s:.1f} s ago; TRANSFERQUEUE_ADDRESS is not set"
         ) from None
 
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Final
 
 from transferqueue.errors import UsageError
-from transferqueue.transport import default_address, is_served, parse_address, split_addresses
+from transferqueue.transport import default_address, is_served, parse_address, runtime_directory, split_addresses
 from transferqueue.transport.security.keys import ClientKeys, is_token, read_token
+from transferqueue.transport.system.private_files import private_directory
 
 TOKEN_VARIABLE: Final = "TRANSFERQUEUE_TOKEN"  # noqa: S105  (its name)
 
@@ -35,9 +36,15 @@ def named_server() -> str | None:
 
 
 def running_server() -> str | None:
-    """The address of this user's server, where commands look too: in the runtime directory. None if none runs there."""
+    """The address of this user's server, where commands look too: in the runtime directory. None if none runs there.
+
+    `UsageError` if the directory is open to other users: the server in it may be theirs.
+    """
     own = default_address()
-    return own if is_served(own) else None
+    if not is_served(own):
+        return None
+    private_directory(runtime_directory())
+    return own
 
 
 def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
