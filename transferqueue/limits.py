@@ -7,6 +7,7 @@ compared with its bound here before anything is allocated for it.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Final
 
 import msgspec
@@ -26,6 +27,8 @@ FIELDS_MAX: Final = 1024
 """Sixteen words of ready mask per row; wider tables want several tables."""
 TASKS_MAX: Final = 64
 """Each task costs a byte of state and 18 of lease, order and attempts per resident row."""
+NEEDS_MAX: Final = 4 * FIELDS_MAX
+"""Fields that the tasks of one request need and give together: each costs about 2 microseconds."""
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 1 << 15
 """Of one coordinator: twice the processes of 1,024 nodes. An idle one takes about 4 KiB of it, and up to three descriptors."""
@@ -75,12 +78,35 @@ EVENTS_TOLD_MAX: Final = 1024
 """Events in one answer to `ListEvents`: a millisecond of the server's time. Whoever wants more asks again."""
 EVENT_ROWS_TOLD_MAX: Final = 1 << 16
 """Row ids that one such answer looks at, unless its first event alone has more; and those that it tells of one event."""
-ROWS_PER_REQUEST_MAX: Final = 1 << 20
-"""One put or lease: at 1 Mi rows the ids alone are 8 MiB of control message."""
+TURN_S_MAX: Final = 0.02
+"""The most processor time that one request may take of the server, since all others wait for it: the bounds of requests below follow from it. A
+turn above it counts as late."""
+ROWS_PER_REQUEST_MAX: Final = 1 << 14
+"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), and 0.9 in a
+drop: 10 to 15 ms."""
+ROWS_DESCRIBED_MAX: Final = 1 << 11
+"""Rows with keys, tags or groups of one put or update, and rows dropped or deleted where a task takes whole groups: each costs up to 6 microseconds,
+so 12 ms."""
+GROUPS_PER_REQUEST_MAX: Final = 1 << 12
+"""Groups of one lease: each costs up to 3 microseconds when it is leased or released."""
+LEASES_PER_REQUEST_MAX: Final = 512
+"""Leases that one request acknowledges: each takes up to 20 microseconds."""
+BLOCK_ROWS_MAX: Final = 1 << 20
+"""Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
+TAGS_PER_REQUEST_MAX: Final = 8 * ROWS_DESCRIBED_MAX
+"""Tags of all rows of one put or update: each costs up to 0.4 microseconds beside its row."""
 SPANS_AWAITED_MAX: Final = 1 << 16
 """Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated ahead."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
-"""One control message: a lease reply for 1 Mi rows with eight columns of metadata."""
+"""One answer of a server, or one message between shards. Requests are smaller: `REQUEST_BYTES_MAX`."""
+SMALL_FRAME_BYTES: Final = 16 * KIB
+"""A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of requests may not be larger, and
+so may no request of an observer, nor the first message of a connection."""
+REQUEST_BYTES_MAX: Final = 2 * MIB
+"""The largest request, and so what a connection can have the server keep of an unfinished one: 16,384 rows (`ROWS_PER_REQUEST_MAX`) with their ids and
+all numeric facts are 1 MiB, and 8 columns of 8 bytes another. As many small items take up to 20 ms to decode."""
+TERMS_BYTES_MAX: Final = 256 * KIB
+"""A request with the terms of a table: 1,024 fields (`FIELDS_MAX`) with names of 128 characters are 150 KB, and 64 tasks name some."""
 ITEMS_MAX: Final = 1 << 16
 """Items of a list of fields or tensors in a message: far more than a table or a model has. A list of rows has at most
 `ROWS_PER_REQUEST_MAX` items. So a frame of many one-byte items decodes to a bounded multiple of its size."""
@@ -124,6 +150,8 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 """Pages are allocated this far ahead of use, so that writers seldom wait for fresh pages."""
 ARENA_SLICE_BYTES: Final = 4 * MIB
 """Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
+BULK_HEAD_BYTES_MAX: Final = 4 * MIB
+"""Head of a bulk message. One for 16,384 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes 1 MiB for each set of columns."""
 FRAME_BYTES: Final = MIB
 """Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
@@ -183,6 +211,8 @@ HEARTBEAT_S: Final = 3.0
 counts as dead. Sessions take from three quarters of it to all of it, so that those that connected together do not stay together."""
 SERVER_CHECK_S: Final = 1.0
 """A client that has lost its connection looks this often whether the server is gone."""
+UNPINNED_MAX: Final = 1000
+"""Blocks of one notice of returned pins, 16 bytes each: a small frame."""
 UNPIN_S: Final = 0.02
 """Pins that a client returns wait this long for others, so that a notice returns many."""
 SESSION_SILENCE_S: Final = 10.0
@@ -264,8 +294,6 @@ FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47
 """The most bytes of one shard: the address space of a process, so that clients can map it."""
-TURN_S_MAX: Final = 0.02
-"""A turn of the server's loop for one request counts as late above this: all other requests wait for it."""
 BUSY_POLL_S_MAX: Final = 0.01
 """A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep at all."""
 GAP_S: Final = 0.5
@@ -303,6 +331,7 @@ FAREWELL_S: Final = 0.2
 """How long a server that stops waits for its last replies to leave."""
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.\-/]*")
+_NAMES: Final = re.compile(rf"(?:[A-Za-z_][A-Za-z0-9_.\-/]{{0,{NAME_CHARS_MAX - 1}}}\0)*")
 
 
 def check_name(kind: str, name: object) -> str:
@@ -322,6 +351,26 @@ def check_name(kind: str, name: object) -> str:
             "and begin with a letter or _"
         )
     return name
+
+
+def check_names(kind: str, names: Sequence[object]) -> None:
+    """`check_name` of each, in a twentieth of the time."""
+    if all(type(name) is str for name in names):
+        joined = "".join(f"{name}\0" for name in names)
+        if joined.count("\0") == len(names) and _NAMES.fullmatch(joined):
+            return
+    for name in names:
+        check_name(kind, name)
+
+
+def check_rows(rows: int, *, described: bool = False) -> None:
+    """`UsageError` if one request may not have so many rows. described: they have keys, tags or groups."""
+    most, what = (ROWS_DESCRIBED_MAX, " with keys, tags or groups") if described else (ROWS_PER_REQUEST_MAX, "")
+    if rows > most:
+        raise UsageError(
+            f"one request has {rows:,} rows{what}; at most {most:,} are carried out at once, since all other clients wait meanwhile: send them in "
+            f"pieces of {most:,}"
+        )
 
 
 def check_text(kind: str, text: object) -> str:
@@ -401,8 +450,8 @@ SPILL_SILENT_S: Final = 5.0
 """After a disk has not answered for so long, requests that need blocks on it hold nothing in other shards."""
 SPILL_JOB_BLOCKS: Final = 1 << 14
 """The most blocks that one command to a shard names: an extent of small puts that is full of the smallest blocks."""
-SPILL_JOBS_BLOCKS: Final = 1 << 17
-"""The most that the commands of one answer name, or one command more: about 5 MB."""
+SPILL_JOBS_BLOCKS: Final = 1 << 15
+"""The most that the commands of one answer name, or one command more: a report of them is 1.3 MB."""
 SPILL_REPORTS_MAX: Final = SPILL_JOBS_BLOCKS // SPILL_JOB_BLOCKS
 """The most writes, and the most loads, of one report."""
 LOAD_STUCK_S: Final = 1.0

@@ -13,7 +13,14 @@ import msgspec
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.lazy import renamed_names
-from transferqueue.limits import LEASE_S_DEFAULT, SECONDS_MAX, TAG_CHARS_MAX, TIME_LIMIT_S_DEFAULT, check_name
+from transferqueue.limits import (
+    LEASE_S_DEFAULT,
+    SECONDS_MAX,
+    TAG_CHARS_MAX,
+    TIME_LIMIT_S_DEFAULT,
+    check_name,
+    check_names,
+)
 from transferqueue.text import shown
 
 
@@ -285,8 +292,7 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             )
         msgspec.structs.force_setattr(self, "needs", tuple(self.needs))
         msgspec.structs.force_setattr(self, "gives", tuple(self.gives))
-        for field in (*self.needs, *self.gives):
-            check_name("field", field)
+        check_names("field", (*self.needs, *self.gives))
         _numbers(
             f'task "{self.name}"',
             lease_s=self.lease_s,

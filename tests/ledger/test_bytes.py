@@ -258,11 +258,12 @@ def test_pages_of_finished_rows_are_used_again(world: World) -> None:
 def test_columns_grow_past_their_first_size(world: World) -> None:
     client = world.client()
     client.create(tasks=[Task("x", ["n"])], limits=Limits(rows=1 << 20))
-    for number in range(10):
-        client.put(20000, inline={"n": float(number)}, tokens=number)
-    given = client.lease("x", 200_000)
-    assert given.column("n") == [float(number) for number in range(10) for _ in range(20000)]
-    client.ack(given)
+    for number in range(40):
+        client.put(5000, inline={"n": float(number)}, tokens=number)
+    for first in range(0, 40, 2):
+        given = client.lease("x", 10_000)
+        assert given.column("n") == [float(number) for number in (first, first + 1) for _ in range(5000)]
+        client.ack(given)
     assert world.table().rows.pages.resident == 0
 
 

@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, MIB, STRANGER_S
+from transferqueue.limits import (
+    FRAMES_QUEUED_MAX,
+    KIB,
+    MESSAGE_BYTES_MAX,
+    MIB,
+    REQUEST_BYTES_MAX,
+    SMALL_FRAME_BYTES,
+    STRANGER_S,
+)
 from transferqueue.transport import dial, parse_address
 from transferqueue.transport.control import unix_socket
 from transferqueue.transport.control.send_result import SendResult
@@ -46,6 +54,31 @@ def heard(port, channel, wakeup):
     raise AssertionError("nothing came")
 
 
+def admitted(port, address, wakeup):
+    """A channel that has greeted, and its line."""
+    channel = dial(address)
+    channel.send(b"hello")
+    line, _ = heard(port, channel, wakeup)
+    port.admit(line)
+    return channel, line
+
+
+@pytest.mark.parametrize("is_admitted", [False, True])
+@pytest.mark.parametrize("over", [0, 1])
+def test_a_frame_is_not_buffered_beyond_what_its_sender_may_send(port, address, wakeup, is_admitted, over):
+    channel, _ = admitted(port, address, wakeup)
+    if not is_admitted:
+        channel.close()
+        channel = dial(address)
+    frame = bytes((REQUEST_BYTES_MAX if is_admitted else SMALL_FRAME_BYTES) + over)
+    channel.send(frame)
+    if over:
+        until_lost(channel, wakeup, port)
+    else:
+        assert heard(port, channel, wakeup)[1] == frame
+    channel.close()
+
+
 def answered(port, channel, wakeup):
     """The next frame at the channel, while the port does its part."""
     for _ in range(10_000):
@@ -57,10 +90,11 @@ def answered(port, channel, wakeup):
     raise AssertionError("nothing came")
 
 
-def until_lost(channel, wakeup):
+def until_lost(channel, wakeup, port=None):
     for _ in range(10_000):
         if channel.is_lost:
             return
+        assert port is None or port.recv_nowait() is None
         channel.wait(wakeup, 0.001)
         channel.recv_nowait()
     raise AssertionError("the loss was not seen")
@@ -107,13 +141,13 @@ def test_a_client_that_sleeps_writes_on_as_soon_as_the_server_reads(port, addres
 
 
 def test_frames_larger_than_the_kernel_takes_go_there_and_back(port, address, wakeup):
-    channel = dial(address)
-    frames = [os.urandom(size) for size in (3 * MIB, 5, 2 * MIB, 0)]
+    channel, line = admitted(port, address, wakeup)
+    frames = [os.urandom(size) for size in (REQUEST_BYTES_MAX, 5, MIB, 0)]
     for frame in frames:
         channel.send(frame)
     for frame in frames:
-        line, came = heard(port, channel, wakeup)
-        assert came == frame
+        assert heard(port, channel, wakeup) == (line, frame)
+    frames.append(bytes(3 * REQUEST_BYTES_MAX))  # answers may be larger
     for frame in frames:
         assert port.send(line, frame) is SendResult.ON_ITS_WAY
     assert [answered(port, channel, wakeup) for _ in frames] == frames
@@ -192,11 +226,11 @@ def test_last_words_are_heard_by_one_who_speaks_first(address, wakeup):
 
 
 def test_what_a_client_said_before_it_left_is_heard_though_it_cannot_be_answered(port, address, wakeup):
-    channel = dial(address)
+    channel, line = admitted(port, address, wakeup)
     frames = [os.urandom(50_000) for _ in range(4)]
     for frame in frames[:2]:
         channel.send(frame)
-    line, came = heard(port, channel, wakeup)
+    _, came = heard(port, channel, wakeup)
     channel.send(frames[2])
     channel.close()
     found = [came]

@@ -4,20 +4,26 @@ than its own size."""
 import tracemalloc
 import typing
 from contextlib import suppress
+from typing import Any
 
 import msgspec
 import pytest
 from msgspec import inspect
 
 from transferqueue.errors import ProtocolError
-from transferqueue.limits import FIELDS_MAX, MESSAGE_BYTES_MAX, MIB, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import (
+    FIELDS_MAX,
+    ITEMS_MAX,
+    MESSAGE_BYTES_MAX,
+    MIB,
+    REQUEST_BYTES_MAX,
+    ROWS_DESCRIBED_MAX,
+    ROWS_PER_REQUEST_MAX,
+)
 from transferqueue.transport.bulk import protocol as bulk
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL
-
-ITEMS_MAX = ROWS_PER_REQUEST_MAX
-"""No list is longer than what one request may name of rows."""
 
 CHECKED_ELSEWHERE = {
     # strings and lists of terms: a decoder that refused them could not say which rule they break, as the ledger does.
@@ -128,8 +134,8 @@ def hostile(size):
 
 
 SIZE = 4 * MIB
-TAGS_BYTES_MAX = 256 * ROWS_PER_REQUEST_MAX
-"""The most rows that one request may name, each with a dict of its own: what a frame of any size may cost."""
+TAGS_BYTES_MAX = 256 * ROWS_DESCRIBED_MAX
+"""The most rows that one request may describe, each with a dict of its own: what a frame of any size may cost."""
 
 
 def peak_bytes(frame):
@@ -172,8 +178,12 @@ def test_nesting_is_bounded(opening):
 
 def test_the_largest_request_that_is_allowed_passes():
     rows = ROWS_PER_REQUEST_MAX
-    update = m.Update("t", bytes(8 * rows), m.Columns(facts=m.RowFacts(group_id=bytes(8 * rows), tags=[{}] * rows)))
-    assert codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, update))).request == update
+    tags: list[Any] = [{}] * ROWS_DESCRIBED_MAX
+    for facts in (m.RowFacts(group_id=bytes(8 * rows), keys=["k" * 512] * ROWS_DESCRIBED_MAX), m.RowFacts(tags=tags)):
+        update = m.Update("t", bytes(8 * rows), m.Columns(facts=facts))
+        frame = codec.encode_call(m.CallFrame(1, 2, 0, update))
+        assert codec.decode_call(frame).request == update
+        assert len(frame) <= REQUEST_BYTES_MAX
     names = [f"f{at}" for at in range(FIELDS_MAX)]
     lease = m.LeaseRequest("t", "x", fields=names, where=[])
     assert codec.decode_call(codec.encode_call(m.CallFrame(1, 2, 0, lease))).request == lease

@@ -6,7 +6,7 @@ rows) and in `requests` (`put`, `lease`, `ack`, ...).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -167,19 +167,27 @@ class TableState:
 
     def add_task(self, task: Task) -> TaskState:
         """Declare a task. The caller introduces existing rows to it."""
-        ranker = Ranker(task.selector, self.core.plugins)
-        if task.groups is None:
-            state = TaskState(task, self.rows, ranker)
-        else:
-            state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
-        self.tasks[task.name] = state
+        self.add_tasks([task])
+        return self.tasks[task.name]
+
+    def add_tasks(self, tasks: Iterable[Task]) -> None:
+        """Declare tasks. The caller introduces existing rows to them."""
+        for task in tasks:
+            self._add_state(task)
         self.restrict_fields(self.extra_fields)
         self.group_tasks = [other for other in self.tasks.values() if isinstance(other, GroupTaskState)]
         needed = frozenset(name for other in self.tasks.values() for name in other.task.needs)
         for other in self.tasks.values():
             other.required_results = needed.intersection(other.task.gives)
         self.holders = tasks_that_hold([other.task for other in self.tasks.values()], self.pacing)
-        return state
+
+    def _add_state(self, task: Task) -> None:
+        ranker = Ranker(task.selector, self.core.plugins)
+        if task.groups is None:
+            state = TaskState(task, self.rows, ranker)
+        else:
+            state = GroupTaskState(task, self.rows, ranker, task.groups, self.groups, self.core.deadlines)
+        self.tasks[task.name] = state
 
     def terms(self) -> TableTerms:
         """The terms of the table, as a reply."""

@@ -5,6 +5,8 @@ It opens no socket, reads no clock and starts no thread. The loop brings events 
 
 - A peer whose key is unknown or withdrawn gets no answer; one with a session is told when its key is withdrawn. A request that its role may not send (`sessions.authorization`), or
   that is for another coordinator (`sessions.home_coordinator`), is refused before anything else happens.
+- Of a frame over `SMALL_FRAME_BYTES` only the envelope is read at first. It is refused, undecoded, unless it is a call in an open session of its
+  peer, of a kind that the peer's role may send and that may be so large (`authorization.check_size`).
 - A frame that is no message is counted and answered with `ProtocolError`. It changes nothing.
 - A call in a session that is not open is answered with `Disconnected`.
 - A call counts only on the connection that brought the session's latest Hello. A client that lost its connection, or whose
@@ -49,7 +51,7 @@ from transferqueue.errors import (
 )
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SECONDS_MAX
+from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SECONDS_MAX, SMALL_FRAME_BYTES
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import (
     Durability,
@@ -206,6 +208,8 @@ class Coordinator:
 
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
         """Handle a frame from `peer`."""
+        if len(frame) > SMALL_FRAME_BYTES and self._refused_unread(peer, frame):
+            return
         if self.cut_hold.session and self._held_back(peer, frame, now):
             return
         try:
@@ -219,6 +223,23 @@ class Coordinator:
         self._run_until_idle(now, COUNT_MAX if self.cut_hold.kept else self.waiters_at_once)
         if self.cut_hold.kept and not self.cut_hold.session:
             self._catch_up(now)
+
+    def _refused_unread(self, peer: Peer, frame: bytes) -> bool:
+        """Whether a large frame was refused by its envelope, before its request is decoded."""
+        role = self._authorizer.role(peer)
+        if role is None:
+            return False  # it gets no answer
+        self.handled, head = "none", codec.head_of(frame)
+        try:
+            authorization.check_size(role, head, len(frame))
+        except TransferQueueError as error:
+            self.counters.garbage += 1
+            self._answer(peer, head.id, _failed(error))
+            return True
+        if self._session_of(peer, head.session) is None:
+            self._not_its_connection(peer, head)
+            return True
+        return False
 
     def go_on(self, now: float) -> None:
         """Serve the next due requests that waited. Call it while `unfinished`, before the next frame is handled."""
@@ -240,8 +261,7 @@ class Coordinator:
             return
         except ProtocolError as error:
             self.counters.garbage += 1
-            refusal = refusal_of(frame, epoch=self.identity.epoch, package=self.identity.version)
-            if refusal is not None:
+            if (refusal := self._refusal_of_version(frame)) is not None:
                 self.outbox.append((peer, refusal))
             else:
                 self._answer(peer, codec.call_of(frame)[1], _failed(error))
@@ -253,6 +273,12 @@ class Coordinator:
             self._hello(peer, role, call.id, call.request, now)
         else:
             self._call(peer, role, call, declared, now)
+
+    def _refusal_of_version(self, frame: bytes) -> bytes | None:
+        """The answer to a call of another protocol. Its Hello is small, and was refused before any larger frame."""
+        if len(frame) > SMALL_FRAME_BYTES:
+            return None
+        return refusal_of(frame, epoch=self.identity.epoch, package=self.identity.version)
 
     def tick(self, now: float) -> None:
         """Do everything that was due at or before `now`."""
@@ -651,7 +677,7 @@ class Coordinator:
         else:
             self._accept_call(session, call.id, request, declared, now)
 
-    def _not_its_connection(self, peer: Peer, call: m.CallFrame) -> None:
+    def _not_its_connection(self, peer: Peer, call: m.CallFrame | codec.Head) -> None:
         """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it again, in order,
         after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ) before a restart of the server."""
         try:

@@ -3,6 +3,8 @@
 The rules:
 
 - A frame over `MESSAGE_BYTES_MAX` is refused before it is looked at, at both ends.
+- Of a call over `SMALL_FRAME_BYTES` the server reads the envelope first (`head_of`): session, call, and the tag of the request. Each request
+  declares how large its frame may be (`bytes_max`), so a frame is decoded only if its sender may send a request of this kind and size.
 - Whatever is not exactly a message raises `ProtocolError`: unknown tags, wrong types, numbers out of
   range, missing, extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of
   the declared types and nothing else; it runs no code that a peer chose.
@@ -20,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -35,17 +37,21 @@ from transferqueue.wire.versions import PROTOCOL
 _Decoded = TypeVar("_Decoded")
 
 
-class _Envelope(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True):
+class Head(NamedTuple):
+    """What the first bytes of a call say. tag: of its request."""
+
     session: int
     id: int
-    seen: int
-    request: msgspec.Raw
+    tag: str
+
+
+NO_HEAD: Final = Head(0, 0, "")
+"""Of a frame that is no call of this protocol."""
 
 
 _encoder: Final = msgspec.msgpack.Encoder()
 _calls: Final = msgspec.msgpack.Decoder(m.CallFrame)
 _answers: Final = msgspec.msgpack.Decoder(m.AnswerFrame)
-_envelopes: Final = msgspec.msgpack.Decoder(_Envelope)
 _plain: Final = msgspec.msgpack.Decoder()
 _fields: Final = msgspec.msgpack.Decoder(m.Fields)
 
@@ -91,11 +97,41 @@ def decode_answer(frame: bytes) -> m.AnswerFrame:
 
 def call_of(frame: bytes) -> tuple[int, int]:
     """Session and id of the call that a frame claims to be; (0, 0) if it does not get that far."""
+    session, call, _ = head_of(frame)
+    return session, call
+
+
+def head_of(frame: bytes) -> Head:
+    """The envelope of a call, of which only the first bytes are read, however long the frame is; `NO_HEAD` if it is no call of this protocol."""
+    if frame[:2] != _CALL_BEGINS:
+        return NO_HEAD
     try:
-        envelope = _decoded(_envelopes, frame)
-    except ProtocolError:
-        return 0, 0
-    return envelope.session, envelope.id
+        session, at = _unsigned(frame, len(_CALL_BEGINS))
+        call, at = _unsigned(frame, at)
+        _, at = _unsigned(frame, at)
+        at += 1 if 0x90 <= frame[at] < 0xA0 else _LONG_ARRAYS[frame[at]]
+        length = frame[at] - _SHORT_TEXT if frame[at] < _LONG_TEXT else -1
+        tag = frame[at + 1 : at + 1 + length]
+    except (IndexError, KeyError):
+        return NO_HEAD
+    return Head(session, call, tag.decode("ascii", "replace")) if len(tag) == length else NO_HEAD
+
+
+def _unsigned(frame: bytes, at: int) -> tuple[int, int]:
+    """The unsigned integer that begins at byte `at`, and where the next item begins."""
+    if (first := frame[at]) < 0x80:
+        return first, at + 1
+    end = at + 1 + _INTEGER_BYTES[first]
+    return int.from_bytes(frame[at + 1 : end], "big"), end
+
+
+_CALL_BEGINS: Final = bytes((0x95, PROTOCOL))
+_INTEGER_BYTES: Final = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}
+_LONG_ARRAYS: Final = {0xDC: 3, 0xDD: 5}
+"""Bytes of the heads of arrays of more than 15 items."""
+_SHORT_TEXT: Final = 0xA0
+_LONG_TEXT: Final = 0xC0
+"""A byte below it, from `_SHORT_TEXT` on, begins a text of up to 31 bytes: no tag of a request is longer."""
 
 
 def encode_plain(value: object) -> msgspec.Raw:

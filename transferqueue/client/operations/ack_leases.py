@@ -13,13 +13,13 @@ from transferqueue.client.operations.lease import BatchLease, renew
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import BatchEnded, LeaseExpired, UsageError, listing
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import LEASES_PER_REQUEST_MAX
 from transferqueue.wire import messages as m
 
 
 def ack_leases(client: ClientSession, terms: TableInfo, held: Iterable[BatchLease], step: int) -> Operation[int]:
     """Ack all rows that the leases still hold, in one request. Returns how many rows."""
-    leases = checks.few("batches", held, ROWS_PER_REQUEST_MAX)
+    leases = checks.few("batches", held, LEASES_PER_REQUEST_MAX)
     _check(client, terms.name, leases)
     request = m.AckLeases(
         table=terms.name,

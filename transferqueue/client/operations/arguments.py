@@ -18,9 +18,9 @@ from transferqueue.errors import InternalError, UsageError
 from transferqueue.limits import (
     COUNT_MAX,
     FIELDS_MAX,
-    ROWS_PER_REQUEST_MAX,
     STEP_MAX,
     check_name,
+    check_rows,
 )
 from transferqueue.schema import NO_SLICES, FieldsWanted, Slice
 from transferqueue.text import SHOWN_CHARS, shortened, shown
@@ -71,8 +71,7 @@ def row_ids(rows: object) -> bytes:
         ids = ids.astype(np.int64)
     if ids.dtype.kind not in "iu" or ids.ndim > 1:
         raise UsageError(f"rows are {ids.dtype}{list(ids.shape)}; give row ids: integers, in one dimension")
-    if ids.size > ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"{ids.size} rows in one request; at most {ROWS_PER_REQUEST_MAX}: send them in pieces")
+    check_rows(ids.size)
     return ids.astype("<i8").tobytes()
 
 

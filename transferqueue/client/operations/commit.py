@@ -32,7 +32,7 @@ from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
 from transferqueue.client.session.run import BlockingWork, Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
-from transferqueue.limits import FIELDS_MAX, ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.limits import FIELDS_MAX, check_name, check_rows
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
 from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
@@ -237,8 +237,7 @@ def outgoing(
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit, `UsageError`,
     before any value is read, for more rows than one request may have. share: see `prepare`."""
     count = _rows_of(columns, facts) if rows is None else rows
-    if count > ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"a request of {count:,} rows is above {ROWS_PER_REQUEST_MAX:,}; send them in several")
+    check_rows(count, described=facts.are_descriptions)
     prepared = list[Prepared]()
     for name, value in columns.items():
         try:

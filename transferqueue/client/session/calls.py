@@ -25,10 +25,11 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import Impossible, TransferQueueError, UsageError, from_wire
-from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S, SECONDS_MAX
+from transferqueue.limits import ANSWER_S, LATE_ANSWER_S, RESEND_S, SECONDS_MAX, SMALL_FRAME_BYTES
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import unsendable
+from transferqueue.wire.messages.declarations import DECLARED
 from transferqueue.wire.versions import PROTOCOL
 
 LEAST_S: Final = 1e-3
@@ -315,12 +316,25 @@ def encode(request: m.Request) -> bytes:
         payload = _encoder.encode(request)
     except (OverflowError, TypeError, UnicodeEncodeError, msgspec.MsgspecError) as error:
         raise unsendable(m.tag_of(request), error) from error
-    if len(payload) > MESSAGE_BYTES_MAX:
-        raise Impossible(
-            f"{m.tag_of(request)} of {len(payload)} bytes is over the limit of {MESSAGE_BYTES_MAX} for one "
-            "message; send fewer rows at a time"
-        )
+    if len(payload) > _SMALL_PAYLOAD_BYTES:
+        _check_size(request, len(payload))
     return payload
+
+
+_ENVELOPE_BYTES: Final = 64
+"""Of a frame beside its request, at most."""
+_SMALL_PAYLOAD_BYTES: Final = SMALL_FRAME_BYTES - _ENVELOPE_BYTES
+
+
+def _check_size(request: m.Request, nbytes: int) -> None:
+    """`Impossible` if the server would refuse the frame of a request for its size."""
+    most = DECLARED[type(request)].bytes_max - _ENVELOPE_BYTES
+    if nbytes <= most:
+        return
+    given = getattr(request, "rows", None)
+    rows = len(given) // 8 if isinstance(given, bytes) else given
+    remedy = f"send at most {rows * most // nbytes:,} of its {rows:,} rows at a time" if rows else "send less at a time"
+    raise Impossible(f"{m.tag_of(request)} takes {nbytes:,} bytes; one may have {most:,}: {remedy}")
 
 
 def outcome(reply: m.Reply) -> m.Reply | TransferQueueError:

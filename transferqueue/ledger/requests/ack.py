@@ -30,6 +30,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import TaskState
+from transferqueue.limits import LEASES_PER_REQUEST_MAX
 from transferqueue.wire.messages import Ack, AckLeases, DoneReply, ReleaseRequest, Renew, Renewed
 
 LOST_SHOWN_MAX: Final = 8
@@ -305,6 +306,10 @@ def ack_leases(table: TableState, request: AckLeases, session: int, now: float) 
 def _held_leases(table: TableState, request: AckLeases, session: int) -> list[LeaseState]:
     """The leases that a request names. `LeaseExpired` names all those that the session does not hold."""
     numbers, tokens = decode_ids("the list of leases", request.leases), decode_ids("tokens", request.tokens)
+    if numbers.size > LEASES_PER_REQUEST_MAX:
+        raise UsageError(
+            f"{numbers.size} leases are acked at once; at most {LEASES_PER_REQUEST_MAX} may be: ack them in pieces"
+        )
     if not numbers.size or numbers.size != tokens.size or np.unique(numbers).size != numbers.size:
         raise UsageError(
             f"{numbers.size} leases are acked with {tokens.size} tokens; name at least one lease, each once with its token"

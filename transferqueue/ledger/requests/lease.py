@@ -10,7 +10,7 @@ from transferqueue.errors import DeadlineExceeded, EndOfTable, Impossible, Usage
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.requests.registry import HasTables, carries_out
 from transferqueue.ledger.requests.reply_rows import are_awaited, await_bytes, complete_fields, describe_rows
-from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_ids, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, Index, IntArray, decode_int64s, tally
 from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, choose, first_units, tokens_of
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
@@ -106,7 +106,7 @@ def _check_peers(request: LeaseRequest) -> None:
 
 
 def _check_awaited(request: LeaseRequest) -> None:
-    ordinals = decode_ids("awaited", request.awaited)
+    ordinals = decode_int64s("awaited", request.awaited)
     if ordinals.size % 2 or ordinals.size > 2 * SPANS_AWAITED_MAX:
         raise UsageError(
             f"awaited has {ordinals.size} ordinals; give the first and the last of each span, of at most {SPANS_AWAITED_MAX}"

@@ -31,7 +31,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
-from transferqueue.limits import REASONS_MAX, ROWS_PER_REQUEST_MAX, check_name
+from transferqueue.limits import REASONS_MAX, check_name, check_rows
 from transferqueue.text import counted
 from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, PutRequest, PutRows, Update
 
@@ -86,8 +86,7 @@ def _reply_to_retry(table: TableState, request: PutRequest, before: tuple[int, i
 
 
 def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCommit:
-    if request.rows > ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"a put of {request.rows} rows is above {ROWS_PER_REQUEST_MAX}; put them in several")
+    check_rows(request.rows)
     if request.rows > table.limits.rows:
         raise Impossible(
             f'a put of {request.rows} rows can never enter table "{table.name}", which holds at most '
@@ -279,7 +278,7 @@ def check_reason(table: TableState, reason: str) -> None:
 @in_table(Drop)
 def drop(table: TableState, request: Drop, session: int, now: float) -> DoneReply:
     """Drop rows for every task, leased or not."""
-    rows = decode_rows(request.rows)
+    rows = _rows_to_end(table, request.rows)
     check_reason(table, request.reason)
     table.rows.live_places(rows)
     table.begin(rows.size)
@@ -288,10 +287,16 @@ def drop(table: TableState, request: Drop, session: int, now: float) -> DoneRepl
     return DoneReply(rows.size)
 
 
+def _rows_to_end(table: TableState, named: bytes) -> IntArray:
+    rows = decode_rows(named)
+    check_rows(rows.size, described=bool(table.group_tasks))
+    return rows
+
+
 @in_table(Delete)
 def delete(table: TableState, request: Delete, session: int, now: float) -> DoneReply:
     """Free rows. Live rows are dropped as "deleted" first."""
-    rows = decode_rows(request.rows)
+    rows = _rows_to_end(table, request.rows)
     at = table.rows.places(rows)
     for task in table.tasks.values():
         leased = task.state.a[at] == LEASED

@@ -16,7 +16,7 @@ from transferqueue.ledger.table import SharedState, TableState
 from transferqueue.ledger.tasks.selectors import Ranker
 from transferqueue.ledger.tasks.task_order import downstream
 from transferqueue.ledger.tasks.task_state import ABSENT, PENDING, TaskState
-from transferqueue.limits import COPIES_MAX, FIELDS_MAX, TASKS_MAX, check_name
+from transferqueue.limits import COPIES_MAX, FIELDS_MAX, NEEDS_MAX, TASKS_MAX, check_name
 from transferqueue.policies import Acked, Pacing, Requeue, Task
 from transferqueue.wire.messages import CreateTable, TableTerms
 
@@ -33,6 +33,11 @@ def check_create(core: SharedState, request: CreateTable) -> None:
     if request.replicas > COPIES_MAX:
         raise Impossible(
             f'table "{request.name}" would have replicas={request.replicas}; at most {COPIES_MAX} shards keep each block'
+        )
+    if (named := sum(len(task.needs) + len(task.gives) for task in request.tasks)) > NEEDS_MAX:
+        raise Impossible(
+            f'the tasks of table "{request.name}" need and give {named:,} fields together; at most {NEEDS_MAX:,} may be declared at once: add '
+            "tasks by add_task"
         )
     for task in request.tasks:
         _check_task(core, task)
@@ -105,8 +110,7 @@ def create_table(core: SharedState, request: CreateTable) -> TableState:
     )
     for field in request.fields:
         table.rows.add_field(field)
-    for task in request.tasks:
-        table.add_task(task)
+    table.add_tasks(request.tasks)
     table.restrict_fields(_extra_fields(request))
     return table
 

@@ -9,7 +9,7 @@ import numpy.ma  # np.unique imports it at its first call, which would delay a r
 import numpy.typing as npt
 
 from transferqueue.errors import ProtocolError, UsageError
-from transferqueue.limits import PAGE_ROWS, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import PAGE_ROWS, check_rows
 
 IntArray = npt.NDArray[np.int64]
 BoolArray = npt.NDArray[np.bool_]
@@ -31,11 +31,15 @@ def decode(what: str, data: bytes, dtype: str, count: int) -> AnyArray:
 
 
 def decode_ids(what: str, data: bytes) -> IntArray:
-    """Return int64 values, as many as `data` holds; `ProtocolError` if its length is no multiple of 8."""
+    """Return int64 values, as many as `data` holds: at most `ROWS_PER_REQUEST_MAX`. `ProtocolError` if its length is no multiple of 8."""
+    check_rows(len(data) // 8)
+    return decode_int64s(what, data)
+
+
+def decode_int64s(what: str, data: bytes) -> IntArray:
+    """The same, of any number."""
     if len(data) % 8:
         raise ProtocolError(f"{what} has {len(data)} bytes, which is not a whole number of int64 values")
-    if len(data) // 8 > ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"{what} names {len(data) // 8} rows; at most {ROWS_PER_REQUEST_MAX} fit in one request")
     return np.frombuffer(data, "<i8")
 
 

@@ -25,7 +25,7 @@ from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refe
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
 from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
 from transferqueue.ledger.rows.row_state import RowStore
-from transferqueue.limits import CONTENTS_MAX, FIELDS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import BLOCK_ROWS_MAX, CONTENTS_MAX, FIELDS_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.text import counted
 from transferqueue.wire.messages import Columns, WrittenBlock
@@ -399,8 +399,8 @@ def check_layout(placed: WrittenBlock, fields: Sequence[Field]) -> None:
     """Raise unless the size of the block is exactly that of its fields, rows and counts."""
     if not fields:
         raise UsageError("a block without fields holds nothing; name its fields")
-    if not 1 <= placed.rows <= ROWS_PER_REQUEST_MAX:
-        raise UsageError(f"a block has {placed.rows} rows; it has 1 to {ROWS_PER_REQUEST_MAX}")
+    if not 1 <= placed.rows <= BLOCK_ROWS_MAX:
+        raise UsageError(f"a block has {placed.rows} rows; it has 1 to {BLOCK_ROWS_MAX}")
     _, nbytes = layout(fields, placed.rows, placed.counts)
     if nbytes != placed.nbytes:
         raise UsageError(

@@ -10,7 +10,7 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, decode
-from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, TAGS_PER_REQUEST_MAX, check_rows
 from transferqueue.policies import Tags, check_tags
 from transferqueue.text import counted
 from transferqueue.wire.messages import RowFacts
@@ -73,6 +73,8 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
     if facts == NO_FACTS_GIVEN:
         return NO_FACTS
+    if facts.keys is not None or facts.tags is not None or facts.group_id is not None:
+        check_rows(rows, described=True)
     numbers: dict[str, AnyArray] = {}
     for name, dtype in DTYPES.items():
         data = getattr(facts, name)
@@ -138,7 +140,16 @@ def _check_keys(keys: list[str]) -> None:
 
 def check_tags_of_rows(tags: list[Tags]) -> None:
     """Raise `UsageError` if an entry cannot be the tags of a row."""
+    count, known = 0, set[str]()
     for row_tags in tags:
+        count += len(row_tags)
         if len(row_tags) > TAGS_MAX:
             raise UsageError(f"a row has {len(row_tags)} tags; at most {TAGS_MAX}: use a column")
-        check_tags(row_tags)
+        if not row_tags.keys() <= known:
+            check_tags(row_tags)
+            known.update(row_tags)
+    if count > TAGS_PER_REQUEST_MAX:
+        raise UsageError(
+            f"{counted(len(tags), 'row')} of one request have {count:,} tags; at most {TAGS_PER_REQUEST_MAX:,}: send fewer rows at a time, or use "
+            "columns"
+        )

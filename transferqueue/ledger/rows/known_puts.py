@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from typing import Final
 
 from transferqueue.ledger.rows.pages import SHIFT
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import BLOCK_ROWS_MAX
 
-_COUNT_BITS: Final = ROWS_PER_REQUEST_MAX.bit_length()
+_COUNT_BITS: Final = BLOCK_ROWS_MAX.bit_length()
 _COUNT_MASK: Final = (1 << _COUNT_BITS) - 1
 
 

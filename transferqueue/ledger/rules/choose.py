@@ -23,7 +23,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.ready_queue import ReadyQueue
 from transferqueue.ledger.tasks.task_state import TaskState
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import GROUPS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.text import counted
 from transferqueue.wire.messages import LeaseRequest
 
@@ -87,13 +87,17 @@ def _units_in_budget(
     if request.groups or (request.rows and not isinstance(task, GroupTaskState)):
         ids = first_units(table, queue, budget)
         return _BudgetFit(ids, None, ids.size, ids.size, ids.size == budget)
-    look = BATCH_FIRST
+    most = GROUPS_PER_REQUEST_MAX if isinstance(task, GroupTaskState) else ROWS_PER_REQUEST_MAX
+    look = min(most, max(BATCH_FIRST, budget // table.groups.largest)) if request.rows else BATCH_FIRST
     while True:
         ids = first_units(table, queue, look)
         fit = _fit_budget(table, task, request, ids, budget)
-        if ids.size < look or fit.count < ids.size or look >= ROWS_PER_REQUEST_MAX:
+        if ids.size < look or fit.count < ids.size:
             return fit
-        look = min(2 * look, ROWS_PER_REQUEST_MAX)
+        if look >= most:
+            fit.full = True
+            return fit
+        look = min(2 * look, most)
 
 
 def first_units(table: TableState, queue: ReadyQueue, count: int) -> IntArray:
@@ -126,6 +130,8 @@ def check_groups_fit(table: TableState, task: TaskState, request: LeaseRequest) 
     if request.rows and table.groups.largest * request.world > request.rows:
         raise _too_large(table, table.groups.largest, request)
     least, most = request.groups * _smallest_unit(table), request.groups * table.groups.largest
+    if request.groups > GROUPS_PER_REQUEST_MAX:
+        raise Impossible(f"groups={request.groups} is above {GROUPS_PER_REQUEST_MAX}, the most that one lease may have")
     if most > ROWS_PER_REQUEST_MAX or (least > table.limits.rows and not table.sealed and not request.at_least):
         bound = min(table.limits.rows, ROWS_PER_REQUEST_MAX)
         raise Impossible(

@@ -178,39 +178,44 @@ class GroupTaskState(TaskState):
         units = self.groups.units(rows, at)
         super().remove(rows, at, to)
         ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
-        for unit, lost in self.groups.counts(units[states < DONE]):
-            self._lose_members(unit, ready.get(unit, 0), lost)
+        self._unqueue(
+            [
+                self._lose_members(unit, ready.get(unit, 0), lost)
+                for unit, lost in self.groups.counts(units[states < DONE])
+            ]
+        )
 
-    def _lose_members(self, unit: int, ready: int, lost: int) -> None:
+    def _lose_members(self, unit: int, ready: int, lost: int) -> FormingGroup:
         group = self.forming.get(unit)
         if group is None:
             group = self.forming[unit] = FormingGroup(self, unit)
         group.ready -= ready
         group.lost += lost
-        self._unqueue(group)
         self.changed[unit] = None
+        return group
 
-    def _unqueue(self, group: FormingGroup) -> None:
-        """Take a group out of the queue that is not whole any more. Its ready members wait again."""
-        if group.state != QUEUED:
-            return
-        self._leave_queue(group)
-        group.state = FORMING
-        at = self.rows.pages.index(np.array(self.groups.members(group.unit)))
-        at = at[self.state.a[at] == READY]
-        self.move(at, at.size, READY, WAITING_FOR_GROUP)
+    def _unqueue(self, groups: Sequence[FormingGroup]) -> None:
+        """Take those of the groups out of the queue that are in it: they are not whole any more. Their ready members wait again."""
+        members: list[int] = []
+        for group in groups:
+            if group.state == QUEUED:
+                self._leave_queue(group)
+                group.state = FORMING
+                members += self.groups.members(group.unit)
+        if members:
+            at = self.rows.pages.index(np.array(members))
+            at = at[self.state.a[at] == READY]
+            self.move(at, at.size, READY, WAITING_FOR_GROUP)
 
     def set_pending(self, rows: IntArray, at: IntArray) -> None:
         """Make members pending again, and their groups forming: they lost fields that the task needs."""
         states = self.state.a[at]
         units = self.groups.units(rows, at)
         ready = dict(self.groups.counts(units[(states == WAITING_FOR_GROUP) | (states == READY)]))
-        for unit, _ in self.groups.counts(units):
-            group = self.forming.get(unit)
-            if group is None:
-                continue
-            self._unqueue(group)
-            group.ready -= ready.get(unit, 0)
+        known = [group for unit, _ in self.groups.counts(units) if (group := self.forming.get(unit)) is not None]
+        self._unqueue(known)
+        for group in known:
+            group.ready -= ready.get(group.unit, 0)
             group.state, group.order = FORMING, 0
         super().set_pending(rows, at)
 

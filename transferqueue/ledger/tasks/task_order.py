@@ -33,11 +33,14 @@ def tasks_that_hold(tasks: Sequence[Task], pacing: Pacing | None) -> TasksOfFiel
     """
     held: TasksOfField = {}
     again = _requeued(tasks, pacing)
-    for name in dict.fromkeys(field for task in tasks for field in task.needs):
-        holders = dict.fromkeys(task.name for task in tasks if name in task.needs)
+    needed_by: dict[str, dict[str, None]] = {}
+    for task in tasks:
+        for field in task.needs:
+            needed_by.setdefault(field, {})[task.name] = None
+    for field, holders in needed_by.items():
         if pacing is not None and not again.isdisjoint(holders):
             holders[pacing.task] = None
-        held[name] = tuple(holders)
+        held[field] = tuple(holders)
     return held
 
 

@@ -15,7 +15,7 @@ from weakref import WeakSet
 import numpy as np
 
 from transferqueue.errors import BatchEnded, Corruption
-from transferqueue.limits import ALIGNMENT, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import ALIGNMENT, BLOCK_ROWS_MAX
 from transferqueue.schema import Field, layout
 from transferqueue.storage.elements.dtypes import I32, I64, U8
 from transferqueue.storage.memory.private_pages import array_at, memory_address
@@ -156,7 +156,7 @@ class MappedBlocks:
         """Lay out one block of dense columns from a cache: training batches have the same layout step after step. False if the block
         has other columns."""
         names, rows = shape.fields, shape.rows
-        if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= ROWS_PER_REQUEST_MAX:
+        if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= BLOCK_ROWS_MAX:
             return False
         spans, size = _layout_of_dense(tuple([self.fields[name] for name in names]), rows)
         if size > self._sizes[0]:
@@ -167,7 +167,7 @@ class MappedBlocks:
     def _lay_out_one(self, shape: BlockLayout) -> bool:
         """Lay out one block by plain numbers, which cannot overflow. False if its numbers are not those of a block."""
         names, counts = shape.fields, shape.counts
-        if len(counts) != len(names) or min(counts, default=0) < 0 or not 1 <= shape.rows <= ROWS_PER_REQUEST_MAX:
+        if len(counts) != len(names) or min(counts, default=0) < 0 or not 1 <= shape.rows <= BLOCK_ROWS_MAX:
             return False
         spans, size = layout([self.fields[name] for name in names], shape.rows, counts)
         if size > self._sizes[0]:
@@ -181,7 +181,7 @@ class MappedBlocks:
         fields = [self.fields[name] for name in names]
         rows = self.rows[members]
         counts = np.array([self.shapes[at].counts for at in members], np.int64).reshape(len(members), len(names))
-        if (counts < 0).any() or (rows < 1).any() or (rows > ROWS_PER_REQUEST_MAX).any():
+        if (counts < 0).any() or (rows < 1).any() or (rows > BLOCK_ROWS_MAX).any():
             raise Corruption(
                 f"a block says that it has {rows.min()} to {rows.max()} rows and counts down to {counts.min(initial=0)}"
             )

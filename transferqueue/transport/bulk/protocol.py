@@ -38,13 +38,13 @@ from msgspec import Meta
 
 from transferqueue.errors import Corruption, ProtocolError
 from transferqueue.limits import (
+    BULK_HEAD_BYTES_MAX,
     BULK_WINDOW_FRAMES,
     FIELDS_MAX,
     FRAME_BYTES,
+    ITEMS_MAX,
     KIB,
-    MESSAGE_BYTES_MAX,
     MIB,
-    ROWS_PER_REQUEST_MAX,
     TICKET_BYTES,
 )
 from transferqueue.schema import RAGGED_RANK_MAX, Share, Slice
@@ -158,11 +158,11 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
-    blocks: Annotated[list[BulkBlock], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BulkBlock], Meta(max_length=ITEMS_MAX)]
     block_of_row: I32
     slot_of_row: I32
     cuts: Annotated[dict[Text, BulkCut], Meta(max_length=FIELDS_MAX)] = {}
-    sums: Annotated[list[Checksum], Meta(max_length=ROWS_PER_REQUEST_MAX)] = []
+    sums: Annotated[list[Checksum], Meta(max_length=ITEMS_MAX)] = []
 
 
 class ReadColumns(BulkHead, tag="Read"):
@@ -344,7 +344,7 @@ def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
     if prelude[:_DIGEST_AT] != _OPENING:
         raise Corruption(_not_ours(bytes(prelude[:_DIGEST_AT])))
     encoded, content, _ = _LENGTHS.unpack_from(prelude, _LENGTHS_AT)
-    if encoded > MESSAGE_BYTES_MAX or content > FRAME_BYTES:
+    if encoded > BULK_HEAD_BYTES_MAX or content > FRAME_BYTES:
         raise Corruption(
             f"a bulk message says that its head has {encoded} bytes and its content {content}, and none has so many: "
             "its bytes changed on the way"

@@ -15,11 +15,11 @@ import zmq
 
 from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageError
 from transferqueue.limits import (
+    BULK_HEAD_BYTES_MAX,
     BULK_TRANSFERS_MAX,
     FRAME_BYTES,
     FRAMES_DRAINED_MAX,
     KIB,
-    MESSAGE_BYTES_MAX,
 )
 from transferqueue.transport.bulk.listener import ReceiverFactory
 from transferqueue.transport.bulk.protocol import (
@@ -115,7 +115,7 @@ class ZmqBulkServer:
     clogged: Final[frozenset[bytes]] = frozenset()
 
     def __init__(self, keyring: KeySet | None = None) -> None:
-        self._context, self._socket = _open(zmq.ROUTER, MESSAGE_BYTES_MAX)
+        self._context, self._socket = _open(zmq.ROUTER, BULK_HEAD_BYTES_MAX)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._gate = None if keyring is None else ZapHandler(self._context, keyring)
         if self._gate is not None:

@@ -4,7 +4,8 @@ Over a network ZeroMQ carries frames, with encryption and a thread of its own at
 and waking them took most of the time of a call (decision 27). So here the client's thread and the server's thread write and read the
 socket themselves.
 
-A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected. The socket file
+A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a client may send
+`REQUEST_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
 belongs to its user (0600); no keys are asked for.
 
 A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers stay connected, each
@@ -27,7 +28,16 @@ from pathlib import Path
 from typing import BinaryIO, Final, Protocol
 
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import BYTES_QUEUED_MAX, FRAMES_QUEUED_MAX, KIB, MESSAGE_BYTES_MAX, NOTE_BYTES_MAX, STRANGER_S
+from transferqueue.limits import (
+    BYTES_QUEUED_MAX,
+    FRAMES_QUEUED_MAX,
+    KIB,
+    MESSAGE_BYTES_MAX,
+    NOTE_BYTES_MAX,
+    REQUEST_BYTES_MAX,
+    SMALL_FRAME_BYTES,
+    STRANGER_S,
+)
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
@@ -69,16 +79,17 @@ class PeerClosed(Exception):
 
 
 class FrameStream:
-    """One end of a connection. Nothing blocks.
+    """One end of a connection. Nothing blocks. bytes_max: of a frame that is read.
 
     Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
     """
 
-    __slots__ = ("_begun", "_room", "_wanted", "socket", "unsent", "unsent_bytes")
+    __slots__ = ("_begun", "_room", "_wanted", "bytes_max", "socket", "unsent", "unsent_bytes")
 
-    def __init__(self, connected: socket.socket) -> None:
+    def __init__(self, connected: socket.socket, bytes_max: int = MESSAGE_BYTES_MAX) -> None:
         connected.setblocking(False)
         self.socket: Final = connected
+        self.bytes_max = bytes_max
         self.unsent: Final[deque[memoryview]] = deque()
         """What waits until the peer reads."""
         self.unsent_bytes = 0
@@ -175,7 +186,7 @@ class FrameStream:
             if len(self._begun) < self._wanted:
                 return more
             came = bytes(self._begun)
-        at = _parse(came, arrived)
+        at = _parse(came, arrived, self.bytes_max)
         if at < len(came):
             self._begun = bytearray(came[at:])
             self._wanted = _LENGTH + int.from_bytes(came[at : at + _LENGTH], "little")
@@ -190,13 +201,13 @@ class FrameStream:
         self.socket.close()
 
 
-def _parse(came: bytes, arrived: Callable[[bytes], object]) -> int:
+def _parse(came: bytes, arrived: Callable[[bytes], object], bytes_max: int) -> int:
     """Pass each whole frame to `arrived`. Returns where the first incomplete frame begins."""
     at = 0
     while len(came) - at >= _LENGTH:
         start = at + _LENGTH
         size = int.from_bytes(came[at:start], "little")
-        if size > MESSAGE_BYTES_MAX:
+        if size > bytes_max:
             raise PeerClosed
         if start + size > len(came):
             break
@@ -494,7 +505,7 @@ class UnixServer:
         """Add a stranger, and read it at once: one that has sent something ranks above those that are silent."""
         if len(self.strangers) >= self._strangers_max:
             self._hang_up(self._least_promising())
-        peer = UnixPeer(FrameStream(connected), self._clock())
+        peer = UnixPeer(FrameStream(connected, SMALL_FRAME_BYTES), self._clock())
         self._peers[connected.fileno()] = self.strangers[connected.fileno()] = peer
         self._happened(peer, select.EPOLLIN)
 
@@ -508,6 +519,7 @@ class UnixServer:
     def admit(self, peer: UnixPeer) -> None:
         """The peer has a session: it is no stranger any more."""
         if not peer.is_gone:
+            peer.stream.bytes_max = REQUEST_BYTES_MAX
             self.strangers.pop(peer.stream.socket.fileno(), None)
 
     def _hang_up(self, peer: UnixPeer) -> None:

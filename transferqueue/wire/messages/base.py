@@ -14,6 +14,7 @@ from transferqueue.limits import (
     MESSAGE_BYTES_MAX,
     PID_MAX,
     PREDICATES_MAX,
+    ROWS_DESCRIBED_MAX,
     ROWS_PER_REQUEST_MAX,
     TAGS_MAX,
     TASKS_MAX,
@@ -35,8 +36,9 @@ WireTags = Annotated[
         Annotated[str, Meta(max_length=TEXT_CHARS_MAX)],
         Annotated[str, Meta(max_length=TEXT_CHARS_MAX)] | int | float | bool,
     ],
-    Meta(max_length=2 * TAGS_MAX),
+    Meta(max_length=TAGS_MAX + 1),
 ]
+"""Tags of a row. The ledger's own bound is lower by one, and says so."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -60,7 +62,9 @@ Counts = Annotated[list[Count], Meta(max_length=ITEMS_MAX)]
 Tasks = Annotated[list[Task], Meta(max_length=2 * TASKS_MAX)]
 Where = Annotated[list[Predicate], Meta(max_length=2 * PREDICATES_MAX)]
 Keys = Annotated[list[Key], Meta(max_length=ROWS_PER_REQUEST_MAX)]
-RowTags = Annotated[list[WireTags], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+RowTags = Annotated[list[WireTags], Meta(max_length=ROWS_DESCRIBED_MAX + 1)]
+"""Of the rows of a request. The ledger's own bound is lower by one, and says so."""
+ReplyTags = Annotated[list[WireTags], Meta(max_length=ROWS_PER_REQUEST_MAX)]
 
 
 @dataclass_transform(frozen_default=True)

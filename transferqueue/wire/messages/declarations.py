@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Final, Literal, NamedTuple, TypeVar
 
+from transferqueue.limits import SMALL_FRAME_BYTES
 from transferqueue.wire.messages.base import Message, tag_of
 from transferqueue.wire.roles import Role
 
@@ -44,7 +45,7 @@ class Declaration(NamedTuple):
     reply: class of the reply if the request is not refused; None for a notice, which is answered only if it is refused.
     roles: who may send it. home: requests for tables and channels of another coordinator are refused; None: carried out by
     whichever coordinator gets it, which finds the table or does not. repeat: see `Repeat`. undo: for a reply that gives rows, memory or pins.
-    tag: its name. reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public method
+    bytes_max: of its frame; a larger one is refused before it is decoded. tag: its name. reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public method
     that sends it, as the synchronous API calls it; "": sent by the client itself.
     """
 
@@ -57,6 +58,7 @@ class Declaration(NamedTuple):
     reads: bool
     unanswered: str
     verb: str
+    bytes_max: int
 
     @property
     def leaves_nothing(self) -> bool:
@@ -66,6 +68,8 @@ class Declaration(NamedTuple):
 
 DECLARED: Final[dict[type[Message], Declaration]] = {}
 """All requests."""
+BY_TAG: Final[dict[str, Declaration]] = {}
+"""The same by tag."""
 
 
 def request(
@@ -78,11 +82,14 @@ def request(
     undo: Undo | None = None,
     reads: bool = False,
     unanswered: str = ASK_FIRST,
+    bytes_max: int = SMALL_FRAME_BYTES,
 ) -> Callable[[Kind], Kind]:
     """Declare the decorated message to be a request: see `Declaration`."""
 
     def declare(kind: Kind) -> Kind:
-        DECLARED[kind] = Declaration(tag_of(kind), reply, roles, home, repeat, undo, reads, unanswered, verb)
+        DECLARED[kind] = BY_TAG[tag_of(kind)] = Declaration(
+            tag_of(kind), reply, roles, home, repeat, undo, reads, unanswered, verb, bytes_max
+        )
         return kind
 
     return declare

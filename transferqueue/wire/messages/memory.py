@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from transferqueue.limits import COPIES_MAX, ITEMS_MAX
+from transferqueue.limits import COPIES_MAX, ITEMS_MAX, UNPINNED_MAX
 from transferqueue.wire.messages.base import (
     I32,
     I64,
@@ -98,14 +98,19 @@ class Unpin(Message):
 
 
 def unpin(blocks: Iterable[int]) -> list[Unpin]:
-    """The notice that one pin of each of `blocks` is returned; nothing for no blocks."""
+    """The notices that one pin of each of `blocks` is returned; nothing for no blocks."""
     counts: dict[int, int] = {}
     for block in blocks:
         counts[block] = counts.get(block, 0) + 1
-    if not counts:
-        return []
-    form = f"<{len(counts)}q"
-    return [Unpin(blocks=struct.pack(form, *counts), counts=struct.pack(form, *counts.values()))]
+    ids, pins = list(counts), list(counts.values())
+    return [
+        Unpin(blocks=_int64s(ids[at : at + UNPINNED_MAX]), counts=_int64s(pins[at : at + UNPINNED_MAX]))
+        for at in range(0, len(ids), UNPINNED_MAX)
+    ]
+
+
+def _int64s(numbers: list[int]) -> bytes:
+    return struct.pack(f"<{len(numbers)}q", *numbers)
 
 
 GrantPurpose = Literal["rows", "results", "weights"]

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import DROPPED_ROWS_MAX, ITEMS_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import DROPPED_ROWS_MAX, ITEMS_MAX, REQUEST_BYTES_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages.base import (
     F64,
     I32,
@@ -18,6 +18,7 @@ from transferqueue.wire.messages.base import (
     Message,
     Name,
     Names,
+    ReplyTags,
     Rows,
     RowTags,
     Seconds,
@@ -107,7 +108,7 @@ class ReplyRows(Message, tag="Content"):
     tokens: I64
     priority: F64
     keys: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)] | None
-    tags: RowTags | None
+    tags: ReplyTags | None
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
     parts: Annotated[list[ReplyColumns], Meta(max_length=ITEMS_MAX)]
     definitions: Bytes
@@ -133,6 +134,7 @@ class PutRows(Message):
     repeat="by_row",
     verb="Table.put",
     unanswered="if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
+    bytes_max=REQUEST_BYTES_MAX,
 )
 class PutRequest(Message, tag="Put"):
     """New rows, columns and facts, in one commit. reservation: 0, or what `Reserve` gave."""
@@ -144,7 +146,7 @@ class PutRequest(Message, tag="Put"):
     wait_s: Seconds = 0.0
 
 
-@request(reply=DoneReply, roles=WORKERS, verb="Table.update")
+@request(reply=DoneReply, roles=WORKERS, verb="Table.update", bytes_max=REQUEST_BYTES_MAX)
 class Update(Message):
     """More columns or facts for existing rows, in one commit.
 
@@ -173,7 +175,7 @@ def _release_lease(request: LeaseRequest, reply: Leased, reason: str) -> list[Me
     return [release, *_unpin(reply.content)]
 
 
-@request(reply=Leased, roles=CONSUMERS, undo=_release_lease, verb="Table.lease")
+@request(reply=Leased, roles=CONSUMERS, undo=_release_lease, verb="Table.lease", bytes_max=REQUEST_BYTES_MAX)
 class LeaseRequest(Message, tag="Lease"):
     """Ready rows of a task. Exactly one of rows, tokens, groups is set (the others 0).
 
@@ -211,7 +213,7 @@ class OrdinalsEnded(Message):
     awaited: I64
 
 
-@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.ack")
+@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.ack", bytes_max=REQUEST_BYTES_MAX)
 class Ack(Message):
     """The rows of a lease are done (rows None: all; else these, the rest stay leased).
 
@@ -281,7 +283,7 @@ class Cursor(Message):
     start: Count = 0
 
 
-@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.release")
+@request(reply=DoneReply, roles=CONSUMERS, verb="Batch.release", bytes_max=REQUEST_BYTES_MAX)
 class ReleaseRequest(Message, tag="Release"):
     """Rows of a lease go back to ready. failed: counts as an attempt (an exception), with its text.
 
@@ -346,7 +348,7 @@ class Unreserve(Message):
     rows: Count = 0
 
 
-@request(reply=DoneReply, roles=WORKERS, verb="Table.drop")
+@request(reply=DoneReply, roles=WORKERS, verb="Table.drop", bytes_max=REQUEST_BYTES_MAX)
 class Drop(Message):
     """Rows end as dropped(reason) for every task. Leased rows too: their acks will be refused."""
 
@@ -382,7 +384,7 @@ class ListDropped(Message):
     limit: Count = 0
 
 
-@request(reply=DoneReply, roles=WORKERS, verb="Table.retry")
+@request(reply=DoneReply, roles=WORKERS, verb="Table.retry", bytes_max=REQUEST_BYTES_MAX)
 class RetryRows(Message):
     """Rows that `ListDropped` lists are live again, as if they had never failed."""
 
@@ -390,7 +392,7 @@ class RetryRows(Message):
     rows: Rows
 
 
-@request(reply=DoneReply, roles=CONSUMERS, verb="Table.delete")
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.delete", bytes_max=REQUEST_BYTES_MAX)
 class Delete(Message):
     """Frees rows of a `Manual` table that are finished (done or dropped) or never will be needed."""
 
@@ -404,7 +406,7 @@ class Found(Message):
     rows: Rows
 
 
-@request(reply=Found, roles=WORKERS, repeat="again", reads=True, verb="Table.find")
+@request(reply=Found, roles=WORKERS, repeat="again", reads=True, verb="Table.find", bytes_max=REQUEST_BYTES_MAX)
 class Find(Message):
     """Row ids of keys; -1 where there is none."""
 
@@ -422,7 +424,7 @@ def _unpin_rows(request: ReadRequest, reply: ReadRows, reason: str) -> list[Unpi
     return _unpin(reply.content)
 
 
-@request(reply=ReadRows, roles=CONSUMERS, undo=_unpin_rows, verb="Table.read")
+@request(reply=ReadRows, roles=CONSUMERS, undo=_unpin_rows, verb="Table.read", bytes_max=REQUEST_BYTES_MAX)
 class ReadRequest(Message, tag="Read"):
     """Rows without a lease: these ids, or all live rows that match `where` (at most `limit`)."""
 
@@ -433,7 +435,7 @@ class ReadRequest(Message, tag="Read"):
     limit: Count = 0
 
 
-@request(reply=DoneReply, roles=CONSUMERS, verb="Table.free_columns")
+@request(reply=DoneReply, roles=CONSUMERS, verb="Table.free_columns", bytes_max=REQUEST_BYTES_MAX)
 class FreeColumns(Message):
     """Frees these columns of rows, which live on. again: tasks that need one of them wait until it is written again; else the request is
     refused while such a task has work with a row. Answer: how many values were freed."""

@@ -6,7 +6,14 @@ from typing import Annotated, NamedTuple
 
 from msgspec import Meta
 
-from transferqueue.limits import COPY_ORDER_BLOCKS, ITEMS_MAX, SHARDS_MAX, SPILL_JOB_BLOCKS, SPILL_REPORTS_MAX
+from transferqueue.limits import (
+    COPY_ORDER_BLOCKS,
+    ITEMS_MAX,
+    REQUEST_BYTES_MAX,
+    SHARDS_MAX,
+    SPILL_JOB_BLOCKS,
+    SPILL_REPORTS_MAX,
+)
 from transferqueue.wire.messages.base import I64, Checksum, Count, Counts, DoneReply, Message, Path, Seconds, Text
 from transferqueue.wire.messages.declarations import request
 from transferqueue.wire.messages.memory import BlockLocation, Granted
@@ -52,7 +59,7 @@ class ShardCommands(Message, tag="Orders"):
     orders: Annotated[list[Order], Meta(max_length=ITEMS_MAX)]
 
 
-@request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="")
+@request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="", bytes_max=REQUEST_BYTES_MAX)
 class PollCommands(Message, tag="TakeOrders"):
     """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders.
 
@@ -181,7 +188,7 @@ class BlocksLoaded(Message):
     damaged: Annotated[list[Count], Meta(max_length=SPILL_JOB_BLOCKS)]
 
 
-@request(reply=DoneReply, roles=SHARDS, repeat="again", verb="")
+@request(reply=DoneReply, roles=SHARDS, repeat="again", verb="", bytes_max=REQUEST_BYTES_MAX)
 class ReportSpill(Message):
     """What the disk of a shard has done, job by job. A job that was reported before changes nothing. Answer: Done."""
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ROWS_PER_REQUEST_MAX, Limits
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, TERMS_BYTES_MAX, Limits
 from transferqueue.policies import Pacing, Retention, Task
 from transferqueue.wire.messages.base import DoneReply, Message, Name, Seconds, TableFields, Tasks, Text
 from transferqueue.wire.messages.declarations import TABLE, request
@@ -31,7 +31,7 @@ class TableTerms(Message):
     extra_fields: bool | None = None
 
 
-@request(reply=TableTerms, roles=ADMINS, home=TABLE, verb="Queue.create_table")
+@request(reply=TableTerms, roles=ADMINS, home=TABLE, verb="Queue.create_table", bytes_max=TERMS_BYTES_MAX)
 class CreateTable(Message):
     """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block.
 
@@ -57,7 +57,7 @@ class OpenTable(Message):
     wait_s: Seconds = 0.0
 
 
-@request(reply=TableTerms, roles=ADMINS, verb="Table.add_task")
+@request(reply=TableTerms, roles=ADMINS, verb="Table.add_task", bytes_max=TERMS_BYTES_MAX)
 class AddTask(Message):
     """One more consumer of an existing table. Answer: TableTerms."""
 
@@ -65,7 +65,7 @@ class AddTask(Message):
     task: Task
 
 
-@request(reply=TableTerms, roles=ADMINS, verb="Table.add_fields")
+@request(reply=TableTerms, roles=ADMINS, verb="Table.add_fields", bytes_max=TERMS_BYTES_MAX)
 class AddFields(Message):
     """More fields of an existing table, before any row has them. Answer: TableTerms."""
 
