@@ -81,16 +81,16 @@ EVENT_ROWS_TOLD_MAX: Final = 1 << 16
 TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests below follow from it. A
 turn above it counts as late."""
-ROWS_PER_REQUEST_MAX: Final = 1 << 14
-"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), and 0.9 in a
-drop: 10 to 15 ms."""
+ROWS_PER_REQUEST_MAX: Final = 1 << 13
+"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), 0.9 in a
+drop, and 2 in a batch that ranks share: up to 18 ms."""
 ROWS_DESCRIBED_MAX: Final = 1 << 11
 """Rows with keys, tags or groups of one put or update, and rows dropped or deleted where a task takes whole groups: each costs up to 6 microseconds,
 so 12 ms."""
 GROUPS_PER_REQUEST_MAX: Final = 1 << 12
 """Groups of one lease: each costs up to 3 microseconds when it is leased or released."""
-LEASES_PER_REQUEST_MAX: Final = 512
-"""Leases that one request acknowledges: each takes up to 20 microseconds."""
+LEASES_PER_REQUEST_MAX: Final = 256
+"""Leases that one request acknowledges: each takes up to 40 microseconds."""
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 TAGS_PER_REQUEST_MAX: Final = 8 * ROWS_DESCRIBED_MAX
@@ -103,8 +103,11 @@ SMALL_FRAME_BYTES: Final = 16 * KIB
 """A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of requests may not be larger, and
 so may no request of an observer, nor the first message of a connection."""
 REQUEST_BYTES_MAX: Final = 2 * MIB
-"""The largest request, and so what a connection can have the server keep of an unfinished one: 16,384 rows (`ROWS_PER_REQUEST_MAX`) with their ids and
-all numeric facts are 1 MiB, and 8 columns of 8 bytes another. As many small items take up to 20 ms to decode."""
+"""The largest request about rows: 8,192 (`ROWS_PER_REQUEST_MAX`) with their ids and all numeric facts are half of it, and 16 columns of 8 bytes the other
+half. As many small items take up to 20 ms to decode."""
+PUBLISH_BYTES_MAX: Final = 4 * MIB
+"""A publication of weights, the only larger request: about 115 bytes a tensor, for models of experts with 30,000 tensors. It takes 5 microseconds a
+tensor, so more than `TURN_S_MAX` above 4,000; a version can be published in parts."""
 TERMS_BYTES_MAX: Final = 256 * KIB
 """A request with the terms of a table: 1,024 fields (`FIELDS_MAX`) with names of 128 characters are 150 KB, and 64 tasks name some."""
 ITEMS_MAX: Final = 1 << 16
@@ -151,7 +154,7 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 ARENA_SLICE_BYTES: Final = 4 * MIB
 """Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
 BULK_HEAD_BYTES_MAX: Final = 4 * MIB
-"""Head of a bulk message. One for 16,384 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes 1 MiB for each set of columns."""
+"""Head of a bulk message. One for 8,192 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes half a MiB for each set of columns."""
 FRAME_BYTES: Final = MIB
 """Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
@@ -407,6 +410,8 @@ SIZE_BYTES_MAX: Final = (1 << 62) - 1
 COUNT_MAX: Final = SIZE_BYTES_MAX
 STEP_MAX: Final = 1 << 53
 """The largest trainer step or version: integers up to here are exact in every number format that they pass."""
+INTEGER_BITS: Final = 63
+"""Of an integer in a message, beside its sign."""
 SECONDS_MAX: Final = 1e9
 """The longest wait, lease or deadline: thirty years."""
 

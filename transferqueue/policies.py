@@ -14,6 +14,7 @@ import msgspec
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.lazy import renamed_names
 from transferqueue.limits import (
+    INTEGER_BITS,
     LEASE_S_DEFAULT,
     SECONDS_MAX,
     TAG_CHARS_MAX,
@@ -35,6 +36,10 @@ def _numbers(subject: str, **values: object) -> None:
         allowed = value is None and name in ("min_size", "deadline_s", "max_staleness", "time_limit_s", "attempts")
         if not allowed and not isinstance(value, int | float):
             raise UsageError(f"{subject}: {name}={shown(value)} is {type(value).__name__}; give a number")
+        if isinstance(value, int) and value.bit_length() > INTEGER_BITS:
+            raise UsageError(
+                f"{subject}: {name}={shown(value)} is no number of at most {INTEGER_BITS} bits; give a smaller one"
+            )
 
 
 # ---------------------------------------------------------------- selectors: which ready rows next

@@ -29,7 +29,7 @@ from typing import Final
 import msgspec
 
 from transferqueue.errors import SchemaError, UsageError, listing
-from transferqueue.limits import ALIGNMENT, check_name
+from transferqueue.limits import ALIGNMENT, SIZE_BYTES_MAX, check_name
 from transferqueue.text import shown
 
 ITEM_BYTES: Final[dict[str, int]] = {
@@ -100,8 +100,8 @@ def _check_field(name: str, dtype: str, shape: tuple[int | None, ...]) -> None:
         raise SchemaError(f'field "{name}": dtype {dtype!r} has no shape, but {shape} was given')
     if len(shape) > RAGGED_RANK_MAX:
         raise SchemaError(f'field "{name}": {len(shape)} dimensions; at most {RAGGED_RANK_MAX}')
-    if any(size is not None and size < 0 for size in shape):
-        raise SchemaError(f'field "{name}": shape {shape} has a negative size')
+    if any(size is not None and not 0 <= size <= SIZE_BYTES_MAX for size in shape):
+        raise SchemaError(f'field "{name}": shape {shown(shape)} has a negative size, or one that no memory holds')
 
 
 @lru_cache(maxsize=4096)
@@ -246,6 +246,14 @@ class Field(
 def known(field: Field) -> Field:
     """The first field that equals this one: its cached properties are computed already."""
     return field
+
+
+@lru_cache(maxsize=4096)
+def _form(dtype: str, shape: tuple[int | None, ...]) -> tuple[bool, bool, int]:
+    """What the layout needs of a field: dense, varied and row_bytes. A message brings new fields, of few forms: to compute it for each takes longer
+    than the rest of their commit."""
+    field = Field("any", dtype, shape)
+    return field.dense, field.varied, field.row_bytes
 
 
 SLICE_MAX: Final = 1 << 48
@@ -449,15 +457,15 @@ def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[l
     spans: list[Span] = []
     at = 0
     for field, count in zip(fields, counts, strict=True):
-        dense = field.dense
+        dense, varied, row_bytes = _form(field.dtype, field.shape)
         if count < 0 or (dense and count):
             raise UsageError(f'field "{field.name}": count {count} is not one of a {field.describe()} column')
         shapes = offsets = -1
         if not dense:
-            if field.varied:
+            if varied:
                 shapes, at = at, align(at + 8 * rows * len(field.shape))
             offsets, at = at, -(-(at + 8 * (rows + 1)) // ALIGNMENT) * ALIGNMENT
-        size = (rows if dense else count) * field.row_bytes
+        size = (rows if dense else count) * row_bytes
         spans.append(Span(at, size, offsets, shapes))
         at = -(-(at + size) // ALIGNMENT) * ALIGNMENT
     return spans, at

@@ -21,7 +21,7 @@ from transferqueue.limits import (
     KIB,
     MESSAGE_BYTES_MAX,
     MIB,
-    REQUEST_BYTES_MAX,
+    PUBLISH_BYTES_MAX,
     SMALL_FRAME_BYTES,
     STRANGER_S,
 )
@@ -70,7 +70,7 @@ def test_a_frame_is_not_buffered_beyond_what_its_sender_may_send(port, address, 
     if not is_admitted:
         channel.close()
         channel = dial(address)
-    frame = bytes((REQUEST_BYTES_MAX if is_admitted else SMALL_FRAME_BYTES) + over)
+    frame = bytes((PUBLISH_BYTES_MAX if is_admitted else SMALL_FRAME_BYTES) + over)
     channel.send(frame)
     if over:
         until_lost(channel, wakeup, port)
@@ -142,12 +142,12 @@ def test_a_client_that_sleeps_writes_on_as_soon_as_the_server_reads(port, addres
 
 def test_frames_larger_than_the_kernel_takes_go_there_and_back(port, address, wakeup):
     channel, line = admitted(port, address, wakeup)
-    frames = [os.urandom(size) for size in (REQUEST_BYTES_MAX, 5, MIB, 0)]
+    frames = [os.urandom(size) for size in (PUBLISH_BYTES_MAX, 5, MIB, 0)]
     for frame in frames:
         channel.send(frame)
     for frame in frames:
         assert heard(port, channel, wakeup) == (line, frame)
-    frames.append(bytes(3 * REQUEST_BYTES_MAX))  # answers may be larger
+    frames.append(bytes(3 * PUBLISH_BYTES_MAX))  # answers may be larger
     for frame in frames:
         assert port.send(line, frame) is SendResult.ON_ITS_WAY
     assert [answered(port, channel, wakeup) for _ in frames] == frames

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from transferqueue.errors import AlreadyExists, NotFound, SchemaError, UsageError, VersionGivenUp, listing
+from transferqueue.ledger.rows.arrays import repeated
 from transferqueue.ledger.table import SharedState
 from transferqueue.limits import ITEMS_MAX, VERSION_PARTS_MAX
 from transferqueue.schema import Field
@@ -153,9 +154,7 @@ def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorS
     by_name = {new.name: new for new in fields}
     if len(by_name) != len(fields):
         names = [new.name for new in fields]
-        raise SchemaError(
-            f"{subject} needs fields, each named once; {listing({n for n in names if names.count(n) > 1})} came twice"
-        )
+        raise SchemaError(f"{subject} needs fields, each named once; {listing(repeated(names))} came twice")
     if len(fields) > ITEMS_MAX:
         raise UsageError(
             f"{subject} has {len(fields):,} tensors and slices; at most {ITEMS_MAX:,} are allowed: give larger slices"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, UsageError, listing
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, repeated
 from transferqueue.ledger.rows.pages import LIVE
 from transferqueue.ledger.rules.column_ends import why_freed
 from transferqueue.ledger.rules.finish import drop_rows, end_lease, free_rows
@@ -65,7 +65,7 @@ def _check_once(kind: str, names: Sequence[str], most: int) -> None:
     if len(names) > most:
         raise UsageError(f"{len(names)} {kind}s are declared; at most {most} are allowed")
     if len(set(names)) != len(names):
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = repeated(names)[0]
         raise AlreadyExists(f'{kind} "{twice}" is declared twice')
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -55,6 +57,11 @@ def decode_rows(data: bytes) -> IntArray:
             twice = int(ids[times > 1][0])
             raise UsageError(f"row {twice} is named {int(times.max())} times; name each row once in a request")
     return rows
+
+
+def repeated(names: Iterable[str]) -> list[str]:
+    """Names that occur more than once, in order."""
+    return [name for name, times in Counter(names).items() if times > 1]
 
 
 def all_true(count: int) -> BoolArray:

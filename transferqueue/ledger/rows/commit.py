@@ -13,6 +13,7 @@ A column of values that other commits have too may lie in several blocks, a valu
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -20,7 +21,7 @@ from functools import cache
 import numpy as np
 
 from transferqueue.errors import AlreadyExists, Impossible, NotFound, SchemaError, UsageError
-from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered
+from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, Index, IntArray, decode, numbered, repeated
 from transferqueue.ledger.rows.blocks import BlockRegistry, OwnerBytes, may_refer
 from transferqueue.ledger.rows.column_places import ColumnGroup, ColumnGroups, Retired
 from transferqueue.ledger.rows.facts import NO_FACTS, NO_FACTS_GIVEN, CheckedFacts, check_facts
@@ -121,9 +122,9 @@ def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, Memb
         sizes = [members[place].rows.size for place in places]
         if not 1 < len(places) <= CONTENTS_MAX or not all(sizes) or not np.array_equal(rows, np.arange(count)):
             raise _not_shared_out(name, len(places), rows.size, count)
-    for name in {name for placed in blocks if placed.members is None for name in placed.fields}:
-        if name in places_of_field or sum([name in placed.fields for placed in blocks]) > 1:
-            raise given_twice(name)
+    whole = [name for placed in blocks if placed.members is None for name in placed.fields]
+    for name in (*repeated(whole), *places_of_field.keys() & whole):
+        raise given_twice(name)
     return members
 
 
@@ -364,12 +365,20 @@ def _check(rows: RowStore, columns: Columns, names: list[str]) -> CommitShape:
     known = rows.check_fields(columns.fields)
     inline = [_inline_field(rows, known, value.field) for value in columns.inline]
     blocks = [BlockShape([_placed_field(rows, known, name) for name in placed.fields]) for placed in columns.blocks]
-    for name in {name for name in names if names.count(name) > 1}:
-        times = sum([placed.fields == [name] and placed.members is not None for placed in columns.blocks])
-        if times != names.count(name):
-            raise given_twice(name)
+    if len(set(names)) < len(names):
+        shared = [
+            placed.fields[0] for placed in columns.blocks if placed.members is not None and len(placed.fields) == 1
+        ]
+        _check_once(Counter(names), Counter(shared))
     new = [] if known is rows.fields else [known[name] for name in known if name not in rows.fields]
     return CommitShape(names, new, inline, blocks)
+
+
+def _check_once(given: Counter[str], shared: Counter[str]) -> None:
+    """Raise for a name that is given more than once, unless each of its blocks has members."""
+    for name, times in given.items():
+        if times > 1 and shared[name] != times:
+            raise given_twice(name)
 
 
 def given_twice(name: str) -> UsageError:

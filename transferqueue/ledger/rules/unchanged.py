@@ -11,7 +11,7 @@ import numpy as np
 from msgspec.msgpack import encode
 
 from transferqueue.errors import RowsChanged, UsageError
-from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, numbered
+from transferqueue.ledger.rows.arrays import BoolArray, IntArray, decode, numbered, repeated
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import FIELDS_MAX
 from transferqueue.text import counted
@@ -48,7 +48,7 @@ def _check_names(table: TableState, read: RowsRead) -> None:
             "if_unchanged names neither fields nor tags, so it would hold always; read what must not change"
         )
     if len(set(names)) != count:
-        twice = next(name for name in names if names.count(name) > 1)
+        twice = repeated(names)[0]
         raise UsageError(f'if_unchanged names field "{twice}" twice; name each once')
     for name in names:
         if name not in table.rows.fields:

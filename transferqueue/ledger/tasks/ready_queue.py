@@ -281,6 +281,7 @@ class ReadyQueue:
             places = np.flatnonzero(alive)[:count]
             if not places.size:
                 self._skip(run, units.size)
+                look *= 2  # thousands may be dead, after a drop
             elif places.size == count or units.size < look:
                 self._looked = run, places
                 return units[places]

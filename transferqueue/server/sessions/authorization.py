@@ -91,7 +91,7 @@ def check_size(role: Role, head: Head, nbytes: int) -> None:
         raise not_allowed(role, declared)
     if nbytes > declared.bytes_max:
         raise ProtocolError(
-            f"a {declared.tag} has {nbytes:,} bytes; at most {declared.bytes_max:,} are read of one: send less at a time"
+            f"{declared.tag} of {nbytes:,} bytes; at most {declared.bytes_max:,} are read of one: send less at a time"
         )
 
 

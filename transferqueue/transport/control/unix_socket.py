@@ -5,7 +5,7 @@ and waking them took most of the time of a call (decision 27). So here the clien
 socket themselves.
 
 A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a client may send
-`REQUEST_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
+`PUBLISH_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
 belongs to its user (0600); no keys are asked for.
 
 A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers stay connected, each
@@ -34,7 +34,7 @@ from transferqueue.limits import (
     KIB,
     MESSAGE_BYTES_MAX,
     NOTE_BYTES_MAX,
-    REQUEST_BYTES_MAX,
+    PUBLISH_BYTES_MAX,
     SMALL_FRAME_BYTES,
     STRANGER_S,
 )
@@ -519,7 +519,7 @@ class UnixServer:
     def admit(self, peer: UnixPeer) -> None:
         """The peer has a session: it is no stranger any more."""
         if not peer.is_gone:
-            peer.stream.bytes_max = REQUEST_BYTES_MAX
+            peer.stream.bytes_max = PUBLISH_BYTES_MAX
             self.strangers.pop(peer.stream.socket.fileno(), None)
 
     def _hang_up(self, peer: UnixPeer) -> None:

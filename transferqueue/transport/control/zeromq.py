@@ -1,7 +1,7 @@
 """Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
 
 Each socket has high-water marks that bound its queues, closes at once (LINGER 0), and drops a frame that is too large together with the
-connection that sent it: over `REQUEST_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client. Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and
+connection that sent it: over `PUBLISH_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client. Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and
 affects no other.
 
 A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may take that away. So each
@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 import zmq
 
 from transferqueue.errors import AddressInUse, Unreachable, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, REQUEST_BYTES_MAX
+from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, PUBLISH_BYTES_MAX
 from transferqueue.transport.address import TcpAddress
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
@@ -178,7 +178,7 @@ class ZmqServer:
     """
 
     def __init__(self, keyring: Keyring | None = None) -> None:
-        self._context, self.socket = _open(zmq.ROUTER, REQUEST_BYTES_MAX)
+        self._context, self.socket = _open(zmq.ROUTER, PUBLISH_BYTES_MAX)
         self.socket.setsockopt(
             zmq.ROUTER_MANDATORY, 1
         )  # otherwise ZeroMQ drops a frame to a full or lost peer silently

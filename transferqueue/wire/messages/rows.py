@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import DROPPED_ROWS_MAX, ITEMS_MAX, REQUEST_BYTES_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import DROPPED_ROWS_MAX, FIELDS_MAX, ITEMS_MAX, REQUEST_BYTES_MAX, ROWS_PER_REQUEST_MAX
 from transferqueue.wire.messages.base import (
     F64,
     I32,
@@ -60,8 +60,8 @@ class Columns(Message):
 
     fields: TableFields = []
     """Definitions of the fields used, for the ledger to add or to compare."""
-    blocks: Annotated[list[WrittenBlock], Meta(max_length=ITEMS_MAX)] = []
-    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
+    blocks: Annotated[list[WrittenBlock], Meta(max_length=2 * FIELDS_MAX)] = []
+    inline: Annotated[list[Inline], Meta(max_length=2 * FIELDS_MAX)] = []
     facts: RowFacts = RowFacts()
 
 
@@ -75,8 +75,8 @@ class BlocksRead(Message):
 class RowsRead(Message):
     """What rows had of some fields when they were read, in the order of the request's rows. tags: None if they do not matter."""
 
-    inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)] = []
-    blocks: Annotated[list[BlocksRead], Meta(max_length=ITEMS_MAX)] = []
+    inline: Annotated[list[Inline], Meta(max_length=2 * FIELDS_MAX)] = []
+    blocks: Annotated[list[BlocksRead], Meta(max_length=2 * FIELDS_MAX)] = []
     tags: RowTags | None = None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import ITEMS_MAX, REQUEST_BYTES_MAX, VERSION_PARTS_MAX
+from transferqueue.limits import ITEMS_MAX, PUBLISH_BYTES_MAX, VERSION_PARTS_MAX
 from transferqueue.wire.messages.base import Count, Counts, DoneReply, Fields, Message, Name, Seconds, Text
 from transferqueue.wire.messages.declarations import CHANNEL, request
 from transferqueue.wire.messages.memory import BlockLocation, Unpin, WrittenBlock, unpin
@@ -31,7 +31,7 @@ TensorSlices = Annotated[list[TensorSlice], Meta(max_length=ITEMS_MAX)]
     home=CHANNEL,
     verb="WeightChannel.publish",
     unanswered="if it was, the same publish again is refused, and pull(above=) sees it",
-    bytes_max=REQUEST_BYTES_MAX,
+    bytes_max=PUBLISH_BYTES_MAX,
 )
 class Publish(Message):
     """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
