@@ -9,7 +9,7 @@ from transferqueue.policies import Acked, Compare, Complete, Pacing, Requeue, Ta
 from transferqueue.schema import Field
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
-from transferqueue.wire.versions import PROTOCOL
+from transferqueue.wire.versions import PROTOCOL, VERSION
 
 CALLS = [
     m.CallFrame(0, 1, 0, m.Hello(b"x" * 16, pid=7, host="h", lock="/x")),
@@ -161,3 +161,27 @@ def check_total(frame):
         return
     again = codec.encode_call(call)
     assert codec.encode_call(codec.decode_call(again)) == again  # as bytes: NaN is not equal to itself
+
+
+@pytest.mark.parametrize(
+    ("tree", "said"),
+    [
+        (["Frob", 1], r"does not know 'Frob'; it has Ack, .* and \d+ more: use one of these, or upgrade it"),
+        (
+            ["CreateTable", "t", [], [["a", [], [], ["ShortestFirst"]]]],
+            "'ShortestFirst'; it has Fifo, Freshest, LongestFirst, ",
+        ),
+        (["Lease", "t", "x", 1, 0, 0, 0, 0.0, 0.0, [["Like", "a"]]], "'Like'; it has Compare, TagIs, VersionBetween:"),
+        (
+            ["CreateTable", "t", [], [], [64, None], None, ["Ring"]],
+            "'Ring'; it has Acked, AckedColumns, Manual, ManualColumns:",
+        ),
+        (["Grant", 5, 0.0, [], "gpu"], "'gpu'; it has results, rows, weights:"),
+        (["Put", "t", 1, ["Columns"], 0, 0.0, 7], "it has more than package .* knows"),
+        (["A" * 9000], "does not know 'A{40}'"),
+    ],
+)
+def test_what_a_newer_package_has_is_named(tree, said):
+    with pytest.raises(ProtocolError, match=said) as raised:
+        codec.decode_call(msgspec.msgpack.encode([PROTOCOL, 1, 2, 0, tree]))
+    assert VERSION in str(raised.value)

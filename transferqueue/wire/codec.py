@@ -29,9 +29,10 @@ import numpy as np
 import numpy.typing as npt
 
 from transferqueue.errors import ProtocolError, UsageError
-from transferqueue.limits import MESSAGE_BYTES_MAX, VALUE_DEPTH_MAX
+from transferqueue.limits import MESSAGE_BYTES_MAX, SMALL_FRAME_BYTES, VALUE_DEPTH_MAX
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
+from transferqueue.wire.unknown_names import explain
 from transferqueue.wire.versions import PROTOCOL
 
 _Decoded = TypeVar("_Decoded")
@@ -82,7 +83,7 @@ def decode_call(frame: bytes) -> m.CallFrame:
     try:
         return _calls.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error) from error
+        raise _no_message(frame, error, m.CallFrame) from error
 
 
 def decode_answer(frame: bytes) -> m.AnswerFrame:
@@ -92,7 +93,7 @@ def decode_answer(frame: bytes) -> m.AnswerFrame:
     try:
         return _answers.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error) from error
+        raise _no_message(frame, error, m.AnswerFrame) from error
 
 
 def call_of(frame: bytes) -> tuple[int, int]:
@@ -198,8 +199,10 @@ def _too_long(frame: bytes) -> ProtocolError:
     return ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
 
 
-def _no_message(frame: bytes, error: Exception) -> ProtocolError:
+def _no_message(frame: bytes, error: Exception, kind: type[msgspec.Struct] | None = None) -> ProtocolError:
     why = f"nested far deeper than {VALUE_DEPTH_MAX}" if isinstance(error, RecursionError) else str(error)
+    if kind is not None and len(frame) <= SMALL_FRAME_BYTES and isinstance(error, msgspec.ValidationError):
+        why = explain(frame, kind, str(error)) or why
     return ProtocolError(f"{len(frame)} bytes are not a message: {why}")
 
 
