@@ -577,7 +577,8 @@ def test_too_many_rows_are_refused_before_a_value_is_read(table: tq.Table) -> No
     endless = np.broadcast_to(np.float32(1), (1 << 40,))
     for put in (lambda: table.put(score=endless), lambda: table.put(priority=endless)):
         with pytest.raises(
-            tq.UsageError, match=r"a request of 1,099,511,627,776 rows is above 1,048,576; send them in"
+            tq.UsageError,
+            match=r"one request has 1,099,511,627,776 rows; at most 8,192 are carried out at once.*: send them in pieces of 8,192",
         ):
             put()
     assert state(table) == before

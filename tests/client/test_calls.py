@@ -7,7 +7,7 @@ import pytest
 
 from transferqueue.client.session.calls import PendingCall, PendingCalls
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.limits import ANSWER_S, MESSAGE_BYTES_MAX, RESEND_S
+from transferqueue.limits import ANSWER_S, REQUEST_BYTES_MAX, RESEND_S
 from transferqueue.policies import Compare
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_call
@@ -120,8 +120,12 @@ def test_an_answered_call_is_not_late() -> None:
 def test_what_a_message_cannot_hold_is_refused_before_it_has_an_id() -> None:
     with pytest.raises(UsageError, match="64 bits"):
         PendingCall(m.ReadRequest("t", where=[Compare("x", "<", 1 << 70)]))
-    with pytest.raises(Impossible, match="fewer rows"):
-        PendingCall(m.Delete("t", bytes(MESSAGE_BYTES_MAX)))
+    with pytest.raises(
+        Impossible, match=r"Delete takes .* one may have 2,097,088: send at most 262,134 of its 262,144 rows at a time"
+    ):
+        PendingCall(m.Delete("t", bytes(REQUEST_BYTES_MAX)))
+    with pytest.raises(Impossible, match=r"OpenTable takes .* one may have 16,320: send less at a time"):
+        PendingCall(m.OpenTable("t" * 20_000))
 
 
 def test_settling_tells_once() -> None:

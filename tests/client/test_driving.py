@@ -77,10 +77,11 @@ def test_a_caller_alone_wakes_no_other_thread(queue: tq.Queue) -> None:
 
 def test_large_calls_wait_for_no_heartbeat(queue: tq.Queue) -> None:
     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"])], limits=tq.Limits(rows=1 << 20))
-    values = np.zeros(1 << 16)  # scalars travel in the message: 512 KiB, more than the kernel takes at once
+    values = np.zeros(1 << 13)  # scalars travel in the message: 512 KiB, more than the kernel takes at once
+    columns = {f"y{number}": values for number in range(7)}
     began = time.monotonic()
     for _ in range(12):
-        table.put(x=values)
+        table.put(x=values, **columns)
     assert time.monotonic() - began < 2 * HEARTBEAT_S
 
 

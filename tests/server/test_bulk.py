@@ -382,8 +382,8 @@ def test_a_transfer_that_is_alone_sends_a_few_frames_a_turn_unless_they_take_lon
 
 @pytest.mark.parametrize("scattered", [False, True])
 def test_a_reader_that_stalls_holds_its_window_and_not_more(bench, scattered):
-    rows = np.random.default_rng(1).permutation(16 * 1024) if scattered else None
-    at = bench.put(x=np.ones((16 * 1024, 1024), np.uint8), y=[np.ones(100, np.uint8)] * (16 * 1024))
+    rows = np.random.default_rng(1).permutation(8 * 1024) if scattered else None
+    at = bench.put(x=np.ones((8 * 1024, 3072), np.uint8), y=[np.ones(100, np.uint8)] * (8 * 1024))
     reads = [bench.read(at, wanted=rows) for _ in range(3)]
     tracemalloc.start()
     try:

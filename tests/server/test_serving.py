@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from transferqueue.errors import AddressInUse, DeadlineExceeded, Disconnected, UsageError
-from transferqueue.limits import FRAMES_QUEUED_MAX, MIB
+from transferqueue.limits import FRAMES_QUEUED_MAX, MIB, SMALL_FRAME_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.server.files import private_arena
@@ -321,7 +321,7 @@ def test_a_peer_that_spews_garbage_changes_nothing(running, clients, kind):
         b"",
         b"x",
         os.urandom(1000),
-        b"\x91" * 100_000,
+        b"\x91" * SMALL_FRAME_BYTES,
         codec.encode_call(m.CallFrame(1, 1, 0, m.ListTables()))[:-1],
     ]
     for frame in frames * 20:

@@ -237,7 +237,7 @@ def test_reused_memory_shows_the_new_bytes_and_never_the_private_copy(shard: Sha
 
 
 def test_private_pages_are_dropped_before_the_pin_is_told(shard: Shard) -> None:
-    block = one_block(shard, np.zeros(1 << 20, np.uint8))
+    block = one_block(shard, np.zeros((1, 1 << 20), np.uint8))
     seen: list[int] = []
     mapping = Mapping.open(shard.arena.path, shard.arena.capacity, lambda blocks: seen.append(private_kilobytes(place)))
     view = mapping.pin([block])[block.block]

@@ -50,8 +50,9 @@ def test_a_shared_copy_has_the_bytes_of_one_that_is_not(rows, monkeypatch):
 
 
 def test_a_long_array_is_written_in_parts_that_fill_it_all():
-    values = np.arange(3 * PART_BYTES // 8 + 5)
-    column = prepare("x", values.reshape(-1, 1), Field("x", "int64", (1,)))
+    width = PART_BYTES // 8 // 1024
+    values = np.arange((3 * 1024 + 5) * width)
+    column = prepare("x", values.reshape(-1, width), Field("x", "int64", (width,)))
     out = np.zeros(values.nbytes, np.uint8)
     jobs = column.source.jobs(out)
     assert len(jobs) == 4

@@ -20,9 +20,9 @@ are equal, and most batches are one run of one block: a reply of 1,024 rows is 9
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, get_args
 
 import msgspec
 import numpy as np
@@ -83,7 +83,7 @@ def decode_call(frame: bytes) -> m.CallFrame:
     try:
         return _calls.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error, m.CallFrame) from error
+        raise _no_message(frame, error, _REQUESTS) from error
 
 
 def decode_answer(frame: bytes) -> m.AnswerFrame:
@@ -93,7 +93,7 @@ def decode_answer(frame: bytes) -> m.AnswerFrame:
     try:
         return _answers.decode(frame)
     except _UNDECODABLE as error:
-        raise _no_message(frame, error, m.AnswerFrame) from error
+        raise _no_message(frame, error, _REPLIES) from error
 
 
 def call_of(frame: bytes) -> tuple[int, int]:
@@ -192,6 +192,8 @@ def _decoded(decoder: msgspec.msgpack.Decoder[_Decoded], frame: bytes) -> _Decod
         raise _no_message(frame, error) from error
 
 
+_REQUESTS: Final = {m.tag_of(kind): kind for kind in get_args(m.Request)}
+_REPLIES: Final = {m.tag_of(kind): kind for kind in get_args(m.Reply)}
 _UNDECODABLE: Final = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
@@ -199,10 +201,10 @@ def _too_long(frame: bytes) -> ProtocolError:
     return ProtocolError(f"a message of {len(frame):,} bytes; at most {MESSAGE_BYTES_MAX:,} are allowed: not read")
 
 
-def _no_message(frame: bytes, error: Exception, kind: type[msgspec.Struct] | None = None) -> ProtocolError:
+def _no_message(frame: bytes, error: Exception, kinds: Mapping[str, type[m.Message]] | None = None) -> ProtocolError:
     why = f"nested far deeper than {VALUE_DEPTH_MAX}" if isinstance(error, RecursionError) else str(error)
-    if kind is not None and len(frame) <= SMALL_FRAME_BYTES and isinstance(error, msgspec.ValidationError):
-        why = explain(frame, kind, str(error)) or why
+    if kinds is not None and len(frame) <= SMALL_FRAME_BYTES and isinstance(error, msgspec.ValidationError):
+        why = explain(frame, kinds, str(error)) or why
     return ProtocolError(f"{len(frame)} bytes are not a message: {why}")
 
 

@@ -6,6 +6,7 @@ Policies and options are open: a newer package may have more of them under the s
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any, Final
 
@@ -21,8 +22,11 @@ _LONGER: Final = "Expected `array` of at most length "
 _DEPTH_MAX: Final = 64
 
 
-def explain(frame: bytes, kind: type[msgspec.Struct], error: str) -> str:
-    """What the decoder's `error` for `frame`, which should be a `kind`, means for people; "" if it is not about what a newer package has."""
+def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str) -> str:
+    """What the decoder's `error` means for people; "" if it is not about what a newer package has.
+
+    frame: should end with a message of one of `kinds`, by tag.
+    """
     if _LONGER in error:
         return f"it has more than package {VERSION} knows, which runs here: upgrade it, or install its version at the other end"
     found = _UNKNOWN.search(error)
@@ -30,7 +34,8 @@ def explain(frame: bytes, kind: type[msgspec.Struct], error: str) -> str:
         return ""
     places = [int(place) for place in re.findall(r"\d+", found[2])[:_DEPTH_MAX]]
     try:
-        names = _names(_types(kind), msgspec.msgpack.decode(frame), places)
+        message = msgspec.msgpack.decode(frame)[places[0]]
+        names = list(kinds) if places[1:] == [0] else _names(_types(kinds[message[0]]), message, places[1:])
     except (
         msgspec.MsgspecError,
         LookupError,
@@ -44,7 +49,7 @@ def explain(frame: bytes, kind: type[msgspec.Struct], error: str) -> str:
 
 
 _types: Final = lru_cache(inspect.type_info)
-"""Takes milliseconds for all messages."""
+"""Of one message at a time: all of them take longer than a request may (`TURN_S_MAX`)."""
 
 
 def _names(kind: inspect.Type, tree: Any, places: list[int]) -> list[str]:
