@@ -81,20 +81,54 @@ EVENT_ROWS_TOLD_MAX: Final = 1 << 16
 TURN_S_MAX: Final = 0.02
 """The most processor time that one request may take of the server, since all others wait for it: the bounds of requests below follow from it. A
 turn above it counts as late."""
-ROWS_PER_REQUEST_MAX: Final = 1 << 13
-"""Rows of one request. A row costs up to 0.6 microseconds of the server's time in a put, lease or ack (inline values and numeric facts), 0.9 in a
-drop, and 2 in a batch that ranks share: up to 18 ms."""
-ROWS_DESCRIBED_MAX: Final = 1 << 11
-"""Rows with keys, tags or groups of one put or update, and rows dropped or deleted where a task takes whole groups: each costs up to 6 microseconds,
-so 12 ms."""
+ROW_NS: Final = 30
+"""Estimates of what a request costs, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a row that is put, changed,
+leased, read or dropped."""
+VALUE_NS: Final = 8
+"""A fact or column of a row."""
+SPACE_NS: Final = 2
+"""The place of a new row in each inline column of its table."""
+TASK_NS: Final = 12
+"""A row in a task that takes rows as they come."""
+RANKED_NS: Final = 140
+"""A row in a task with another selector, which sorts it."""
+RERANKED_NS: Final = 500
+"""A row that is sorted again there, since a fact of it changed."""
+VERSION_NS: Final = 800
+"""A policy version of the rows of a put, in a table with pacing."""
+LEASE_NS: Final = 15_000
+"""A lease that ends since its rows are dropped."""
+GROUP_NS: Final = 1_000
+"""A group that is put, and again for each task that takes groups when it is dropped."""
+UNIT_NS: Final = 1_400
+"""A group, or a row without one, in a task that takes groups."""
+MEMBER_NS: Final = 80
+"""A row that has a group."""
+KEY_NS: Final = 230
+"""The key of a row that is put or changed."""
+READ_KEY_NS: Final = 120
+"""The key of a row that is read, or asked for."""
+TAGGED_NS: Final = 100
+"""A row with tags; and `TAG_NS` for each of them."""
+TAG_NS: Final = 130
+READ_TAG_NS: Final = 30
+"""A tag of a row that is read."""
+SHARED_NS: Final = 400
+"""A row of a batch that ranks share."""
+RANK_NS: Final = 6_000
+"""A rank's share of such a batch."""
+FEW_ROWS: Final = 1 << 8
+"""The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
+ROWS_PER_REQUEST_MAX: Final = 1 << 16
+"""Rows of one request. A put of so many with plain values takes 3 milliseconds; what they have beside may bound them further (`check_work`)."""
+ROWS_DESCRIBED_MAX: Final = 1 << 14
+"""Rows with keys or tags of one put or update: with one each, together 8 milliseconds."""
 GROUPS_PER_REQUEST_MAX: Final = 1 << 12
-"""Groups of one lease: each costs up to 3 microseconds when it is leased or released."""
+"""Groups of one lease: each costs up to 3 microseconds when it is leased, acked or released."""
 LEASES_PER_REQUEST_MAX: Final = 256
 """Leases that one request acknowledges: each takes up to 40 microseconds."""
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
-TAGS_PER_REQUEST_MAX: Final = 8 * ROWS_DESCRIBED_MAX
-"""Tags of all rows of one put or update: each costs up to 0.4 microseconds beside its row."""
 SPANS_AWAITED_MAX: Final = 1 << 16
 """Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated ahead."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
@@ -103,8 +137,8 @@ SMALL_FRAME_BYTES: Final = 16 * KIB
 """A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of requests may not be larger, and
 so may no request of an observer, nor the first message of a connection."""
 REQUEST_BYTES_MAX: Final = 2 * MIB
-"""The largest request about rows: 8,192 (`ROWS_PER_REQUEST_MAX`) with their ids and all numeric facts are half of it, and 16 columns of 8 bytes the other
-half. As many small items take up to 20 ms to decode."""
+"""The largest request about rows: 16,384 (`ROWS_DESCRIBED_MAX`) with a key of 30 characters, all numeric facts and a tag, or 65,536 with their ids and
+three numbers of 8 bytes. As many small items take up to 20 ms to decode."""
 PUBLISH_BYTES_MAX: Final = 4 * MIB
 """A publication of weights, the only larger request: about 115 bytes a tensor, for models of experts with 30,000 tensors. It takes 5 microseconds a
 tensor, so more than `TURN_S_MAX` above 4,000; a version can be published in parts."""
@@ -154,7 +188,7 @@ ARENA_STEP_BYTES: Final = 64 * MIB
 ARENA_SLICE_BYTES: Final = 4 * MIB
 """Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
 BULK_HEAD_BYTES_MAX: Final = 4 * MIB
-"""Head of a bulk message. One for 8,192 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes half a MiB for each set of columns."""
+"""Head of a bulk message. One for 65,536 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes up to 4 MiB for a set of columns."""
 FRAME_BYTES: Final = MIB
 """Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
 BULK_WINDOW_FRAMES: Final = 8
@@ -367,12 +401,22 @@ def check_names(kind: str, names: Sequence[object]) -> None:
 
 
 def check_rows(rows: int, *, described: bool = False) -> None:
-    """`UsageError` if one request may not have so many rows. described: they have keys, tags or groups."""
-    most, what = (ROWS_DESCRIBED_MAX, " with keys, tags or groups") if described else (ROWS_PER_REQUEST_MAX, "")
+    """`UsageError` if one request may not have so many rows. described: they have keys or tags."""
+    most, what = (ROWS_DESCRIBED_MAX, " with keys or tags") if described else (ROWS_PER_REQUEST_MAX, "")
     if rows > most:
         raise UsageError(
             f"one request has {rows:,} rows{what}; at most {most:,} are carried out at once, since all other clients wait meanwhile: send them in "
             f"pieces of {most:,}"
+        )
+
+
+def check_work(what: str, rows: int, ns: float, remedy: str = "send at most {rows} rows at a time") -> None:
+    """`UsageError` if a request, which has so many rows and is expected to cost so many nanoseconds, would take more than `TURN_S_MAX`."""
+    most_ns = TURN_S_MAX * 1e9
+    if ns > most_ns:
+        raise UsageError(
+            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {most_ns / 1e6:.0f}, since all other clients wait meanwhile: "
+            + remedy.format(rows=f"{int(rows * most_ns / ns):,}")
         )
 
 

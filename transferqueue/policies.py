@@ -18,6 +18,7 @@ from transferqueue.limits import (
     LEASE_S_DEFAULT,
     SECONDS_MAX,
     TAG_CHARS_MAX,
+    TAGS_MAX,
     TIME_LIMIT_S_DEFAULT,
     check_name,
     check_names,
@@ -369,6 +370,8 @@ def check_tags(tags: object) -> Tags:
     """Return `tags` if they are valid tags of a row, else raise `UsageError`."""
     if not isinstance(tags, dict):
         raise UsageError(f"tags are {type(tags).__name__}; give a dict of name to str, int, float or bool")
+    if len(tags) > TAGS_MAX:
+        raise UsageError(f"a row has {len(tags)} tags; at most {TAGS_MAX}: use a column")
     for name, value in tags.items():
         check_name("tag", name)
         if not isinstance(value, str | int | float | bool):

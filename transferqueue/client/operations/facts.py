@@ -57,7 +57,7 @@ class GivenFacts(msgspec.Struct, kw_only=True):
     @property
     def are_descriptions(self) -> bool:
         """Whether there is a fact of which one request may have fewer (`limits.check_rows`)."""
-        return self.key is not None or self.tags is not None or self.group_id is not None
+        return self.key is not None or self.tags is not None
 
     def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
         """Add the columns of a whole table: an Arrow table, or a mapping. A column with a fact's name is that fact.

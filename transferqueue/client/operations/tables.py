@@ -18,7 +18,7 @@ from transferqueue.client.operations.rows import Rows
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import DeadlineExceeded, InternalError, NotFound, ShardLost, Unreachable, UsageError
-from transferqueue.limits import FIELDS_MAX, REPORT_S, TASKS_MAX, Limits, check_name
+from transferqueue.limits import FIELDS_MAX, REPORT_S, ROWS_DESCRIBED_MAX, TASKS_MAX, Limits, check_name
 from transferqueue.policies import Pacing, Predicate, Retention, Task
 from transferqueue.schema import Field, FieldsWanted, Slice, cut_fields
 from transferqueue.text import shown
@@ -189,10 +189,13 @@ def find(terms: TableInfo, keys: str | Sequence[str]) -> Operation[NDArray[np.in
     """Find the row id of each key."""
     if not isinstance(keys, Iterable):
         raise UsageError(f"keys={shown(keys)} is {type(keys).__name__}; give a key, or a list of keys")
-    wanted = [keys] if isinstance(keys, str) else list(keys)
-    request = m.Find(table=terms.name, keys=[check_key(key) for key in wanted])
-    reply = yield from request_reply(request, m.Found)
-    return np.frombuffer(reply.rows, "<i8").astype(np.int64)
+    wanted = [check_key(key) for key in ([keys] if isinstance(keys, str) else keys)]
+    found = []
+    for first in range(0, max(1, len(wanted)), ROWS_DESCRIBED_MAX):
+        request = m.Find(table=terms.name, keys=wanted[first : first + ROWS_DESCRIBED_MAX])
+        reply = yield from request_reply(request, m.Found)
+        found.append(np.frombuffer(reply.rows, "<i8").astype(np.int64))
+    return np.concatenate(found)
 
 
 def drop(terms: TableInfo, rows: object, reason: str) -> Operation[int]:

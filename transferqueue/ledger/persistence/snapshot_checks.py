@@ -18,7 +18,7 @@ from transferqueue.ledger.persistence.snapshot import ChannelSnapshot, LedgerSna
 from transferqueue.ledger.requests.flow_control import VERSION_MAX
 from transferqueue.ledger.requests.pending_versions import check_fields, check_whole
 from transferqueue.ledger.rows.arrays import AnyArray, BoolArray, IntArray, numbered
-from transferqueue.ledger.rows.facts import DTYPES, check_ranges, check_tags_of_rows
+from transferqueue.ledger.rows.facts import DTYPES, check_ranges
 from transferqueue.ledger.rows.indexes import SPANS_MAX
 from transferqueue.ledger.rows.pages import DROPPED, LIVE, SHIFT
 from transferqueue.ledger.tasks.group_task import FORMING, OUT, OVER, QUEUED
@@ -36,7 +36,7 @@ from transferqueue.ledger.tasks.task_state import (
     WAITING_FOR_GROUP,
 )
 from transferqueue.limits import KEY_CHARS_MAX, REASONS_MAX, TABLES_MAX, TEXT_CHARS_MAX, check_name
-from transferqueue.policies import Task
+from transferqueue.policies import Task, check_tags
 
 COUNT_MAX: Final = 1 << 53
 """Most rows, orders, steps and counts: exact in a float64, and far below the end of int64."""
@@ -186,7 +186,8 @@ class _Checks:
     def _check_facts(self) -> None:
         try:
             check_ranges({name: self._snapshot.rows[name] for name in DTYPES})
-            check_tags_of_rows(list(self._snapshot.tags.values()))
+            for tags in self._snapshot.tags.values():
+                check_tags(tags)
         except UsageError as error:
             raise self._wrong(str(error)) from error
 

@@ -26,11 +26,12 @@ from transferqueue.ledger.rules.finish import drop_staged, end_lease, finish_row
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy, return_rows
 from transferqueue.ledger.rules.required_results import check_required_results
 from transferqueue.ledger.rules.retry import lease_failed, work_succeeded
+from transferqueue.ledger.rules.work import check_change_work
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.leases import LeaseState
 from transferqueue.ledger.tasks.task_state import TaskState
-from transferqueue.limits import LEASES_PER_REQUEST_MAX
+from transferqueue.limits import LEASES_PER_REQUEST_MAX, check_rows
 from transferqueue.wire.messages import Ack, AckLeases, DoneReply, ReleaseRequest, Renew, Renewed
 
 LOST_SHOWN_MAX: Final = 8
@@ -123,6 +124,7 @@ def _check_columns(
     if not named.size:
         raise UsageError(f"lease {lease.id} has no rows left; its end carries no columns")
     check_size(staged, table.name, table.limits.bytes_max, named.size)
+    check_change_work(table, staged, lease.rows[named])
     check_contents(staged, table.parts, table.usage, table.rows.pages.index(lease.rows[named[lease.held[named]]]))
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, lease.rows[named])
@@ -324,6 +326,7 @@ def _held_leases(table: TableState, request: AckLeases, session: int) -> list[Le
         raise LeaseExpired(
             f"{len(lost)} of {numbers.size} leases have ended, so none was acked; ack the others without them. {'; '.join(lost[:LOST_SHOWN_MAX])}"
         )
+    check_rows(sum(lease.left for lease in leases))
     tasks = dict.fromkeys(lease.task for lease in leases)
     if len(tasks) > 1:
         raise UsageError(f"leases of tasks {listing(tasks)} are acked together; ack the leases of one task at a time")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 import numpy as np
 
@@ -15,6 +16,7 @@ from transferqueue.ledger.rules.choose import ChosenUnits, check_groups_fit, cho
 from transferqueue.ledger.rules.explain import explain_lease, explain_stranded
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, can_be_requeued, return_rows
 from transferqueue.ledger.rules.required_results import stranded
+from transferqueue.ledger.rules.work import check_lease_work
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
@@ -147,6 +149,7 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
         raise Impossible(f"rows={request.rows} cannot give each of world={request.world} ranks a row")
     if table.group_tasks:
         check_groups_fit(table, task, request)
+    check_lease_work(table, request)
 
 
 def _ended_spans(table: TableState, request: LeaseRequest) -> IntArray:
@@ -195,19 +198,17 @@ def _lease_units(
             return waits
     table.begin(choice.rows.size)
     choice.queue.taken(choice.count)
-    lease = _open_lease(table, task, choice.rows, at, request, now)
+    lease = _open_lease(table, task, choice.rows, request, now)
+    task.lease(lease.rows, at, lease.id)
     table.core.leases.hold(lease, session, 0)
     return _lease_reply(table, lease, at, request, session, now)
 
 
-def _open_lease(
-    table: TableState, task: TaskState, rows: IntArray, at: Index, request: LeaseRequest, now: float
-) -> LeaseState:
-    """Take the rows out of the queue into a lease without a holder. at: their positions."""
+def _open_lease(table: TableState, task: TaskState, rows: IntArray, request: LeaseRequest, now: float) -> LeaseState:
+    """Open a lease of the rows, without a holder. The caller marks the rows as leased."""
     length = request.lease_s or task.task.lease_s
     lease = table.core.leases.open(table.name, task.task.name, rows, length, now)
     lease.replicas = request.replicas
-    task.lease(rows, at, lease.id)
     task.circuit.begin(lease.id)
     table.core.deadlines.add(lease, now + length)
     return lease
@@ -295,16 +296,25 @@ def _make_shares(
 ) -> list[int]:
     choice.queue.taken(choice.count)
     sizes = np.ones(choice.count, np.int64) if choice.sizes is None else choice.sizes
-    starts = np.cumsum(sizes) - sizes
-    made = []
     weights = tokens_of(table, choice.rows, sizes)
-    for units in shares(weights, request.world, equal_counts=task.ranker.equal_counts):
-        rows = [choice.rows[starts[unit] : starts[unit] + sizes[unit]] for unit in units]
-        share = np.concatenate(rows) if rows else NO_ROWS
-        lease = _open_lease(table, task, share, table.rows.pages.index(share), request, now)
+    units_of_rank = shares(weights, request.world, equal_counts=task.ranker.equal_counts)
+    rows, counts = _rows_of(choice, sizes, np.concatenate(units_of_rank))
+    ends = np.cumsum([0, *map(len, units_of_rank)])
+    ends = np.concatenate([[0], np.cumsum(counts)])[ends]
+    leases = [_open_lease(table, task, rows[first:end], request, now) for first, end in pairwise(ends.tolist())]
+    numbers = [lease.id for lease in leases]
+    task.lease(rows, table.rows.pages.index(rows), np.repeat(numbers, np.diff(ends)))
+    for lease in leases:
         lease.share = (request.world, request.replicas)
-        made.append(lease.id)
-    return made
+    return numbers
+
+
+def _rows_of(choice: ChosenUnits, sizes: IntArray, units: IntArray) -> tuple[IntArray, IntArray]:
+    """The rows of the units at these positions, unit by unit, and how many each has."""
+    counts = sizes[units]
+    begin_here, begin_there = np.cumsum(counts) - counts, np.cumsum(sizes) - sizes
+    places = np.arange(int(counts.sum())) + np.repeat(begin_there[units] - begin_here, counts)
+    return choice.rows[places], counts
 
 
 def _join_share(table: TableState, lease: LeaseState, request: LeaseRequest, session: int, now: float) -> Leased:

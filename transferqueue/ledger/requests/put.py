@@ -26,12 +26,13 @@ from transferqueue.ledger.rules.finish import drop_rows, free_rows, retire
 from transferqueue.ledger.rules.groups_and_staleness import apply_group_and_stale_rules, apply_stale_policy
 from transferqueue.ledger.rules.requeue import wait_again
 from transferqueue.ledger.rules.unchanged import check_unchanged
+from transferqueue.ledger.rules.work import check_change_work, check_end_work, check_put_work
 from transferqueue.ledger.sessions import SessionState
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.group_task import GroupTaskState
 from transferqueue.ledger.tasks.reservations import ReservationState
 from transferqueue.ledger.tasks.task_state import LEASED, PENDING
-from transferqueue.limits import REASONS_MAX, check_name, check_rows
+from transferqueue.limits import REASONS_MAX, ROW_NS, VALUE_NS, check_name, check_rows, check_work
 from transferqueue.text import counted
 from transferqueue.wire.messages import Delete, DoneReply, Drop, FreeColumns, PutRequest, PutRows, Update
 
@@ -102,6 +103,7 @@ def _check_put(table: TableState, request: PutRequest, session: int) -> StagedCo
         table.groups.check_put(table.name, numbers["group_id"], numbers["group_size"], _group_rows_max(table))
     if staged.facts.keys is not None:
         table.rows.check_keys(staged.facts.keys, None)
+    check_put_work(table, staged)
     return staged
 
 
@@ -210,6 +212,7 @@ def update(table: TableState, request: Update, session: int, now: float) -> Done
         table.rows.check_keys(staged.facts.keys, rows)
     if staged.empty:
         return DoneReply(rows.size)
+    check_change_work(table, staged, rows)
     table.begin(rows.size, fields=len(staged.names))
     reserve_blocks(staged, table.rows, table.parts, table.core.blocks, table.usage)
     retire(table, write_columns(staged, table.rows, table.parts, rows, at))
@@ -289,7 +292,7 @@ def drop(table: TableState, request: Drop, session: int, now: float) -> DoneRepl
 
 def _rows_to_end(table: TableState, named: bytes) -> IntArray:
     rows = decode_rows(named)
-    check_rows(rows.size, described=bool(table.group_tasks))
+    check_end_work(table, rows)
     return rows
 
 
@@ -322,6 +325,11 @@ def free_columns(table: TableState, request: FreeColumns, session: int, now: flo
     at = table.rows.places(rows)
     if not fields:
         raise UsageError("free_columns without fields frees nothing; name at least one, or delete the rows")
+    check_work(
+        f"the end of {counted(len(fields), 'field')} of {rows.size:,} rows",
+        rows.size,
+        (ROW_NS + VALUE_NS * len(fields)) * rows.size,
+    )
     for name in fields:
         if name not in table.rows.fields:
             raise table.rows.unknown_field(name)

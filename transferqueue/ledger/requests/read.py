@@ -13,10 +13,12 @@ from transferqueue.ledger.requests.reply_rows import await_bytes, complete_field
 from transferqueue.ledger.rows.arrays import IntArray, agreed, decode_rows, numbered, run_of
 from transferqueue.ledger.rows.pages import DROPPED
 from transferqueue.ledger.rules.column_ends import why_freed
+from transferqueue.ledger.rules.work import read_ns
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.predicates import check_where, matches
-from transferqueue.limits import ROWS_PER_REQUEST_MAX
+from transferqueue.limits import check_work
 from transferqueue.policies import Predicate
+from transferqueue.text import counted
 from transferqueue.wire.messages import Cursor, CursorValue, Find, Found, ReadRequest, ReadRows
 
 
@@ -41,6 +43,12 @@ def read(table: TableState, request: ReadRequest, session: int, now: float) -> R
     else:
         fields = list(dict.fromkeys(request.fields))
         _check_complete(table, rows, at, fields, now)
+    check_work(
+        f"a read of {counted(rows.size, 'row')} with {counted(len(fields), 'field')}",
+        rows.size,
+        read_ns(table, len(fields)) * rows.size,
+        "read at most {rows} at a time: by their ids, or with a limit, and fewer fields",
+    )
     if table.core.blocks.cold is not None and (waits := await_bytes(table, at, fields)) is not None:
         return waits
     content, blocks = describe_rows(table, rows, run_of(at), fields)
@@ -63,7 +71,6 @@ def _named(table: TableState, request: ReadRequest) -> IntArray:
 
 
 def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray:
-    most = min(limit or ROWS_PER_REQUEST_MAX, ROWS_PER_REQUEST_MAX)
     chosen: list[IntArray] = []
     count = 0
     for page in table.rows.pages.pages():
@@ -72,9 +79,10 @@ def _scan(table: TableState, where: Sequence[Predicate], limit: int) -> IntArray
         good = (table.rows.pages.fate.a[at] != DROPPED) & matches(table.rows, where, rows, at)
         chosen.append(rows[good])
         count += chosen[-1].size
-        if count >= most:
+        if limit and count >= limit:
             break
-    return np.concatenate(chosen)[:most] if chosen else np.empty(0, np.int64)
+    found = np.concatenate(chosen) if chosen else np.empty(0, np.int64)
+    return found[:limit] if limit else found
 
 
 def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Sequence[str], now: float) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -111,9 +111,34 @@ def tally_in_order(values: IntArray) -> list[tuple[int, int]]:
         return []
     if are_equal(values):
         return [(int(values[0]), values.size)]
+    if ascends(values):
+        starts, times = runs_of(values)
+        return list(zip(values[starts].tolist(), times.tolist(), strict=True))
     distinct, at, times = np.unique(values, return_index=True, return_counts=True)
     order = np.argsort(at)
     return list(zip(distinct[order].tolist(), times[order].tolist(), strict=True))
+
+
+def ascends(values: IntArray) -> bool:
+    """Whether no value is less than the one before it, as in the groups of most puts."""
+    return bool((values[1:] >= values[:-1]).all())
+
+
+def runs_of(values: AnyArray) -> tuple[IntArray, IntArray]:
+    """Where each run of equal values begins, and how long it is. There is at least one value."""
+    starts = np.flatnonzero(np.concatenate([[True], values[1:] != values[:-1]]))
+    return starts, np.diff(starts, append=values.size)
+
+
+def by_value(values: AnyArray) -> Iterator[tuple[int, IntArray]]:
+    """Each distinct value, ascending, with the positions that have it, ascending."""
+    if not values.size:
+        return
+    order = np.argsort(values, kind="stable")
+    starts, counts = runs_of(values[order])
+    for start, count in zip(starts.tolist(), counts.tolist(), strict=True):
+        positions = order[start : start + count]
+        yield values.item(positions.item(0)), positions
 
 
 def tally(values: IntArray) -> list[tuple[int, int]]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from transferqueue.errors import UsageError
 from transferqueue.ledger.rows.arrays import AnyArray, decode
-from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, TAGS_PER_REQUEST_MAX, check_rows
-from transferqueue.policies import Tags, check_tags
+from transferqueue.limits import ROWS_PER_REQUEST_MAX, TAGS_MAX, check_names, check_rows
+from transferqueue.policies import Tags
 from transferqueue.text import counted
 from transferqueue.wire.messages import RowFacts
 
@@ -73,7 +73,7 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     """Return `facts` as arrays of `rows` values; `UsageError` if a value is not valid."""
     if facts == NO_FACTS_GIVEN:
         return NO_FACTS
-    if facts.keys is not None or facts.tags is not None or facts.group_id is not None:
+    if facts.keys is not None or facts.tags is not None:
         check_rows(rows, described=True)
     numbers: dict[str, AnyArray] = {}
     for name, dtype in DTYPES.items():
@@ -90,7 +90,7 @@ def check_facts(facts: RowFacts, rows: int) -> CheckedFacts:
     if keys is not None:
         _check_keys(keys)
     if tags is not None:
-        check_tags_of_rows(tags)
+        _check_tags(tags)
     return CheckedFacts(numbers, keys, tags)
 
 
@@ -138,18 +138,9 @@ def _check_keys(keys: list[str]) -> None:
         raise UsageError(f"key {twice!r} is given twice in one request; a key names one row")
 
 
-def check_tags_of_rows(tags: list[Tags]) -> None:
-    """Raise `UsageError` if an entry cannot be the tags of a row."""
-    count, known = 0, set[str]()
-    for row_tags in tags:
-        count += len(row_tags)
-        if len(row_tags) > TAGS_MAX:
-            raise UsageError(f"a row has {len(row_tags)} tags; at most {TAGS_MAX}: use a column")
-        if not row_tags.keys() <= known:
-            check_tags(row_tags)
-            known.update(row_tags)
-    if count > TAGS_PER_REQUEST_MAX:
-        raise UsageError(
-            f"{counted(len(tags), 'row')} of one request have {count:,} tags; at most {TAGS_PER_REQUEST_MAX:,}: send fewer rows at a time, or use "
-            "columns"
-        )
+def _check_tags(tags: list[Tags]) -> None:
+    """As `policies.check_tags` of each, but for the values: the message has bounds for those."""
+    most = max(map(len, tags), default=0)
+    if most > TAGS_MAX:
+        raise UsageError(f"a row has {most} tags; at most {TAGS_MAX}: use a column")
+    check_names("tag", list(set[str]().union(*tags)))

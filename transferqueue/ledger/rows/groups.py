@@ -10,10 +10,13 @@ either a group id (>= 0), or names its only row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import chain
+
 import numpy as np
 
 from transferqueue.errors import Impossible, UsageError
-from transferqueue.ledger.rows.arrays import AnyArray, Index, IntArray, tally_in_order
+from transferqueue.ledger.rows.arrays import NO_ROWS, AnyArray, Index, IntArray, runs_of, tally_in_order
 from transferqueue.ledger.rows.row_state import RowStore
 from transferqueue.text import counted
 
@@ -69,6 +72,12 @@ class GroupIndex:
         """Live rows of the unit."""
         return list(self._by_id[unit].rows) if unit >= 0 else [-2 - unit]
 
+    def members_of(self, units: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Live rows of some units, unit by unit, and how many each has."""
+        by_id = self._by_id
+        members = [by_id[unit].rows if unit >= 0 else (-2 - unit,) for unit in units]
+        return list(chain.from_iterable(members)), list(map(len, members))
+
     def units(self, rows: IntArray, at: IntArray | slice) -> IntArray:
         """Unit id of each row."""
         ids: IntArray = self._rows.group_id.a[at]
@@ -89,6 +98,21 @@ class GroupIndex:
 
     def check_put(self, table: str, ids: AnyArray, sizes: AnyArray, rows_max: int) -> None:
         """Raise unless rows of these groups may be put."""
+        if not self._are_new_and_fit(ids, sizes, rows_max):
+            self._check_each(table, ids, sizes, rows_max)
+
+    def _are_new_and_fit(self, ids: AnyArray, sizes: AnyArray, rows_max: int) -> bool:
+        """Whether none of these groups is known, and `_check_each` finds nothing wrong: it takes a hundred times as long."""
+        numbers, starts, counts, order = _by_group(ids)
+        declared = sizes[order][starts]
+        return bool(
+            self._by_id.keys().isdisjoint(numbers)
+            and (np.repeat(declared, counts) == sizes[order]).all()
+            and (counts <= declared).all()
+            and (declared <= rows_max).all()
+        )
+
+    def _check_each(self, table: str, ids: AnyArray, sizes: AnyArray, rows_max: int) -> None:
         pairs, counts = np.unique(np.stack([ids, sizes.astype(np.int64)]), axis=1, return_counts=True)
         seen: dict[int, int] = {}
         for number, size, count in zip(*pairs.tolist(), counts.tolist(), strict=True):
@@ -115,16 +139,18 @@ class GroupIndex:
 
     def add(self, rows: IntArray, ids: AnyArray, sizes: AnyArray) -> None:
         """Add rows that `check_put` accepted."""
-        for row, number, size in zip(rows.tolist(), ids.tolist(), sizes.tolist(), strict=True):
-            if number < 0:
-                continue
+        numbers, starts, counts, order = _by_group(ids)
+        members = rows[order].tolist()
+        declared = sizes[order][starts].tolist()
+        for number, start, count, size in zip(numbers, starts.tolist(), counts.tolist(), declared, strict=True):
             group = self._by_id.get(number)
             if group is None:
                 group = self._by_id[number] = GroupState(number, size)
                 self._sizes[size] = self._sizes.get(size, 0) + 1
-            group.rows[row] = None
-            group.present += 1
-            self.members_live += 1
+            for row in members[start : start + count]:
+                group.rows[row] = None
+            group.present += count
+        self.members_live += len(members)
 
     # ------------------------------------------------------------ rows out
 
@@ -132,16 +158,19 @@ class GroupIndex:
         """Remove rows that got a fate. Returns the units that have no live row left."""
         ids: IntArray = self._rows.group_id.a[at]
         gone: list[int] = (-2 - rows[ids < 0]).tolist()
-        for row, number in zip(rows.tolist(), ids.tolist(), strict=True):
-            if number < 0:
-                continue
+        numbers, starts, counts, order = _by_group(ids)
+        members = rows[order].tolist()
+        self.members_live -= len(members)
+        for number, start, count in zip(numbers, starts.tolist(), counts.tolist(), strict=True):
             group = self._by_id[number]
-            del group.rows[row]
-            self.members_live -= 1
-            group.present -= dropped
-            if not group.rows:
+            if len(group.rows) == count:
+                group.rows.clear()
                 self._forget(group)
                 gone.append(number)
+                continue
+            for row in members[start : start + count]:
+                del group.rows[row]
+            group.present -= count if dropped else 0
         return gone
 
     def _forget(self, group: GroupState) -> None:
@@ -153,3 +182,14 @@ class GroupIndex:
     def counts(self, units: IntArray) -> list[tuple[int, int]]:
         """(unit, number of its rows) for the units of some rows, in the order in which they first appear."""
         return tally_in_order(units)
+
+
+def _by_group(ids: AnyArray) -> tuple[list[int], IntArray, IntArray, IntArray]:
+    """The groups of some rows, ascending; where the rows of each begin in `order` and how many there are; and the positions of the rows that have
+    a group, group by group, each group in the order of the rows."""
+    order = np.argsort(ids, kind="stable")
+    order = order[int(np.searchsorted(ids[order], 0)) :]
+    if not order.size:
+        return [], NO_ROWS, NO_ROWS, order
+    starts, counts = runs_of(ids[order])
+    return ids[order[starts]].tolist(), starts, counts, order

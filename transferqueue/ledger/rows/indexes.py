@@ -12,7 +12,7 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import NO_ROWS, BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.rows.pages import LIVE, StateColumn
 from transferqueue.ledger.rows.row_state import RowStore
 
@@ -36,14 +36,14 @@ class VersionIndex:
 
     def file(self, rows: IntArray, versions: IntArray) -> None:
         """Add rows that got these versions. Rows without a version (-1) are never stale."""
-        for version, count in tally(versions):
+        for version, positions in by_value(versions):
             if version < 0:
                 continue
             if version not in self._filed:
                 self._filed[version] = []
                 heapq.heappush(self._versions, version)
-            self._filed[version].append(rows if count == rows.size else rows[versions == version])
-            self._size += count
+            self._filed[version].append(rows if positions.size == rows.size else rows[positions])
+            self._size += positions.size
         if self._size > 2 * self._rows.pages.resident + SLACK:
             self._compact()
 

@@ -74,6 +74,8 @@ class RowStore:
         self.keys: dict[int, str] = {}
         self.row_of_key: dict[str, int] = {}
         self.tags: dict[int, Tags] = {}
+        self.tags_most = 0
+        """The most tags that a row was given since no row had any."""
 
     # ------------------------------------------------------------ fields
 
@@ -245,11 +247,8 @@ class RowStore:
             self.set_fact(name, at, values)
         if facts.keys is not None:
             self._name(rows.tolist(), facts.keys)
-        for row, tags in zip(rows.tolist(), facts.tags or (), strict=False):
-            if tags:
-                self.tags[row] = tags
-            else:
-                self.tags.pop(row, None)
+        if facts.tags is not None:
+            self._tag(rows.tolist(), facts.tags)
 
     def set_fact(self, name: str, at: Index, values: AnyArray) -> None:
         """Write one numeric fact of rows at positions `at`."""
@@ -272,6 +271,17 @@ class RowStore:
     def _unname(self, rows: list[int]) -> None:
         for row in self.keys.keys() & rows:
             del self.row_of_key[self.keys.pop(row)]
+
+    def _tag(self, rows: list[int], tags: list[Tags]) -> None:
+        if not self.tags:
+            self.tags_most = 0
+        self.tags_most = max(self.tags_most, max(map(len, tags), default=0))
+        given = dict(zip(rows, tags, strict=True))
+        if not all(tags):
+            for row in [row for row, of_row in given.items() if not of_row]:
+                del given[row]
+                self.tags.pop(row, None)
+        self.tags |= given
 
     def set_inline(self, name: str, at: Index, values: AnyArray) -> None:
         """Write the values of an inline field."""

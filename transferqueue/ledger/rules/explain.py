@@ -277,7 +277,7 @@ def _forming(table: TableState, task: GroupTaskState) -> list[str]:
     forming = [group for group in task.forming.values() if group.state == FORMING and group.ready]
     lines = []
     for group in forming[:GROUPS_SHOWN]:
-        pending, ready = task.missing(group.unit)
+        (pending,), ready = task.pending([group.unit]), group.ready
         size = table.groups.size_of(group.unit)
         known = table.groups.get(group.unit)
         absent = size - (known.present if known else 1)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from transferqueue.ledger.effects import LeaseEnded
-from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, tally
+from transferqueue.ledger.rows.arrays import BoolArray, Index, IntArray, by_value
 from transferqueue.ledger.rows.column_places import Retired
 from transferqueue.ledger.rows.commit import unused
 from transferqueue.ledger.rows.dropped import SpentRow
@@ -128,9 +128,9 @@ def lose_leases(table: TableState, task: TaskState, rows: IntArray, at: IntArray
     if not lost.size:
         return lost
     holds = task.hold.a[at[leased]]
-    for number, _ in tally(holds):
+    for number, positions in by_value(holds):
         lease = table.core.leases.by_id[number]
-        lease.remove(lost[holds == number])
+        lease.remove(lost[positions])
         if lease.holders and not lease.left:
             end_lease(table, lease, why, by_holder=False)
     return lost

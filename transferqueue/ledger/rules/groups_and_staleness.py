@@ -42,13 +42,20 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
         for task in group_tasks:
             _drop_late_members(table, task, now)
         if table.to_drop:
-            rows, reason = table.to_drop.pop(0)
-            drop_rows(table, rows, reason, now)
+            drop_rows(table, *_next_to_drop(table), now)
             continue
         unsettled = [task for task in group_tasks if task.changed]
         if not unsettled:
             return
         _resolve_groups(table, unsettled[0], now)
+
+
+def _next_to_drop(table: TableState) -> tuple[IntArray, str]:
+    """The rows that will be dropped first, and all others with their reason: a drop for each of thousands of groups takes long."""
+    reason = table.to_drop[0][1]
+    chosen = [rows for rows, why in table.to_drop if why == reason]
+    table.to_drop[:] = [left for left in table.to_drop if left[1] != reason]
+    return (chosen[0] if len(chosen) == 1 else np.unique(np.concatenate(chosen))), reason
 
 
 # ---------------------------------------------------------------- groups
@@ -71,47 +78,62 @@ def _drop_late_members(table: TableState, task: GroupTaskState, now: float) -> N
 def _resolve_groups(table: TableState, task: GroupTaskState, now: float) -> None:
     changed = [group for unit in task.changed if (group := task.forming.get(unit)) and group.state == FORMING]
     task.changed.clear()
-    whole = []
+    whole, incomplete = [], []
     for group in changed:
         if group.ready == table.groups.size_of(group.unit):
             group.lost, group.late = 0, False
             whole.append(group.unit)
         elif group.lost or group.late or table.sealed:
-            _apply_incomplete_policy(table, task, group, now)
+            incomplete.append(group)
+    if incomplete:
+        _apply_incomplete_policy(table, task, incomplete, now)
     if whole:
         task.enqueue(whole)
         table.wake_task(task.task.name)
 
 
-def _apply_incomplete_policy(table: TableState, task: GroupTaskState, group: FormingGroup, now: float) -> None:
+def _apply_incomplete_policy(table: TableState, task: GroupTaskState, groups: list[FormingGroup], now: float) -> None:
     rule = task.rule.incomplete
-    pending, ready = task.missing(group.unit)
-    if isinstance(rule, DeliverPartial):
-        _deliver_or_drop(table, task, group, pending, ready)
-        task.start_deadline(group, now)
-    elif isinstance(rule, Refill) and not table.sealed:
-        _refill(table, task, group, now)
-    elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (group.lost or group.late)):
-        mark_group_to_drop(table, group.unit)
+    partial: list[int] = []
+    ended: list[int] = []
+    for group, pending in zip(groups, task.pending([group.unit for group in groups]), strict=True):
+        if isinstance(rule, DeliverPartial):
+            if not _can_suffice(table, task, group, pending):
+                ended.append(group.unit)
+            elif group.late or not (pending or _to_come(table, group)):
+                partial.append(group.unit)
+                continue
+            task.start_deadline(group, now)
+        elif isinstance(rule, Refill) and not table.sealed:
+            _refill(table, task, group, now)
+        elif (table.sealed and not pending) or (not isinstance(rule, Refill) and (group.lost or group.late)):
+            ended.append(group.unit)
+    if ended:
+        mark_groups_to_drop(table, ended)
+    if partial:
+        _queue_groups(table, task, partial)
 
 
-def _deliver_or_drop(table: TableState, task: GroupTaskState, forming: FormingGroup, pending: int, ready: int) -> None:
-    size = table.groups.size_of(forming.unit)
-    least = task.rule.min_size or size
+def _can_suffice(table: TableState, task: GroupTaskState, forming: FormingGroup, pending: int) -> bool:
+    """Whether the group can still reach its least size."""
+    least = task.rule.min_size or table.groups.size_of(forming.unit)
+    reach = forming.ready if forming.late else forming.ready + pending + _to_come(table, forming)
+    return reach >= least
+
+
+def _to_come(table: TableState, forming: FormingGroup) -> int:
+    """How many members may still be put."""
     group = table.groups.get(forming.unit)
-    to_come = 0 if group is None or forming.late or table.sealed else max(0, size - group.present - forming.lost)
-    reach = ready if forming.late else ready + pending + to_come
-    if reach < least:
-        mark_group_to_drop(table, forming.unit)
-    elif forming.late or not (pending or to_come):
-        _queue_group(table, task, forming)
+    if group is None or forming.late or table.sealed:
+        return 0
+    return max(0, group.size - group.present - forming.lost)
 
 
-def _queue_group(table: TableState, task: GroupTaskState, group: FormingGroup) -> None:
-    """Queue the ready members of a group as one unit, and drop the others."""
-    rows = np.array(table.groups.members(group.unit), np.int64)
+def _queue_groups(table: TableState, task: GroupTaskState, units: list[int]) -> None:
+    """Queue the ready members of each group as one unit, and drop the others."""
+    rows = np.array(table.groups.members_of(units)[0], np.int64)
     waiting = task.to_come(table.rows.pages.index(rows))
-    task.enqueue([group.unit])
+    task.enqueue(units)
     table.wake_task(task.task.name)
     if waiting.any():
         # Withdraw them first. Otherwise their drop would make the group incomplete again.
@@ -144,9 +166,9 @@ def _end_other_leases(table: TableState, but: TaskState, rows: IntArray, now: fl
             return_rows(table, task, lost, failed=False, now=now)
 
 
-def mark_group_to_drop(table: TableState, unit: int) -> None:
-    """Mark all members of a group to be dropped."""
-    table.to_drop.append((np.array(table.groups.members(unit), np.int64), INCOMPLETE))
+def mark_groups_to_drop(table: TableState, units: list[int]) -> None:
+    """Mark all members of groups to be dropped."""
+    table.to_drop.append((np.array(table.groups.members_of(units)[0], np.int64), INCOMPLETE))
 
 
 def return_rows(

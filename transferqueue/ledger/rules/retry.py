@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from transferqueue.ledger.rows.arrays import IntArray, tally
+from transferqueue.ledger.rows.arrays import IntArray, by_value
 from transferqueue.ledger.rows.dropped import LastFailure
 from transferqueue.ledger.table import TableState
 from transferqueue.ledger.tasks.leases import LeaseState
@@ -45,8 +45,7 @@ def postpone_failed(table: TableState, task: TaskState, rows: IntArray, at: IntA
     task.attempts.a[at] += counts
     failures = task.attempts.a[at]
     if task.circuit.opened is None:
-        for number, _ in tally(failures):
-            chosen = failures == number
+        for number, chosen in by_value(failures):
             task.postpone(rows[chosen], at[chosen], now + task.task.retry.wait_s(number))
     else:
         task.postpone(rows, at, None)

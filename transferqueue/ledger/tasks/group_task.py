@@ -92,7 +92,8 @@ class GroupTaskState(TaskState):
 
     def _over(self, rows: IntArray, at: Index) -> BoolArray:
         units = self.groups.units(rows, at)
-        over = {unit for unit, _ in self.groups.counts(units) if self._state(unit) == OVER}
+        known = self.forming.keys() & units.tolist()  # of most puts none is
+        over = {unit for unit in known if self.forming[unit].state == OVER}
         return np.isin(units, list(over)) if over else np.zeros(rows.size, np.bool_)
 
     def mark_absent(self, rows: IntArray, at: IntArray) -> None:
@@ -105,15 +106,13 @@ class GroupTaskState(TaskState):
         """Mark pending members as complete, and note that their groups changed."""
         self.move(at, rows.size, PENDING, WAITING_FOR_GROUP)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
-            self._add_ready_members(unit, count, now)
-
-    def _add_ready_members(self, unit: int, count: int, now: float) -> None:
-        group = self.forming.get(unit)
-        if group is None:
-            group = self.forming[unit] = FormingGroup(self, unit)
-        group.ready += count
-        self.start_deadline(group, now)
-        self.changed[unit] = None
+            group = self.forming.get(unit)
+            if group is None:
+                group = self.forming[unit] = FormingGroup(self, unit)
+            group.ready += count
+            self.changed[unit] = None
+            if self.rule.deadline_s:
+                self.start_deadline(group, now)
 
     def start_deadline(self, group: FormingGroup, now: float) -> None:
         """Start the deadline of a group that has ready members and no deadline yet."""
@@ -151,13 +150,14 @@ class GroupTaskState(TaskState):
     def finish(self, rows: IntArray, at: Index, before: int = LEASED) -> None:
         """Mark leased (or acked) groups as done."""
         super().finish(rows, at, before)
-        for unit, _ in self.groups.counts(self.groups.units(rows, at)):
+        units = [unit for unit, _ in self.groups.counts(self.groups.units(rows, at))]
+        for unit in units:
             self.close(unit)
-            self._mark_latecomers_absent(unit)
+        self._mark_latecomers_absent(units)
 
-    def _mark_latecomers_absent(self, unit: int) -> None:
+    def _mark_latecomers_absent(self, units: Sequence[int]) -> None:
         """Mark members as absent that arrived while the others were leased."""
-        rows = np.array(self.groups.members(unit), np.int64)
+        rows = np.array(self.groups.members_of(units)[0], np.int64)
         at = self.rows.pages.index(rows)
         late = self.state.a[at] < READY
         if late.any():
@@ -254,8 +254,8 @@ class GroupTaskState(TaskState):
         for unit in units:
             group = self.forming[unit]
             group.state, group.deadline = QUEUED, None
-            self._queued += 1
-        at = self.rows.pages.index(np.array([row for unit in units for row in self.groups.members(unit)], np.int64))
+        self._queued += len(units)
+        at = self.rows.pages.index(np.array(self.groups.members_of(units)[0], np.int64))
         at = at[self.state.a[at] == WAITING_FOR_GROUP]
         self.move(at, at.size, WAITING_FOR_GROUP, READY)
         self._enqueue_units(units)
@@ -276,9 +276,7 @@ class GroupTaskState(TaskState):
         self.push(in_order(entries))
 
     def _queued_members(self, units: list[int]) -> tuple[IntArray, IntArray]:
-        members = [self.groups.members(unit) for unit in units]
-        rows = np.array([row for group in members for row in group], np.int64)
-        sizes = np.array([len(group) for group in members], np.int64)
+        rows, sizes = (np.array(each, np.int64) for each in self.groups.members_of(units))
         good: BoolArray = self.state.a[self.rows.pages.index(rows)] == READY
         if good.all():
             return rows, sizes
@@ -326,7 +324,7 @@ class GroupTaskState(TaskState):
         """Rows of queued groups, group by group, and the number of rows of each."""
         return self._queued_members(units.tolist())
 
-    def lease(self, rows: IntArray, at: Index, lease: int) -> None:
+    def lease(self, rows: IntArray, at: Index, lease: int | IntArray) -> None:
         """Mark queued groups as leased."""
         super().lease(rows, at, lease)
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
@@ -337,10 +335,12 @@ class GroupTaskState(TaskState):
 
     # ------------------------------------------------------------ incomplete groups
 
-    def missing(self, unit: int) -> tuple[int, int]:
-        """Of a forming group: the number of members that may become ready (pending, or after a failure), and of ready ones."""
-        at = self.rows.pages.index(np.array(self.groups.members(unit), np.int64))
-        return int(self.to_come(at).sum()), self.forming[unit].ready
+    def pending(self, units: Sequence[int]) -> list[int]:
+        """Of each known group, the number of members that may become ready (pending, or after a failure)."""
+        rows, sizes = (np.array(each, np.int64) for each in self.groups.members_of(units))
+        to_come = self.to_come(self.rows.pages.index(rows)).astype(np.int64)
+        summed: list[int] = np.add.reduceat(to_come, np.cumsum(sizes) - sizes).tolist()
+        return summed
 
     def to_come(self, at: IntArray) -> BoolArray:
         """Which members are pending, or wait after a failure."""

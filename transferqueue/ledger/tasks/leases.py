@@ -122,8 +122,8 @@ class LeaseState:
         self._sorter = None
 
     def remove(self, rows: IntArray) -> None:
-        """Remove rows without a call of the holder."""
-        self.held[self._find(rows)] = False
+        """Remove rows without a call of the holder. They are of this lease, each once."""
+        self.held[slice(None) if rows.size == self.rows.size else self._find(rows)] = False
 
 
 class LeaseTable:

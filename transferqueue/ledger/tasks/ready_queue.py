@@ -54,7 +54,13 @@ def in_order(entries: Entries) -> Entries:
     keys = entries[KEY]
     if (keys[1:] > keys[:-1]).all():  # as the rows of a put under `PutOrder`: a sort of 200,000 takes milliseconds
         return entries
-    return entries[:, np.lexsort((entries[ORDER], entries[KEY]))]
+    by_key = entries.take(
+        np.argsort(keys, kind="stable"), axis=1
+    )  # of sorted runs, one after another, it is a merge: a tenth of the time
+    keys, orders = by_key[KEY], by_key[ORDER]
+    if not ((keys[1:] == keys[:-1]) & (orders[1:] < orders[:-1])).any():
+        return by_key
+    return entries.take(np.lexsort((entries[ORDER], entries[KEY])), axis=1)
 
 
 def _before(left: Entries, right: Entries) -> bool:
@@ -300,9 +306,9 @@ class ReadyQueue:
         """Every alive entry, in order."""
         if not self.size:
             return _NONE
-        entries = in_order(np.concatenate([run.entries() for run in self._all_runs()], axis=1))
+        entries = np.concatenate([run.entries() for run in self._all_runs()], axis=1)
         alive = self._alive(entries[UNIT], entries[STAMP])
-        return entries if alive is None else entries[:, alive]
+        return in_order(entries if alive is None else entries.take(np.flatnonzero(alive), axis=1))
 
     @property
     def size(self) -> int:

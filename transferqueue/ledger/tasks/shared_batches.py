@@ -31,6 +31,11 @@ class SharedBatch:
     shares: list[int]
     claimed: dict[tuple[int, int], None] = field(default_factory=dict)
 
+    def rank_of(self, lease: int) -> int | None:
+        """The rank whose share the lease is; None if it is of another batch. Shares are opened one after another, so their numbers are too."""
+        rank = lease - self.shares[0]
+        return rank if 0 <= rank < len(self.shares) else None
+
 
 def terms_of(request: LeaseRequest) -> tuple[object, ...]:
     """The terms that must be equal in the requests of all ranks."""
@@ -80,9 +85,8 @@ class SharedBatches:
     def share_ended(self, lease: int) -> None:
         """Record that a share has ended, so that no replica can claim it any more."""
         for number, batch in list(self.batches.items()):
-            if lease not in batch.shares:
+            if (rank := batch.rank_of(lease)) is None:
                 continue
-            rank = batch.shares.index(lease)
             batch.claimed.update({(rank, replica): None for replica in range(self.replicas)})
             if len(batch.claimed) == self.world * self.replicas:
                 del self.batches[number]
@@ -90,7 +94,7 @@ class SharedBatches:
     def break_up(self, lease: int) -> list[int]:
         """Remove the batch of a share that ended early. Returns its unclaimed shares."""
         for number, batch in list(self.batches.items()):
-            if lease in batch.shares:
+            if batch.rank_of(lease) is not None:
                 del self.batches[number]
                 claimed = {rank for rank, _ in batch.claimed}
                 return [share for rank, share in enumerate(batch.shares) if rank not in claimed and share != lease]
@@ -116,10 +120,12 @@ def shares(weights: IntArray, world: int, *, equal_counts: bool) -> list[IntArra
     loads = [(0, rank) for rank in range(world) if room[rank]]
     ranked = weights.tolist()
     for position in np.argsort(-weights, kind="stable").tolist():
-        load, rank = heapq.heappop(loads)
+        load, rank = loads[0]
         taken[rank].append(position)
         if len(taken[rank]) < room[rank]:
-            heapq.heappush(loads, (load + ranked[position], rank))
+            heapq.heapreplace(loads, (load + ranked[position], rank))
+        else:
+            heapq.heappop(loads)
     return [np.array(sorted(positions), np.int64) for positions in taken]
 
 

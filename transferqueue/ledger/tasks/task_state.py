@@ -322,8 +322,8 @@ class TaskState:
         """Rows of ready units, and the number of rows of each."""
         return units, np.ones(units.size, np.int64)
 
-    def lease(self, rows: IntArray, at: Index, lease: int) -> None:
-        """Mark ready rows, of whole units, as leased."""
+    def lease(self, rows: IntArray, at: Index, lease: int | IntArray) -> None:
+        """Mark ready rows, of whole units, as leased. lease: its number, or that of each row."""
         self.counters.given += rows.size
         self.move(at, rows.size, READY, LEASED)
         self.hold.a[at] = lease

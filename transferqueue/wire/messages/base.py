@@ -8,6 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from transferqueue.limits import (
+    BLOCK_ROWS_MAX,
     FIELDS_MAX,
     ITEMS_MAX,
     KEY_CHARS_MAX,
@@ -15,7 +16,7 @@ from transferqueue.limits import (
     PID_MAX,
     PREDICATES_MAX,
     ROWS_DESCRIBED_MAX,
-    ROWS_PER_REQUEST_MAX,
+    TAG_CHARS_MAX,
     TAGS_MAX,
     TASKS_MAX,
     TEXT_CHARS_MAX,
@@ -32,13 +33,10 @@ Name = Annotated[str, Meta(max_length=128)]
 Text = Annotated[str, Meta(max_length=TEXT_CHARS_MAX)]
 Key = Annotated[str, Meta(max_length=KEY_CHARS_MAX)]
 WireTags = Annotated[
-    dict[
-        Annotated[str, Meta(max_length=TEXT_CHARS_MAX)],
-        Annotated[str, Meta(max_length=TEXT_CHARS_MAX)] | int | float | bool,
-    ],
+    dict[str, Annotated[str, Meta(max_length=TAG_CHARS_MAX)] | int | float | bool],
     Meta(max_length=TAGS_MAX + 1),
 ]
-"""Tags of a row. The ledger's own bound is lower by one, and says so."""
+"""Tags of a row. The ledger's own bound is lower by one, and says so, and it checks the names: bounds here would double the time of decoding."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -61,10 +59,10 @@ Names = Annotated[list[Name], Meta(max_length=ITEMS_MAX)]
 Counts = Annotated[list[Count], Meta(max_length=ITEMS_MAX)]
 Tasks = Annotated[list[Task], Meta(max_length=2 * TASKS_MAX)]
 Where = Annotated[list[Predicate], Meta(max_length=2 * PREDICATES_MAX)]
-Keys = Annotated[list[Key], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+Keys = Annotated[list[Key], Meta(max_length=ROWS_DESCRIBED_MAX + 1)]
 RowTags = Annotated[list[WireTags], Meta(max_length=ROWS_DESCRIBED_MAX + 1)]
 """Of the rows of a request. The ledger's own bound is lower by one, and says so."""
-ReplyTags = Annotated[list[WireTags], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+ReplyTags = Annotated[list[WireTags], Meta(max_length=BLOCK_ROWS_MAX)]
 
 
 @dataclass_transform(frozen_default=True)

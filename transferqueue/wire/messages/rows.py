@@ -6,7 +6,14 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import DROPPED_ROWS_MAX, FIELDS_MAX, ITEMS_MAX, REQUEST_BYTES_MAX, ROWS_PER_REQUEST_MAX
+from transferqueue.limits import (
+    BLOCK_ROWS_MAX,
+    DROPPED_ROWS_MAX,
+    FIELDS_MAX,
+    ITEMS_MAX,
+    REQUEST_BYTES_MAX,
+    ROWS_PER_REQUEST_MAX,
+)
 from transferqueue.wire.messages.base import (
     F64,
     I32,
@@ -85,7 +92,7 @@ class ReplyColumns(Message, tag="Part"):
     (`short.ascending`)."""
 
     fields: Names
-    blocks: Annotated[list[BlockLocation], Meta(max_length=ROWS_PER_REQUEST_MAX)]
+    blocks: Annotated[list[BlockLocation], Meta(max_length=BLOCK_ROWS_MAX)]
     block_of_row: I32
     slot_of_row: I32
 
@@ -107,7 +114,7 @@ class ReplyRows(Message, tag="Content"):
     ordinal: I64
     tokens: I64
     priority: F64
-    keys: Annotated[list[Text], Meta(max_length=ROWS_PER_REQUEST_MAX)] | None
+    keys: Annotated[list[Text], Meta(max_length=BLOCK_ROWS_MAX)] | None
     tags: ReplyTags | None
     inline: Annotated[list[Inline], Meta(max_length=ITEMS_MAX)]
     parts: Annotated[list[ReplyColumns], Meta(max_length=ITEMS_MAX)]
