@@ -7,6 +7,7 @@ a server carries out, as large as they may be. Each is handed to a coordinator, 
 from __future__ import annotations
 
 import gc
+import re
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -30,13 +31,12 @@ from transferqueue.limits import (
     SPANS_AWAITED_MAX,
     TAG_CHARS_MAX,
     TAGS_MAX,
-    TAGS_PER_REQUEST_MAX,
     TASKS_MAX,
     TURN_S_MAX,
     UNPINNED_MAX,
     Limits,
 )
-from transferqueue.policies import Complete, Task, TokenBalanced
+from transferqueue.policies import Complete, DeliverPartial, DropGroup, Pacing, Priority, Refill, Task, TokenBalanced
 from transferqueue.schema import Field
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.transport.control.zeromq import KeyedPeer
@@ -51,10 +51,13 @@ WIDE: Final = FIELDS_MAX // 4
 """Inline fields of a wide table. Each page of one takes memory for 4,096 rows of all of them, which alone takes 40 ms for `FIELDS_MAX`."""
 PUBLISH_S_MAX: Final = 0.25
 """Of a publication of weights alone, at `PUBLISH_BYTES_MAX`: see there."""
+LATE_S: Final = 3 * TURN_S_MAX
+"""A turn above it fails a test: beside other work, all turns take two to three times as long. What the tests look for takes ten times as long."""
 TRIES: Final = 4
 """A turn that took too long is repeated, and its shortest time counts: a machine that does other work makes all times longer."""
 _INTEGERS: Final = (-(1 << 63), -1, 0, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _ONE_BYTE_HEADS: Final = (b"\x91", b"\x81\xa0")
+Ask = Callable[[m.Request], Any]
 
 # ---------------------------------------------------------------- frames by their types
 
@@ -122,7 +125,7 @@ def _around(bound: int, most: int) -> list[int]:
     return sorted({min(count, most) for count in (bound - 1, bound, bound + 1)})
 
 
-# ---------------------------------------------------------------- the largest that are carried out
+# ---------------------------------------------------------------- parts of requests
 
 R: Final = Field("r", "float32")
 X: Final = Field("x", "int32", (16,))
@@ -138,67 +141,10 @@ def columns(rows: int, **facts: Any) -> m.Columns:
     return m.Columns([R], inline=[m.Inline("r", bytes(4 * rows))], facts=m.RowFacts(**facts))
 
 
-def largest(ask: Callable[[m.Request], Any]) -> None:
-    """Requests that are carried out, each as large as it may be, in tables that hold what a table holds by default."""
-    rows, few = ROWS_PER_REQUEST_MAX, ROWS_DESCRIBED_MAX
-    plain = Task("train", ["r"], attempts_max=0)
-    ask(m.CreateTable("plain", [R], [plain, Task("late", ["r", "x"])], extra_fields=True))
-    ask(m.CreateTable("balanced", [R], [Task("train", ["r"], selector=TokenBalanced(equal_counts=False))]))
-    ask(m.CreateTable("groups", [R], [Task("train", ["r"], groups=Complete(), attempts_max=0)]))
-    numbers = {name: int64s(rows) for name in ("ordinal", "policy_version", "policy_version_max", "tokens")}
-    for table in ("plain", "balanced"):
-        ask(
-            m.PutRequest(
-                table, rows, columns(rows, **numbers, priority=np.random.default_rng(1).random(rows).tobytes())
-            )
-        )
-    leased = ask(m.LeaseRequest("plain", "train", rows=rows))
-    ask(m.ReleaseRequest("plain", leased.lease, leased.token, failed=True))
-    ask(m.LeaseRequest("balanced", "train", rows=rows, world=8, rank=3))
-    leased = ask(m.LeaseRequest("plain", "train", tokens=1 << 40, at_least=1))
-    ask(m.Update("plain", leased.content.rows, m.Columns([X], [_block(ask, rows)])))
-    ask(m.ReadRequest("plain", leased.content.rows))
-    ask(m.Ack("plain", leased.lease, leased.token, leased.content.rows))
-    leased = ask(m.LeaseRequest("plain", "late", rows=rows))
-    ask(m.ReadRequest("plain"))
-    ask(m.FreeColumns("plain", leased.content.rows, ["x"], again=True))
-    ask(m.Drop("plain", leased.content.rows, "old"))
-    keys = [f"{number:0{KEY_CHARS_MAX}}" for number in range(few)]
-    ask(m.PutRequest("plain", few, columns(few, keys=keys)))
-    ask(m.Find("plain", keys))
-    ask(m.Find("plain", [f"{number}" for number in range(rows)]))
-    each = TAGS_PER_REQUEST_MAX // few
-    ask(m.PutRequest("plain", few, columns(few, tags=[{f"tag{at}": "x" * 50 for at in range(each)}] * few)))
-    wide = REQUEST_BYTES_MAX // (TAGS_MAX * (TAG_CHARS_MAX + 20))
-    ask(
-        m.PutRequest(
-            "plain", wide, columns(wide, tags=[{f"t{at}": "x" * TAG_CHARS_MAX for at in range(TAGS_MAX)}] * wide)
-        )
-    )
-    for turn in range(GROUPS_PER_REQUEST_MAX // few):
-        alone = {"group_id": int64s(few, turn * few), "group_size": np.ones(few, "<i4").tobytes()}
-        ask(m.PutRequest("groups", few, columns(few, **alone)))
-    leased = ask(m.LeaseRequest("groups", "train", groups=GROUPS_PER_REQUEST_MAX))
-    ask(m.ReleaseRequest("groups", leased.lease, leased.token))
-    leased = ask(m.LeaseRequest("groups", "train", rows=rows))
-    ask(m.ReleaseRequest("groups", leased.lease, leased.token, leased.content.rows))
-    ask(m.Drop("groups", leased.content.rows[: 8 * few], "old"))
-    ask(m.Delete("groups", leased.content.rows[8 * few :]))
-    awaited = np.arange(2 * SPANS_AWAITED_MAX).astype("<i8").tobytes()
-    ask(m.LeaseRequest("balanced", "train", rows=1, awaited=awaited))
-    ask(m.PutRequest("plain", rows, columns(rows)))
-    leases = [ask(m.LeaseRequest("plain", "train", rows=8)) for _ in range(LEASES_PER_REQUEST_MAX)]
-    ask(m.AckLeases("plain", int64s_of(lease.lease for lease in leases), int64s_of(lease.token for lease in leases)))
-    ask(m.Unpin(int64s(UNPINNED_MAX), int64s(UNPINNED_MAX, 1)))
-    fields = [Field(f"f{number}", "float32") for number in range(WIDE)]
-    names = [field.name for field in fields]
-    ask(m.CreateTable("wide", fields, [Task(f"t{at}", names[at * 4 : at * 4 + 64]) for at in range(TASKS_MAX - 1)]))
-    ask(m.AddTask("wide", Task("one", names)))
-    ask(m.CreateTable("added", limits=Limits(rows=1 << 16)))
-    ask(m.AddFields("added", fields))
-    ask(m.PutRequest("wide", 64, m.Columns(fields, inline=[m.Inline(name, bytes(4 * 64)) for name in names])))
-    for what in ("stats", "audit", "doctor", "sessions"):
-        ask(m.Observe(what))
+def _begin(tree: Any) -> str:
+    """How a request begins, for the name of its turn."""
+    parts = tree[1:3] if isinstance(tree, list) else []
+    return ", ".join(f"{part!r:.40}" for part in parts if isinstance(part, str | int))
 
 
 def int64s_of(numbers: Any) -> bytes:
@@ -206,7 +152,7 @@ def int64s_of(numbers: Any) -> bytes:
     return np.fromiter(numbers, "<i8").tobytes()
 
 
-def _block(ask: Callable[[m.Request], Any], rows: int) -> m.WrittenBlock:
+def _block(ask: Ask, rows: int) -> m.WrittenBlock:
     grant = ask(m.Grant(64 * rows))
     return m.WrittenBlock(
         grant.extent, grant.offset, 64 * rows, rows, ["x"], [0], np.arange(rows, dtype="<i4").tobytes()
@@ -263,6 +209,19 @@ class Measured:
         assert not isinstance(reply, m.Failed) or may_fail, (request, reply)
         return reply
 
+    def most(self, rows: int, make: Callable[[int], m.Request]) -> Any:
+        """The reply to a request of the admin with so many rows, or as many fewer as a refusal allows. The refusals are measured too."""
+        while True:
+            request = make(rows)
+            reply = self.send("admin", msgspec.msgpack.decode(msgspec.msgpack.encode(request)), m.tag_of(request))
+            if not isinstance(reply, m.Failed):
+                return reply
+            allowed = re.search(r"send at most ([\d,]+) ", reply.text)
+            assert allowed, reply
+            fewer = int(allowed[1].replace(",", ""))
+            assert 0 < fewer < rows, reply
+            rows = fewer
+
     def send(self, role: Role, tree: Any, what: str) -> m.Reply | None:
         """Hand the frame of a request to the coordinator, and measure the turn. A turn that is too long is repeated, if the repetition is refused
         too. Returns the answer."""
@@ -278,12 +237,185 @@ class Measured:
             self.bench.answered.clear()
             if took <= TURN_S_MAX or not isinstance(reply, m.Failed):
                 break  # what was carried out is not the same a second time
-        self.turns.append(Turn(took, what, f"{role}: {what} of {len(frame):,} bytes -> {reply!r:.200}"))
+        self.turns.append(Turn(took, what, f"{role}: {what} {_begin(tree)} of {len(frame):,} bytes -> {reply!r:.200}"))
         return reply
 
     def late(self) -> list[Turn]:
         """The turns that took too long."""
-        return [turn for turn in self.turns if turn.seconds > (PUBLISH_S_MAX if turn.of == "Publish" else TURN_S_MAX)]
+        return [turn for turn in self.turns if turn.seconds > (PUBLISH_S_MAX if turn.of == "Publish" else LATE_S)]
+
+
+# ---------------------------------------------------------------- the largest that are carried out
+
+
+def largest(measured: Measured) -> None:
+    """Requests that are carried out, each as large as it may be, in tables that hold what a table holds by default."""
+    for requests in (_plain, _described, _grouped, _incomplete, _shared, _ranked, _of_many_tasks, _wide):
+        requests(measured, measured.ask)
+        for table in measured.ask(m.ListTables()).names:
+            measured.ask(m.DropTable(table))
+    for what in ("stats", "audit", "doctor", "sessions"):
+        measured.ask(m.Observe(what))
+
+
+def _plain(measured: Measured, ask: Ask) -> None:
+    rows = ROWS_PER_REQUEST_MAX
+    ask(m.CreateTable("plain", [R], [Task("train", ["r"]), Task("late", ["r", "x"])], extra_fields=True))
+    numbers = {name: int64s(rows) for name in ("ordinal", "policy_version", "tokens")}
+    ask(m.PutRequest("plain", rows, columns(rows, **numbers)))
+    leased = ask(m.LeaseRequest("plain", "train", rows=rows))
+    ask(m.ReleaseRequest("plain", leased.lease, leased.token, failed=True))
+    measured.bench.pass_time(60.0)
+    leased = ask(m.LeaseRequest("plain", "train", tokens=1 << 40, at_least=1))
+    ask(m.Update("plain", leased.content.rows, m.Columns([X], [_block(ask, rows)])))
+    ask(m.ReadRequest("plain", leased.content.rows))
+    ask(m.Ack("plain", leased.lease, leased.token, leased.content.rows))
+    leased = ask(m.LeaseRequest("plain", "late", rows=rows))
+    ask(m.ReadRequest("plain"))
+    ask(m.FreeColumns("plain", leased.content.rows, ["x"], again=True))
+    ask(m.Drop("plain", leased.content.rows, "old"))
+    ask(m.PutRequest("plain", rows, columns(rows)))
+    leases = [ask(m.LeaseRequest("plain", "train", rows=256)) for _ in range(LEASES_PER_REQUEST_MAX)]
+    ask(m.AckLeases("plain", int64s_of(lease.lease for lease in leases), int64s_of(lease.token for lease in leases)))
+    ask(m.Unpin(int64s(UNPINNED_MAX), int64s(UNPINNED_MAX, 1)))
+
+
+def _described(measured: Measured, ask: Ask) -> None:
+    rows = ROWS_DESCRIBED_MAX
+    ask(m.CreateTable("plain", [R], [Task("train", ["r"])]))
+    keys = [f"{number:060}" for number in range(rows)]
+    ask(m.PutRequest("plain", rows, columns(rows, keys=keys)))
+    ask(m.Find("plain", keys))
+    leased = ask(m.LeaseRequest("plain", "train", rows=rows))
+    ask(m.Ack("plain", leased.lease, leased.token, leased.content.rows))
+    few = REQUEST_BYTES_MAX // (KEY_CHARS_MAX + 20)
+    ask(m.PutRequest("plain", few, columns(few, keys=[f"{number:0{KEY_CHARS_MAX}}" for number in range(few)])))
+    for tags in (1, 4, TAGS_MAX):
+        measured.most(
+            min(rows, REQUEST_BYTES_MAX // (tags * 18)),
+            lambda count, tags=tags: m.PutRequest(
+                "plain", count, columns(count, tags=[{f"tag{at}": "x" * 8 for at in range(tags)}] * count)
+            ),
+        )
+        measured.most(ROWS_PER_REQUEST_MAX, lambda count: m.LeaseRequest("plain", "train", rows=count, at_least=1))
+        ask(m.ReadRequest("plain", limit=1000))
+    wide = REQUEST_BYTES_MAX // (TAGS_MAX * (TAG_CHARS_MAX + 20))
+    tags = [{f"t{at}": "x" * TAG_CHARS_MAX for at in range(TAGS_MAX)}] * wide
+    ask(m.PutRequest("plain", wide, columns(wide, tags=tags)))
+
+
+def grouped(rows: int, size: int, first: int = 0) -> dict[str, bytes]:
+    """Facts of rows in whole groups."""
+    ids = np.repeat(np.arange(first, first + rows // size), size).astype("<i8")
+    return {"group_id": ids.tobytes(), "group_size": np.full(ids.size, size, "<i4").tobytes()}
+
+
+def _grouped(measured: Measured, ask: Ask) -> None:
+    """One step of GRPO first: 2,048 prompts with 8 answers each, as one put."""
+    rows = 1 << 14
+    ask(
+        m.CreateTable(
+            "groups", [R], [*(Task(f"t{at}", ["r"]) for at in range(3)), Task("train", ["r"], groups=Complete())]
+        )
+    )
+    keys, tags = [f"step-1/sample-{number:08}" for number in range(rows)], [{"task": "math"}] * rows
+    ask(m.PutRequest("groups", rows, columns(rows, **grouped(rows, 8), keys=keys, tags=tags)))
+    leased = ask(m.LeaseRequest("groups", "train", groups=rows // 8))
+    ask(m.ReleaseRequest("groups", leased.lease, leased.token))
+    leased = ask(m.LeaseRequest("groups", "train", rows=rows))
+    ask(m.Ack("groups", leased.lease, leased.token, leased.content.rows))
+    ask(m.CreateTable("alone", [R], [Task("train", ["r"], groups=Complete())]))
+    for size in (1, 2, 4, 64):
+        put = measured.most(
+            ROWS_PER_REQUEST_MAX // 4,
+            lambda count, size=size: m.PutRequest(
+                "alone", count // size * size, columns(count // size * size, **grouped(count, size, size << 20))
+            ),
+        )
+        leased = ask(m.LeaseRequest("alone", "train", groups=min(put.rows // size, GROUPS_PER_REQUEST_MAX)))
+        ask(m.ReleaseRequest("alone", leased.lease, leased.token))
+        leased = ask(m.LeaseRequest("alone", "train", groups=min(put.rows // size, GROUPS_PER_REQUEST_MAX)))
+        ask(m.Ack("alone", leased.lease, leased.token, leased.content.rows))
+    rows_left = ask(m.ReadRequest("alone")).content.rows
+    measured.most(len(rows_left) // 8, lambda count: m.Drop("alone", rows_left[: 8 * count], "old"))
+    measured.most(ROWS_PER_REQUEST_MAX // 4, lambda count: m.PutRequest("alone", count, columns(count)))
+
+
+def _incomplete(measured: Measured, ask: Ask) -> None:
+    """The drop of one member ends its group; the seal of a table ends all that are not whole."""
+    rows = 1 << 14
+    for number, rule in enumerate((DropGroup(), DeliverPartial(), Refill())):
+        table, least = f"part{number}", 4 if isinstance(rule, DeliverPartial) else None
+        ask(m.CreateTable(table, [R], [Task("train", ["r"], groups=Complete(incomplete=rule, min_size=least))]))
+        ask(m.PutRequest(table, rows, columns(rows, **grouped(rows, 8))))
+        measured.most(rows // 8, lambda count, table=table: m.Drop(table, int64s(count), "bad"))
+        ask(m.PutRequest(table, rows, columns(rows, **grouped(rows, 8, 1 << 20))))
+        first = np.arange(rows, 2 * rows, 8).astype("<i8").tobytes()
+        measured.most(rows // 8, lambda count, table=table, first=first: m.Drop(table, first[: 8 * count], "bad"))
+        forming = grouped(rows, 8, 1 << 30) | {"group_size": np.full(rows, 9, "<i4").tobytes()}
+        ask(m.PutRequest(table, rows, columns(rows, **forming)))
+        ask(m.Seal(table))
+
+
+def _shared(measured: Measured, ask: Ask) -> None:
+    rows = ROWS_PER_REQUEST_MAX
+    ask(m.CreateTable("shared", [R], [Task("train", ["r"], selector=TokenBalanced(equal_counts=False))]))
+    for world in (8, 512, 2048):
+        ask(m.PutRequest("shared", rows // 4, columns(rows // 4, tokens=int64s(rows // 4))))
+        measured.most(
+            rows // 4,
+            lambda count, world=world: m.LeaseRequest("shared", "train", rows=count, at_least=1, world=world),
+        )
+    awaited = np.arange(2 * SPANS_AWAITED_MAX).astype("<i8").tobytes()
+    ask(m.LeaseRequest("shared", "train", rows=1, awaited=awaited))
+
+
+def _ranked(measured: Measured, ask: Ask) -> None:
+    tasks = [Task(f"t{number}", ["r"], selector=Priority()) for number in range(4)]
+    ask(m.CreateTable("ranked", [R], tasks, pacing=Pacing("t0", batch_rows=1 << 15, max_staleness=4)))
+    chance = np.random.default_rng(1)
+    numbers = chance.random(ROWS_PER_REQUEST_MAX).astype("<f8").tobytes()
+    versions = int64s(ROWS_PER_REQUEST_MAX)
+    for _ in range(3):
+        put = measured.most(
+            ROWS_PER_REQUEST_MAX // 4,
+            lambda count: m.PutRequest(
+                "ranked", count, columns(count, priority=numbers[: 8 * count], policy_version=versions[: 8 * count])
+            ),
+        )
+        measured.most(put.rows // 2, lambda count: m.LeaseRequest("ranked", "t1", rows=count))
+        measured.most(
+            put.rows,
+            lambda count: m.Update("ranked", int64s(count), m.Columns(facts=m.RowFacts(priority=numbers[: 8 * count]))),
+        )
+
+
+def _of_many_tasks(measured: Measured, ask: Ask) -> None:
+    fields = [R, Field("y", "float32")]
+    ask(
+        m.CreateTable("many", fields, [Task(f"t{number}", ["r" if number % 2 else "y"]) for number in range(TASKS_MAX)])
+    )
+    put = measured.most(ROWS_PER_REQUEST_MAX, lambda count: m.PutRequest("many", count, columns(count)))
+    measured.most(
+        put.rows,
+        lambda count: m.Update("many", int64s(count), m.Columns(inline=[m.Inline("y", bytes(4 * count))])),
+    )
+    measured.most(put.rows, lambda count: m.Drop("many", int64s(count), "old"))
+
+
+def _wide(measured: Measured, ask: Ask) -> None:
+    fields = [Field(f"f{number}", "float32") for number in range(WIDE)]
+    names = [field.name for field in fields]
+    ask(m.CreateTable("wide", fields, [Task(f"t{at}", names[at * 4 : at * 4 + 64]) for at in range(TASKS_MAX - 1)]))
+    ask(m.AddTask("wide", Task("one", names)))
+    ask(m.CreateTable("added", limits=Limits(rows=1 << 16)))
+    ask(m.AddFields("added", fields))
+    ask(m.PutRequest("wide", 64, m.Columns(fields, inline=[m.Inline(name, bytes(4 * 64)) for name in names])))
+    measured.most(
+        ROWS_PER_REQUEST_MAX // 2,
+        lambda count: m.PutRequest("wide", count, m.Columns(inline=[m.Inline("f0", bytes(4 * count))])),
+    )
+    measured.most(64, lambda count: m.ReadRequest("wide", int64s(count)))
 
 
 def run(directory: Path, *, every: int = 1, roles: tuple[Role, ...] = ROLES) -> Measured:
