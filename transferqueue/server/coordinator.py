@@ -677,7 +677,7 @@ class Coordinator:
         else:
             self._accept_call(session, call.id, request, declared, now)
 
-    def _not_its_connection(self, peer: Peer, call: m.CallFrame | codec.Head) -> None:
+    def _not_its_connection(self, peer: Peer, call: m.CallFrame | codec.CallHead) -> None:
         """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it again, in order,
         after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ) before a restart of the server."""
         try:

@@ -38,7 +38,7 @@ from transferqueue.wire.versions import PROTOCOL
 _Decoded = TypeVar("_Decoded")
 
 
-class Head(NamedTuple):
+class CallHead(NamedTuple):
     """What the first bytes of a call say. tag: of its request."""
 
     session: int
@@ -46,7 +46,7 @@ class Head(NamedTuple):
     tag: str
 
 
-NO_HEAD: Final = Head(0, 0, "")
+NO_HEAD: Final = CallHead(0, 0, "")
 """Of a frame that is no call of this protocol."""
 
 
@@ -102,7 +102,7 @@ def call_of(frame: bytes) -> tuple[int, int]:
     return session, call
 
 
-def head_of(frame: bytes) -> Head:
+def head_of(frame: bytes) -> CallHead:
     """The envelope of a call, of which only the first bytes are read, however long the frame is; `NO_HEAD` if it is no call of this protocol."""
     if frame[:2] != _CALL_BEGINS:
         return NO_HEAD
@@ -115,7 +115,7 @@ def head_of(frame: bytes) -> Head:
         tag = frame[at + 1 : at + 1 + length]
     except (IndexError, KeyError):
         return NO_HEAD
-    return Head(session, call, tag.decode("ascii", "replace")) if len(tag) == length else NO_HEAD
+    return CallHead(session, call, tag.decode("ascii", "replace")) if len(tag) == length else NO_HEAD
 
 
 def _unsigned(frame: bytes, at: int) -> tuple[int, int]:

@@ -22,7 +22,7 @@ from transferqueue.server.sessions.sessions import NOWHERE, OpenSession, Peer
 from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.wire import messages as m
-from transferqueue.wire.codec import Head
+from transferqueue.wire.codec import CallHead
 from transferqueue.wire.messages.declarations import BY_TAG, Declaration
 from transferqueue.wire.requests import declaration
 from transferqueue.wire.roles import ROLES, SHARDS, Role
@@ -79,7 +79,7 @@ def not_allowed(role: Role, declared: Declaration) -> PermissionDenied:
     )
 
 
-def check_size(role: Role, head: Head, nbytes: int) -> None:
+def check_size(role: Role, head: CallHead, nbytes: int) -> None:
     """`ProtocolError` or `PermissionDenied` unless `role` may send a frame of so many bytes with this envelope."""
     declared = BY_TAG.get(head.tag)
     if declared is None:
