@@ -27,8 +27,8 @@ from transferqueue.workflows.job.run.run import run_job
 from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.plan import PlanFile, plan_file
 from transferqueue.workflows.job.settings.read import job_from_values
-from transferqueue.workflows.sim.planner import DevicePlan, plans
-from transferqueue.workflows.sim.profile import Profile
+from transferqueue.workflows.planner.job_plan import DevicePlan, plans
+from transferqueue.workflows.planner.profile import Profile
 
 SLOTS: Final = 32
 SIZE: Final = {

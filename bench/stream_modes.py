@@ -26,14 +26,13 @@ import numpy as np
 
 import transferqueue as tq
 from bench.dispatch_live import Batch, engines, taught
-from bench.published.dispatch import engines_of, ptl_s
+from bench.published.dispatch import PTL, ptl_s
 from bench.run_record import RECORDS, save_record
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.observe.measurement_record import Measurement, single
 from transferqueue.workflows.dispatch.channels import plan_channel, publish
-from transferqueue.workflows.dispatch.plan import Plan
-from transferqueue.workflows.dispatch.schedule import LaneEngine, generation_s
-from transferqueue.workflows.sim.simulated_job import Site
+from transferqueue.workflows.planner.batch_plan import Plan
+from transferqueue.workflows.planner.engine_times import LaneEngine, generation_s
 from transferqueue.workflows.streamrl import CompletionStream, LengthRequests, StreamService
 
 MODES: Final = ("serial", "mini-batch", "+ dynamic batch", "+ asynchronous", "+ dispatch")
@@ -97,8 +96,7 @@ def run(mode: str, service: StreamService, request: Request, trainer: Trainer, b
 
 def balanced_row_s(batches: Sequence[Batch], slots: int) -> float:
     """Seconds of training a row, such that a batch takes as long as its generation in the given order."""
-    curve = engines_of(Site(1, slots))[0].curve
-    lanes = [LaneEngine(slots, curve), LaneEngine(slots, curve)]
+    lanes = [LaneEngine(slots, PTL), LaneEngine(slots, PTL)]
     seconds = [generation_s(batch.lengths, batch.lengths, lanes, longest_first=False) for batch in batches]
     return float(np.mean(seconds)) / len(batches[0].prompts)
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from bench.published.dispatch import published_lengths
 from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.dispatch.skill import as_lengths
-from transferqueue.workflows.sim.simulated_job import Lengths
+from transferqueue.workflows.planner.engine_times import Lengths
 
 LUCK: Final = 0.25
 SEEN: Final = 4096

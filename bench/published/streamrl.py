@@ -16,11 +16,12 @@ import msgspec
 import numpy as np
 
 from bench.published import prompts
-from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
+from bench.published.dispatch import PTL, RANDOM_FIFO, Site, choose, generation_s, published_lengths, ranked
 from bench.run_record import RECORDS, stamped
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.dispatch.skill import recall
-from transferqueue.workflows.sim.simulated_job import TRAIN, BatchFeed, Lengths, SimStage, SimulatedJob, Site, simulate
+from transferqueue.workflows.planner.engine_times import LaneEngine, Lengths
+from transferqueue.workflows.planner.simulated_job import TRAIN, BatchFeed, SimStage, SimulatedJob, simulate
 
 NOISE: Final = 0.25
 ROWS: Final = 512
@@ -136,12 +137,11 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Figure
         job = SimulatedJob(
             lengths=lengths,
             predicted=predicted,
-            site=site,
+            engines=(LaneEngine(site.slots, PTL),) * site.instances,
             stages=(),
             train=train,
             feed=feed,
             depth=depth,
-            token_s=ptl_s,
         )
         return simulate(job).total_s
 

@@ -10,11 +10,11 @@ from typing import Any, Final
 
 import numpy as np
 
-from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ranked
+from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s, ranked
 from bench.published.streamrl import predicted_batch
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.dispatch.skill import recall
-from transferqueue.workflows.sim.simulated_job import Lengths, Site
+from transferqueue.workflows.planner.engine_times import Lengths
 
 INSTANCES: Final = (2, 8)
 SLOTS: Final = (8, 32, 128)
@@ -24,7 +24,7 @@ NOISE: Final = {"noise 0.25": 0.25, "noise 1.0": 1.0}
 BY: Final = ("oracle", "ranker", "history", *NOISE)
 SEEDS: Final = 3
 SEED: Final = 100
-"""The first seed. `workflows.dispatch.plan.GAIN_MIN` was chosen with other seeds (0 to 2)."""
+"""The first seed. `workflows.planner.batch_plan.GAIN_MIN` was chosen with other seeds (0 to 2)."""
 
 
 def compare(site: Site, batches: Sequence[Mapping[str, Lengths]], by: str) -> dict[str, Any]:

@@ -7,19 +7,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.published.dispatch import RANDOM_FIFO, choose, generation_s, ptl_s, published_lengths, ranked
+from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s, ptl_s, published_lengths, ranked
 from tests.scale import examples
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.skill import recall
-from transferqueue.workflows.sim.simulated_job import Site
 
 
 def test_bad_settings_are_refused() -> None:
-    with pytest.raises(UsageError, match="0 instances with 4 slots generate nothing"):
-        Site(0, 4)
     lengths = np.array([3, 0])
-    with pytest.raises(UsageError, match="are not positive tokens of the same rows"):
+    with pytest.raises(UsageError, match="length 0 is not a positive number of tokens"):
         generation_s(lengths, lengths, Site(1, 1), RANDOM_FIFO)
+    with pytest.raises(UsageError, match="0 engines: give at least one"):
+        generation_s(lengths[:1], lengths[:1], Site(0, 1), RANDOM_FIFO)
 
 
 def test_one_instance_with_one_slot_takes_the_sum() -> None:

@@ -1,4 +1,4 @@
-"""Dispatch without I/O: decode curves, the schedule against the production ledger, plans that never lose in prediction, the dispatcher's state."""
+"""Dispatch without I/O: decode curves, engines in simulated time against the production ledger, plans that never lose in prediction, the dispatcher's state."""
 
 from __future__ import annotations
 
@@ -12,16 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bench.dispatch_live import Batch, taught
-from bench.published.dispatch import engines_of
+from bench.published.dispatch import PTL, Site
 from bench.published.dispatch import generation_s as by_the_ledger
 from tests.scale import examples
 from transferqueue.adapters.protocols import Completion, Pause, Prompt, Sampling
 from transferqueue.errors import UsageError
-from transferqueue.workflows.dispatch.decode import DecodeCurve, DecodeMeter, MeteredGenerator
+from transferqueue.workflows.dispatch.decode import DecodeMeter, MeteredGenerator
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher, priorities
-from transferqueue.workflows.dispatch.plan import GAIN_MIN, EngineLane, EngineReport, Plan, plan_batch
-from transferqueue.workflows.dispatch.schedule import LaneEngine, generation_s
-from transferqueue.workflows.sim.simulated_job import Site
+from transferqueue.workflows.planner.batch_plan import GAIN_MIN, EngineLane, EngineReport, Plan, plan_batch
+from transferqueue.workflows.planner.engine_times import DecodeCurve, LaneEngine, generation_s
 
 DRAWN = Sampling(tokens_max=16)
 FLAT = DecodeCurve((1.0, 64.0), (10.0, 10.0))
@@ -203,12 +202,12 @@ def test_the_schedule_is_what_the_ledger_does(
     }
     plan = Plan(order=order, cut=int(np.quantile(known, 0.7)), lanes=lanes if 0 < tail < instances else {})
     engines = [
-        LaneEngine(lane.slots, engines_of(site)[0].curve, lane.lane)
+        LaneEngine(lane.slots, PTL, lane.lane)
         for at in range(instances)
         for lane in [plan.lanes.get(str(at), EngineLane("any", slots))]
     ]
     ours = generation_s(known, known, engines, longest_first=order == "longest", cut=plan.cut)
-    assert ours == pytest.approx(by_the_ledger(known, known, site, plan))
+    assert ours == by_the_ledger(known, known, site, plan)
 
 
 def test_rows_that_end_together_wait_for_their_slots_one_after_another() -> None:
@@ -249,9 +248,11 @@ def test_no_plan_is_predicted_to_be_slower_than_the_given_order(
     assert all(lane.slots <= slots[int(name)] for name, lane in plan.lanes.items())
 
 
-def test_a_long_tail_goes_to_engines_with_small_batches() -> None:
-    expected = np.concatenate([np.full(230, 100), np.full(26, 4000)])
-    plan = plan_batch(np.random.default_rng(0).permutation(expected), [engine("a", 32), engine("b", 32)], NONE)
+def test_a_long_tail_is_generated_first() -> None:
+    rng = np.random.default_rng(0)
+    expected = rng.permutation(np.concatenate([rng.integers(80, 121, 230), rng.integers(3000, 5000, 26)]))
+    curve = DecodeCurve((1.0, 16.0), (10.0, 15.0))
+    plan = plan_batch(expected, [engine("a", 16, curve), engine("b", 16, curve)], NONE)
     assert plan.order == "longest"
     assert plan.predicted_s < 0.9 * plan.given_s
 

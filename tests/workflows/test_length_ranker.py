@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from bench.published.dispatch import RANDOM_FIFO, choose, generation_s
+from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.dispatch.skill import PROMPTS_MIN, as_lengths, recall, skill_of
-from transferqueue.workflows.sim.simulated_job import Site
 
 Prompts = list[list[int]]
 

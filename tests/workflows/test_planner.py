@@ -11,8 +11,8 @@ from transferqueue.cli import main
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import WAIT, WORK, TimeSpan
 from transferqueue.workflows.flow.reports.chrome_trace import write_chrome_trace
-from transferqueue.workflows.sim.planner import algorithm_1, bound_s, draw_lengths, plan, plans, predict
-from transferqueue.workflows.sim.profile import (
+from transferqueue.workflows.planner.job_plan import algorithm_1, bound_s, draw_lengths, plan, plans, predict
+from transferqueue.workflows.planner.profile import (
     DeviceKind,
     GenerationProfile,
     Profile,

@@ -8,14 +8,14 @@ import pytest
 
 from transferqueue.errors import UsageError
 from transferqueue.workflows.elastic.controller import ElasticTerms
-from transferqueue.workflows.sim.simulated_job import (
+from transferqueue.workflows.planner.engine_times import DecodeCurve, LaneEngine
+from transferqueue.workflows.planner.simulated_job import (
     GENERATE,
     TRAIN,
     BatchFeed,
     SimStage,
     Simulated,
     SimulatedJob,
-    Site,
     simulate,
 )
 
@@ -26,12 +26,11 @@ def _job(feed: BatchFeed, *, depth: int = 0, stages: tuple[SimStage, ...] = (), 
     return SimulatedJob(
         lengths=lengths,
         predicted=lengths,
-        site=Site(1, 8),
+        engines=(LaneEngine(8, DecodeCurve((1.0, 8.0), (1000.0, 1000.0))),),
         stages=stages,
         train=train,
         feed=feed,
         depth=depth,
-        token_s=lambda batch: 1.0,
     )
 
 
@@ -77,12 +76,11 @@ def test_the_live_controller_scales_a_simulated_job_whose_rows_become_longer() -
     job = SimulatedJob(
         lengths=lengths,
         predicted=lengths,
-        site=Site(1, 16),
+        engines=(LaneEngine(16, DecodeCurve((1.0, 16.0), (5.0, 20.0))),),
         stages=(),
         train=SimStage(name=TRAIN, row_s=0.6 / batch),
         feed=BatchFeed(rows=4),
         depth=1,
-        token_s=lambda rows: 0.004 + 0.001 * rows,
         elastic=ElasticTerms(max=2, threshold=0.5),
         start_s=1.0,
     )

@@ -18,10 +18,10 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import Generator
 from transferqueue.errors import DeadlineExceeded, PeerError, UsageError
 from transferqueue.policies import Compare
-from transferqueue.workflows.dispatch.decode import DecodeCurve, MeteredGenerator
-from transferqueue.workflows.dispatch.plan import EngineLane, EngineReport, Plan
-from transferqueue.workflows.dispatch.schedule import Lane
+from transferqueue.workflows.dispatch.decode import MeteredGenerator
 from transferqueue.workflows.flow.stage import LeaseChoice
+from transferqueue.workflows.planner.batch_plan import EngineLane, EngineReport, Plan
+from transferqueue.workflows.planner.engine_times import DecodeCurve, Lane
 
 T = TypeVar("T")
 _FOLLOW_S: Final = 3600.0

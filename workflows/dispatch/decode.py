@@ -8,8 +8,7 @@ The law:
 3. Between two rows a slot is empty: the last row is committed, the next one leased and begun. An engine does this for one row after another, so rows that end together wait for each
    other. `refill_ms` is the median time from a row's end to the next begin, each begin counted from the latest end that has none yet: where ends queue up, that is the time of one of
    them. What an engine without rows waits is no refill.
-4. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled). Between bins it is linear. Outside what was measured it
-   promises nothing: fewer rows are no faster than the smallest batch measured, and more rows cost as many times more as they are more.
+4. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled).
 """
 
 from __future__ import annotations
@@ -22,8 +21,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Final
 
-import msgspec
-
 from transferqueue.adapters.protocols import (
     GENERATE_S,
     PAUSE_S,
@@ -35,7 +32,7 @@ from transferqueue.adapters.protocols import (
     Sampling,
     WeightSource,
 )
-from transferqueue.errors import UsageError
+from transferqueue.workflows.planner.engine_times import DecodeCurve
 
 BIN_TOKENS: Final = 20_000.0
 """Tokens that a bin remembers: some minutes of one row, seconds of a full batch."""
@@ -43,42 +40,6 @@ REPORT_EVERY: Final = 32
 """Completions after which a metered engine tells its curve again."""
 REFILLS: Final = 64
 """Refills of which the median is taken."""
-
-
-class DecodeCurve(msgspec.Struct, frozen=True):
-    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured. refill_ms: of a slot between two rows, one slot after another.
-
-    >>> curve = DecodeCurve((1.0, 4.0), (10.0, 13.0))
-    >>> [curve.token_ms(rows) for rows in (0.5, 1, 2, 4, 8)]
-    [10.0, 10.0, 11.0, 13.0, 26.0]
-    """
-
-    rows: tuple[float, ...] = ()
-    ms: tuple[float, ...] = ()
-    refill_ms: float = 0.0
-
-    def __post_init__(self) -> None:
-        good = all(value > 0 and math.isfinite(value) for value in (*self.rows, *self.ms))
-        if len(self.rows) != len(self.ms) or not good or sorted(self.rows) != list(self.rows):
-            raise UsageError(
-                f"curve of rows {self.rows} and ms {self.ms}: give as many positive numbers of each, ascending"
-            )
-        if not 0 <= self.refill_ms < math.inf:
-            raise UsageError(f"refill_ms={self.refill_ms} is no time; give 0 or more milliseconds")
-
-    def token_ms(self, rows: float) -> float:
-        """Return the milliseconds of a token of each of `rows` rows. Raises `UsageError` if nothing was measured."""
-        if not self.rows:
-            raise UsageError("this curve has no measurement; let the engine generate first")
-        if rows >= self.rows[-1]:
-            return self.ms[-1] * rows / self.rows[-1]
-        for (low, low_ms), (high, high_ms) in reversed(list(zip(self._points(), self._points()[1:], strict=False))):
-            if rows >= low:
-                return low_ms + (high_ms - low_ms) * (rows - low) / (high - low)
-        return self.ms[0]
-
-    def _points(self) -> list[tuple[float, float]]:
-        return list(zip(self.rows, self.ms, strict=True))
 
 
 class _Bin:

@@ -20,9 +20,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.dispatch.plan import EngineReport, Plan, plan_batch
-from transferqueue.workflows.dispatch.ranker import LengthRanker, Lengths
+from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.dispatch.skill import SHARES, Skill, skill_of
+from transferqueue.workflows.planner.batch_plan import EngineReport, Plan, plan_batch
+from transferqueue.workflows.planner.engine_times import Lengths
 
 WINDOW_MIN: Final = 256
 """Rows of the window at least; it has two batches if those are more."""

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import UsageError
+from transferqueue.workflows.planner.engine_times import Lengths
 
-Lengths = NDArray[np.int64]
 """Tokens of answers: int64 ``[rows]``."""
 TOKEN_BUCKETS: Final = 512
 PAIR_BUCKETS: Final = 256

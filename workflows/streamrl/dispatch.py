@@ -21,7 +21,7 @@ import transferqueue as tq
 from transferqueue.adapters.protocols import Prompt
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
-from transferqueue.workflows.dispatch.plan import Plan
+from transferqueue.workflows.planner.batch_plan import Plan
 from transferqueue.workflows.streamrl.service import EXPECTED, CompletionStream, StreamService
 
 

@@ -17,8 +17,8 @@ from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.plan import PlanFile, Predicted, changes_of, plan_file, read_plan
 from transferqueue.workflows.job.settings.read import job_from_file, job_from_values
 from transferqueue.workflows.job.settings.write import as_toml
-from transferqueue.workflows.sim.planner import DevicePlan, draw_lengths, plans, predict
-from transferqueue.workflows.sim.profile import (
+from transferqueue.workflows.planner.job_plan import DevicePlan, draw_lengths, plans, predict
+from transferqueue.workflows.planner.profile import (
     DeviceKind,
     GenerationProfile,
     Profile,

@@ -22,13 +22,13 @@ from transferqueue.workflows.dispatch.channels import (
     plan_channel,
     publish,
 )
-from transferqueue.workflows.dispatch.decode import DecodeCurve
-from transferqueue.workflows.dispatch.plan import EngineLane, EngineReport, Plan
 from transferqueue.workflows.dispatch.ranker import LengthRanker
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.stage import Context, LeaseChoice
 from transferqueue.workflows.job import graph, names
 from transferqueue.workflows.job.stages.rank import rank
+from transferqueue.workflows.planner.batch_plan import EngineLane, EngineReport, Plan
+from transferqueue.workflows.planner.engine_times import DecodeCurve
 
 WAIT_S = 30.0
 PROMPTS, SIZE, STEPS = 24, 2, 6

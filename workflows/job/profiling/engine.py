@@ -12,9 +12,8 @@ import numpy as np
 
 from transferqueue.adapters.protocols import Completion, Generator, Ids, Prompt, Sampling
 from transferqueue.adapters.stages.generation import row_seed
-from transferqueue.workflows.dispatch.decode import DecodeCurve
-from transferqueue.workflows.dispatch.schedule import LaneEngine, generation_s
-from transferqueue.workflows.sim.profile import GenerationProfile
+from transferqueue.workflows.planner.engine_times import DecodeCurve, LaneEngine, generation_s
+from transferqueue.workflows.planner.profile import GenerationProfile
 
 ROWS_MAX: Final = 256
 """Responses whose lengths are observed at most."""

@@ -28,7 +28,7 @@ from transferqueue.workflows.job.settings.read import checked
 from transferqueue.workflows.job.settings.sizes import batch_rows, group_rows
 from transferqueue.workflows.job.stages.rollout import sampling_of
 from transferqueue.workflows.job.training.process import policy_learner
-from transferqueue.workflows.sim.profile import Profile, StageProfile
+from transferqueue.workflows.planner.profile import Profile, StageProfile
 
 PROMPTS_MAX: Final = 64
 """Prompts of the job that are drawn from."""

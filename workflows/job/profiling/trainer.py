@@ -20,7 +20,7 @@ from transferqueue.workflows.job.settings.sizes import GIB, batch_rows, group_ro
 from transferqueue.workflows.job.training.columns import RowColumns
 from transferqueue.workflows.job.training.learner import StepLearner
 from transferqueue.workflows.job.training.publication import Publisher
-from transferqueue.workflows.sim.profile import StageProfile
+from transferqueue.workflows.planner.profile import StageProfile
 
 PARTS: Final = (1, 4, 16)
 """Micro-batches that are measured, as fractions of a batch; the planner chooses among these."""

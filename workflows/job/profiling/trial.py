@@ -24,9 +24,9 @@ from transferqueue.workflows.job.settings.changes import apply
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan import changes_of
 from transferqueue.workflows.job.settings.read import job_from_values
-from transferqueue.workflows.sim.planner import DevicePlan, Planned, draw_lengths, plans, predict
-from transferqueue.workflows.sim.profile import Profile, TrialFactors
-from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN
+from transferqueue.workflows.planner.job_plan import DevicePlan, Planned, draw_lengths, plans, predict
+from transferqueue.workflows.planner.profile import Profile, TrialFactors
+from transferqueue.workflows.planner.simulated_job import GENERATE, TRAIN
 
 STEPS_MIN: Final = 3
 """Fewer have no two whole steps between which to measure."""

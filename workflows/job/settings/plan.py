@@ -9,9 +9,9 @@ import msgspec
 
 from transferqueue.errors import Impossible, NotFound, UsageError
 from transferqueue.workflows.job.settings.write import as_toml
-from transferqueue.workflows.sim.planner import DevicePlan, bound_s, draw_lengths, predict
-from transferqueue.workflows.sim.profile import Profile
-from transferqueue.workflows.sim.simulated_job import GENERATE, TRAIN
+from transferqueue.workflows.planner.job_plan import DevicePlan, bound_s, draw_lengths, predict
+from transferqueue.workflows.planner.profile import Profile
+from transferqueue.workflows.planner.simulated_job import GENERATE, TRAIN
 
 STEPS: Final = 8
 """Simulated steps of a prediction."""

@@ -14,8 +14,8 @@ from transferqueue.errors import UsageError
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from transferqueue.workflows.sim.planner import Planned
-    from transferqueue.workflows.sim.profile import Profile
+    from transferqueue.workflows.planner.job_plan import Planned
+    from transferqueue.workflows.planner.profile import Profile
 
 EXAMPLES: Final = (
     ("transferqueue plan profile.toml", "the best plans for the profile's budget"),
@@ -47,8 +47,8 @@ def plan(
 
     An analytical bound prunes; a simulation around the production ledger, selectors and pacing decides.
     """
-    from transferqueue.workflows.sim import planner
-    from transferqueue.workflows.sim import profile as profiles
+    from transferqueue.workflows.planner import job_plan
+    from transferqueue.workflows.planner import profile as profiles
 
     if objective not in ("speed", "money"):
         raise UsageError(f"--objective {objective!r}: give speed or money")
@@ -58,11 +58,11 @@ def plan(
     job, measured = profiles.load(profile), dict[str, float]()
     if calibrate is not None:
         job, measured = profiles.calibrated(job, calibrate)
-    plans = planner.plan(job, cast("planner.Objective", objective))
+    plans = job_plan.plan(job, cast("job_plan.Objective", objective))
     _show(plans)
     for name, seconds in measured.items():
         say(f"measured: {name} {seconds:.4g} s a row")
-    for assumption in planner.assumed(job):
+    for assumption in job_plan.assumed(job):
         say(f"assumed: {assumption}")
     if picture is not None:
         draw(picture, plans[0])

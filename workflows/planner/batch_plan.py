@@ -5,13 +5,13 @@ The law:
 1. The *tail* is the rows with at least `cut` expected tokens. Engines of the tail may get fewer slots than they have: a token of a small batch takes less time, and a long answer
    is a long chain of tokens. All splits of engines, three cuts (StreamRL has one, the longest fifth) and three sizes of the tail's batch are considered.
 2. StreamRL's estimate (PTL × P90 of the tail, PTL × P50 of the rest, times the rounds that slots force; the larger of the two) chooses `CANDIDATES` of them, which are
-   simulated (`schedule`), beside longest first without a split and the given order.
+   simulated (`engine_times`), beside longest first without a split and the given order.
 3. Lengths of a simulation are expected lengths times ratios that the ranker's own predictions had: what a ranker gets wrong counts against a plan. `CHOOSING` such draws choose the plan that
    is the fastest in the mean, and `JUDGING` others judge it beside the given order. A first version chose and judged by one draw: its best plan was the luckiest, and split a batch whose
    ranks were not good enough for that.
 4. A plan is used if the mean of what it saves is at least `GAIN_MIN` of the given order's time, and at least the standard deviation of that over the draws: its error for one batch. Else
    the given order stays. So none is predicted to be slower. By the same rule a split must save time beside longest first without a split, which has less to get wrong.
-5. Where batches overlap, seconds are those that each of many such batches adds (`schedule.period_s`): the next batch fills the slots that a tail leaves, so that little is to be gained,
+5. Where batches overlap, seconds are those that each of many such batches adds (`engine_times.period_s`): the next batch fills the slots that a tail leaves, so that little is to be gained,
    and small batches for long rows cost more than they save. A first version did not know that, and was 1.3 × slower than asynchronous without dispatch.
 6. Without a ranker that has skill, or before an engine was measured, the order stays as given, and the plan says why.
 """
@@ -26,8 +26,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import UsageError
-from transferqueue.workflows.dispatch.decode import DecodeCurve
-from transferqueue.workflows.dispatch.schedule import Lane, LaneEngine, Lengths, generation_s, period_s
+from transferqueue.workflows.planner.engine_times import (
+    DecodeCurve,
+    Lane,
+    LaneEngine,
+    Lengths,
+    generation_s,
+    period_s,
+)
 
 GAIN_MIN: Final = 0.02
 """Without this bound, a first sweep of the simulator lost up to 0.3 % in the mean where no gain was possible."""

@@ -4,8 +4,7 @@ Rules:
 
 1. The production `Ledger` admits rows (`Reserve` under the job's `Pacing`), chooses them (selectors, predicates) and decides which
    are ready. No policy is copied here; only time is simulated.
-2. A generation instance decodes up to `slots` rows at once; one token of n rows takes ``token_s(n)``. An instance of a stage
-   takes `call_s`, plus `row_s` for each row that it leased. The trainer is one instance.
+2. Engines generate as `engine_times` says. An instance of a stage takes `call_s`, plus `row_s` for each row that it leased. The trainer is one instance.
 3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k only, as its `BatchFeed` says.
 4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and all rows of the step are acked.
    The trainer continues at once, if there are rows.
@@ -16,40 +15,33 @@ Rules:
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable
 from typing import Final
 
 import msgspec
 import numpy as np
-from numpy.typing import NDArray
 
 from transferqueue.errors import DeadlineExceeded, Full, UsageError
 from transferqueue.ledger import Ledger
-from transferqueue.policies import Compare, LongestFirst, Pacing, Predicate, Task
+from transferqueue.policies import Compare, Fifo, LongestFirst, Pacing, Predicate, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 from transferqueue.workflows.elastic.controller import Change, ElasticController, ElasticTerms, StepTimes
+from transferqueue.workflows.planner.engine_times import (
+    Generation,
+    Lane,
+    LaneEngine,
+    Lengths,
+    SimulatedEngine,
+    check_engines,
+)
 
-Lengths = NDArray[np.int64]
-"""Lengths of outputs, in tokens."""
 SESSION: Final = 1
 TABLE: Final = "job"
 TRAIN: Final = "train"
 GENERATE: Final = "generate"
 _LEASE_S: Final = 1e9
-
-
-class Site(msgspec.Struct, frozen=True):
-    """Generation instances, and how many samples the memory of one holds at once."""
-
-    instances: int
-    slots: int
-
-    def __post_init__(self) -> None:
-        if self.instances < 1 or self.slots < 1:
-            raise UsageError(
-                f"{self.instances} instances with {self.slots} slots generate nothing; give at least 1 of each"
-            )
 
 
 class SimStage(msgspec.Struct, frozen=True, kw_only=True):
@@ -77,22 +69,22 @@ class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
-    """What to simulate: lengths and their predictions ``[iterations, batch]``, generation, stages in order, pacing.
+    """What to simulate: lengths and their predictions ``[iterations, batch]``, engines, stages in order, pacing.
 
-    elastic: bounds of the number of instances (None: as `site` says); start_s: until an added one generates. token_s: seconds to decode one token of each of n rows. prompt_s: of a row before its first token, in which the instance's other rows stand. step_s: after
-    the last row of a step, in which the trainer is busy.
+    longest_first: the order of rows by their predictions, or as they were put. cut: predicted tokens from which a row is of the tail. elastic: bounds of the number of
+    engines (None: those of `engines`); start_s: until an added one, which is like the last, generates. step_s: after the last row of a step, in which the trainer is busy.
     """
 
     lengths: Lengths
     predicted: Lengths
-    site: Site
+    engines: tuple[LaneEngine, ...]
     stages: tuple[SimStage, ...]
     train: SimStage
     feed: BatchFeed
     depth: int
-    token_s: Callable[[int], float]
+    longest_first: bool = True
+    cut: int = 0
     update_s: float = 0.0
-    prompt_s: float = 0.0
     step_s: float = 0.0
     elastic: ElasticTerms | None = None
     start_s: float = 0.0
@@ -104,6 +96,7 @@ class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
             )
         if self.lengths.min() < 1:
             raise UsageError(f"length {self.lengths.min()} is not a positive number of tokens")
+        check_engines(self.engines)
         if not 1 <= self.feed.rows <= self.lengths.shape[1] or (
             self.feed.fixed and self.lengths.shape[1] % self.feed.rows
         ):
@@ -124,7 +117,7 @@ class Worked(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Result: the end of the run, when each step was trained and published, every service, and each change of the number of instances, with its step."""
+    """Result: the end of the run, when each step was trained and published, every service, and each change of the number of engines, with its step."""
 
     total_s: float
     steps: list[float]
@@ -149,49 +142,6 @@ def _busy_s(worked: list[Worked], stage: str) -> float:
 def simulate(job: SimulatedJob) -> Simulated:
     """Run `job` to its last step. Deterministic; takes about 0.2 ms a row and stage."""
     return _Simulation(job).run()
-
-
-class _Decoder:
-    """One generation instance: its rows advance together, one token each in ``token_s(rows)``."""
-
-    def __init__(self, token_s: Callable[[int], float], prompt_s: float = 0.0) -> None:
-        self._prompt_s = prompt_s
-        self.running: list[tuple[float, int, float, m.Leased]] = []
-        self._token_s, self._progress, self._since = token_s, 0.0, 0.0
-        self.age, self.foretold = 0, 0
-        self.takes_rows = True
-        self._idle_since, self._waited_s = 0.0, 0.0
-        """age counts changes: an end predicted at an earlier age is void. foretold: the age of the last prediction."""
-
-    def _advance(self, now: float) -> None:
-        if self.running and now > self._since:
-            self._progress += (now - self._since) / self._token_s(len(self.running))
-        self._since = max(now, self._since)
-
-    def add(self, now: float, row: int, length: int, leased: m.Leased) -> None:
-        self._advance(now)
-        if not self.running:
-            self._waited_s += now - self._idle_since
-        self._since += self._prompt_s
-        heapq.heappush(self.running, (self._progress + length, row, now, leased))
-        self.age += 1
-
-    def end(self) -> float:
-        return self._since + (self.running[0][0] - self._progress) * self._token_s(len(self.running))
-
-    def take(self, now: float) -> tuple[int, float, m.Leased]:
-        self._advance(now)
-        _, row, start, leased = heapq.heappop(self.running)
-        self.age += 1
-        if not self.running:
-            self._idle_since = now
-        return row, start, leased
-
-    def waited_s(self, now: float) -> float:
-        """Seconds without a row since the last call."""
-        waited_s = self._waited_s + (0.0 if self.running else now - self._idle_since)
-        self._waited_s, self._idle_since = 0.0, now
-        return waited_s
 
 
 class _Scaling:
@@ -223,7 +173,7 @@ class _Simulation:
         self._held: list[m.Leased] = []
         self._worked: list[Worked] = []
         self._steps: list[float] = []
-        self._decoders = [_Decoder(job.token_s, job.prompt_s) for _ in range(job.site.instances)]
+        self._generation = Generation[m.Leased](job.engines, self._take)
         self._scaling = _Scaling(job.elastic)
         self._trainer_since, self._trainer_wait_s = 0.0, 0.0
         self._free = {stage.name: list(range(stage.instances)) for stage in (*job.stages, job.train)}
@@ -232,7 +182,8 @@ class _Simulation:
     def _open(self) -> None:
         self._ledger.open_session(SESSION, b"simulated-job-01", 0.0)
         names = [GENERATE, *(stage.name for stage in self._job.stages)]
-        tasks = [Task(GENERATE, gives=[f"{GENERATE}_out"], selector=LongestFirst(), lease_s=_LEASE_S)]
+        selector = LongestFirst() if self._job.longest_first else Fifo()
+        tasks = [Task(GENERATE, gives=[f"{GENERATE}_out"], selector=selector, lease_s=_LEASE_S)]
         for before, stage in zip(names, (*self._job.stages, self._job.train), strict=True):
             tasks.append(Task(stage.name, needs=[f"{before}_out"], lease_s=_LEASE_S))
         depth = self._job.depth
@@ -254,17 +205,23 @@ class _Simulation:
 
     def run(self) -> Simulated:
         self._react()
-        while self._events:
-            self.now, _, act = heapq.heappop(self._events)
-            act()
-            if not self._events or self._events[0][0] > self.now:
-                self._react()
+        while (now := self._next_s()) < math.inf:
+            self.now = now
+            for ended in self._generation.ended(now):
+                self._done(GENERATE, ended.engine, ended.start, ended.row)
+            while self._events and self._events[0][0] <= now:
+                heapq.heappop(self._events)[2]()
+            self._react()
         return Simulated(self.now, self._steps, self._worked, self._scaling.changes)
+
+    def _next_s(self) -> float:
+        """Return when something happens next."""
+        return min(self._generation.next_s(), self._events[0][0] if self._events else math.inf)
 
     def _react(self) -> None:
         """Give work to every free instance, from the first stage to the last."""
         self._admit()
-        self._generate()
+        self._generation.fill(self.now)
         for stage in self._job.stages:
             while self._free[stage.name] and self._serve(stage, stage.rows, 1, []):
                 pass
@@ -296,36 +253,26 @@ class _Simulation:
             return None
         return leased if isinstance(leased, m.Leased) else None
 
-    def _generate(self) -> None:
-        """Let the instance with the fewest rows take the next row; then schedule each instance's next end."""
-        while True:
-            open_ = [number for number, decoder in enumerate(self._decoders) if decoder.takes_rows]
-            at = min(open_, key=lambda number: len(self._decoders[number].running), default=-1)
-            if at < 0 or len(self._decoders[at].running) >= self._job.site.slots:
-                break
-            leased = self._lease(GENERATE, 1, 1, [Compare("ordinal", "<", self._generation_end())])
-            if leased is None:
-                break
-            self._begun += 1
-            row = int(np.frombuffer(leased.content.ordinal, "<i8")[0])
-            self._decoders[at].add(self.now, row, int(self._job.lengths.flat[row]), leased)
-        for at, decoder in enumerate(self._decoders):
-            if decoder.running and decoder.age != decoder.foretold:
-                self._foretell(at, decoder)
+    def _take(self, lane: Lane) -> tuple[int, m.Leased] | None:
+        """Lease the next row of the current iteration for an engine: one of its class, or of the other one."""
+        end = Compare("ordinal", "<", self._generation_end())
+        classes: dict[Lane, list[Predicate]] = {
+            "any": [],
+            "tail": [Compare("tokens", ">=", self._job.cut)],
+            "regular": [Compare("tokens", "<", self._job.cut)],
+        }
+        leased = self._lease(GENERATE, 1, 1, [end, *classes[lane]])
+        if leased is None and lane != "any":
+            leased = self._lease(GENERATE, 1, 1, [end])
+        if leased is None:
+            return None
+        self._begun += 1
+        row = int(np.frombuffer(leased.content.ordinal, "<i8")[0])
+        return int(self._job.lengths.flat[row]), leased
 
     def _generation_end(self) -> int:
         """Return the first ordinal after the current iteration: long rows of the next one wait for the short ones of this one."""
         return int((self._begun // self._batch + 1) * self._batch)
-
-    def _foretell(self, at: int, decoder: _Decoder) -> None:
-        decoder.foretold = age = decoder.age
-
-        def end() -> None:
-            if decoder.age == age:
-                _, start, leased = decoder.take(self.now)
-                self._done(GENERATE, at, start, leased)
-
-        self._at(max(self.now, decoder.end()), end)
 
     def _done(self, task: str, instance: int, start: float, leased: m.Leased) -> None:
         rows = len(leased.content.rows) // 8
@@ -381,8 +328,8 @@ class _Simulation:
 
     def _scale(self, step: int) -> None:
         """Ask the controller after a step."""
-        generating = [decoder for decoder in self._decoders if decoder.takes_rows]
-        waits = [decoder.waited_s(self.now) for decoder in generating]
+        generating = [engine for engine in self._generation.engines if engine.slots]
+        waits = [engine.waited_s(self.now) for engine in generating]
         seconds = self.now - (self._steps[-1] if self._steps else 0.0)
         times = StepTimes(
             seconds=seconds,
@@ -393,14 +340,12 @@ class _Simulation:
         self._trainer_wait_s = 0.0
         change = self._scaling.step(step, times)
         if change is not None and change.by < 0:
-            generating[-1].takes_rows = False
+            generating[-1].slots = 0  # it takes no row any more
         elif change is not None:
-            self._at(self.now + self._job.start_s, self._open_decoder)
+            self._at(self.now + self._job.start_s, self._add_engine)
 
-    def _open_decoder(self) -> None:
-        decoder = _Decoder(self._job.token_s, self._job.prompt_s)
-        decoder.waited_s(self.now)
-        self._decoders.append(decoder)
+    def _add_engine(self) -> None:
+        self._generation.engines.append(SimulatedEngine(self._job.engines[-1], self.now))
         self._scaling.is_starting = False
 
     def _terms(self, at: int) -> tuple[int, int, list[Predicate]]:

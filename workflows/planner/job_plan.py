@@ -25,7 +25,8 @@ from typing import Final, Literal
 import msgspec
 import numpy as np
 
-from transferqueue.workflows.sim.profile import (
+from transferqueue.workflows.planner.engine_times import DecodeCurve, LaneEngine, Lengths
+from transferqueue.workflows.planner.profile import (
     DeviceKind,
     GenerationProfile,
     Profile,
@@ -33,15 +34,13 @@ from transferqueue.workflows.sim.profile import (
     check,
     least_devices,
 )
-from transferqueue.workflows.sim.simulated_job import (
+from transferqueue.workflows.planner.simulated_job import (
     GENERATE,
     TRAIN,
     BatchFeed,
-    Lengths,
     SimStage,
     Simulated,
     SimulatedJob,
-    Site,
     simulate,
 )
 
@@ -227,31 +226,26 @@ def bound_s(profile: Profile, candidate: DevicePlan, lengths: Lengths) -> float:
     generation, train = _costs(profile, candidate)
     rows, generators = profile.batch_rows, candidate.instances[GENERATE]
     share = -(-rows * (candidate.depth + 1) // generators)
-    tokens_s = float(lengths.sum(axis=1).mean()) * _token_s_least(_curve(generation), min(candidate.slots, share))
+    tokens_s = float(lengths.sum(axis=1).mean()) * _token_s_least(generation.curve, min(candidate.slots, share))
     generate = (tokens_s + rows * generation.prompt_ms / 1000) / generators
     row_s = train.row_s / candidate.instances[TRAIN]
     others = [rows * (stage.row_s + stage.call_s) / candidate.instances[stage.name] for stage in profile.stages]
     sides = max(generate, rows * row_s + train.call_s + train.step_s, *others, 0.0)
     if candidate.depth:
         return sides
-    longest = float(lengths.max(axis=1).mean()) * generation.token_s(1) + generation.prompt_ms / 1000
+    longest = (float(lengths.max(axis=1).mean()) * generation.curve.token_ms(1) + generation.prompt_ms) / 1000
     after = row_s + train.call_s + train.step_s + _update_s(profile, candidate)
     return max(sides, max(generate, longest) + after)
 
 
-def _curve(generation: GenerationProfile) -> tuple[tuple[int, float], ...]:
-    return tuple((rows, ms) for rows, ms in generation.token_ms)
-
-
 @lru_cache(maxsize=4096)
-def _token_s_least(token_ms: tuple[tuple[int, float], ...], rows_max: int) -> float:
+def _token_s_least(curve: DecodeCurve, rows_max: int) -> float:
     """Return the smallest time per token that an instance can reach with at most `rows_max` rows at once.
 
     Between two points of the curve, a line over its abscissa has no minimum inside, so the ends suffice.
     """
-    at, ms = zip(*token_ms, strict=True)
-    widths = {1, rows_max, *(rows for rows in at if rows <= rows_max)}
-    return min(float(np.interp(width, at, ms) / (1000 * width)) for width in widths)
+    widths = {1, rows_max, *(int(rows) for rows in curve.rows if rows <= rows_max)}
+    return min(curve.token_ms(width) / (1000 * width) for width in widths)
 
 
 def draw_lengths(profile: Profile, iterations: int = ITERATIONS) -> Lengths:
@@ -266,6 +260,7 @@ def draw_lengths(profile: Profile, iterations: int = ITERATIONS) -> Lengths:
 def predict(profile: Profile, candidate: DevicePlan, bound: float, lengths: Lengths) -> Planned:
     """Simulate a candidate. lengths: of its rows, ``[iterations, batch_rows]``."""
     generation, train = _costs(profile, candidate)
+    engine = LaneEngine(candidate.slots, generation.curve, prompt_s=generation.prompt_ms / 1000)
     stages = tuple(
         SimStage(name=stage.name, row_s=stage.row_s, call_s=stage.call_s, instances=candidate.instances[stage.name])
         for stage in profile.stages
@@ -273,15 +268,13 @@ def predict(profile: Profile, candidate: DevicePlan, bound: float, lengths: Leng
     job = SimulatedJob(
         lengths=lengths,
         predicted=lengths,
-        site=Site(candidate.instances[GENERATE], candidate.slots),
+        engines=(engine,) * candidate.instances[GENERATE],
         stages=stages,
         train=SimStage(name=TRAIN, row_s=train.row_s / candidate.instances[TRAIN], call_s=train.call_s),
         feed=BatchFeed(rows=candidate.micro_rows),
         depth=candidate.depth,
         update_s=_update_s(profile, candidate),
         step_s=train.step_s,
-        token_s=generation.token_s,
-        prompt_s=generation.prompt_ms / 1000,
     )
     simulated = simulate(job)
     step_s = simulated.total_s / len(lengths)

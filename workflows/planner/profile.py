@@ -11,7 +11,7 @@ Seconds are those of one instance. A device count is of one instance, too::
     slots = 32                  # rows that the memory of one instance holds at once
     slots_tried = [16, 32]      # numbers of rows to choose from (none: slots)
     prompt_ms = 4.0             # of one prompt, before its first token; the other rows wait
-    token_ms = [[1, 8.3], [32, 10.2], [512, 36.9]]   # milliseconds of a token of all, by rows at once
+    token_ms = [[1, 8.3], [32, 10.2], [512, 36.9]]   # milliseconds of a token of all, by rows at once (beyond the last: as many times more)
     lengths = [812, 3200, 12900]                     # observed output lengths, tokens
 
     [[stages]]
@@ -58,10 +58,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 
 from transferqueue.errors import NotFound, UsageError
 from transferqueue.workflows.flow.events import WORK
+from transferqueue.workflows.planner.engine_times import DecodeCurve
 
 
 class GenerationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -74,10 +74,11 @@ class GenerationProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True)
     slots_tried: list[int] = []
     prompt_ms: float = 0.0
 
-    def token_s(self, rows: int) -> float:
-        """Seconds to decode one token of each of `rows` rows: interpolated, and constant beyond the ends."""
-        at, ms = zip(*self.token_ms, strict=True)
-        return float(np.interp(rows, at, ms)) / 1000
+    @property
+    def curve(self) -> DecodeCurve:
+        """Milliseconds of a token by rows at once."""
+        rows, ms = zip(*self.token_ms, strict=True)
+        return DecodeCurve(tuple(map(float, rows)), tuple(map(float, ms)))
 
 
 class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
