@@ -1,6 +1,6 @@
 """Generation time of a batch with dispatch by length, on two real engines: ``python -m bench.dispatch_live``.
 
-Two processes serve one generation service (`workflows.streamrl.serve`), each with vLLM's CPU build on a core and a thread of its own: a Qwen3 of eleven million random weights, no stop
+Two processes serve one generation service (`workflows.service.serve`), each with vLLM's CPU build on a core and a thread of its own: a Qwen3 of eleven million random weights, no stop
 token, so that each request is exactly as long as its ``max_tokens``. Lengths are the ones digitised from StreamRL's figure 7, scaled; *mild* halves the deviation of
 their logarithm. Prompts are synthetic (`bench/published/prompts.py`). Per batch, by turns:
 
@@ -45,7 +45,7 @@ from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
 from transferqueue.workflows.dispatch.skill import recall
 from transferqueue.workflows.planner.batch_plan import EngineLane, EngineReport, Plan, plan_batch
 from transferqueue.workflows.planner.engine_times import LaneEngine, generation_s
-from transferqueue.workflows.streamrl import LengthRequests, StreamService, serve
+from transferqueue.workflows.service import LengthRequests, Service, serve, stream_engines
 
 LONGEST: Final = 320
 """Tokens of the longest published length after scaling."""
@@ -174,7 +174,7 @@ def taught(deviation: float, rows: int) -> LengthDispatcher:
 class Run:
     """One arm of one batch: seconds, the plan, and what the schedule predicts."""
 
-    def __init__(self, queue: tq.Queue, service: StreamService) -> None:
+    def __init__(self, queue: tq.Queue, service: Service) -> None:
         self._queue, self._service = queue, service
 
     def given(self, batch: Batch) -> tuple[Plan, Any, float]:
@@ -231,7 +231,7 @@ def measure(options: argparse.Namespace) -> None:
         lengths.mkdir()
         if not options.paced:
             make(model, **SIZE)
-        service = StreamService.create(queue, rows_max=1 << 14)
+        service = Service.init_engines(queue, stream_engines(rows_max=1 << 14))
         service.update({"none": np.zeros(1, np.float32)} if options.paced else _weights(model))
         with engines(queue.address, model, lengths, options.slots, paced=options.paced):
             run = Run(queue, service)

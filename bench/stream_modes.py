@@ -1,6 +1,6 @@
 """StreamRL's ways of overlapping generation and training, live and by turns: ``python -m bench.stream_modes``.
 
-A trainer and two engines around one generation service (`workflows.streamrl`). The engines take the published times of a 7B model and the trainer a given time for each row: for a batch `--share` of what its
+A trainer and two engines around one generation service (`workflows.service`). The engines take the published times of a 7B model and the trainer a given time for each row: for a batch `--share` of what its
 generation takes in the given order (1: StreamRL's balance; 0.6: generation is the bottleneck), so the figures are about what waits for what and not about cores. Each mode adds to the one before:
 
 - *serial*: the trainer waits for the whole batch, and generation for the update;
@@ -33,7 +33,7 @@ from transferqueue.observe.measurement_record import Measurement, single
 from transferqueue.workflows.dispatch.channels import plan_channel, publish
 from transferqueue.workflows.planner.batch_plan import Plan
 from transferqueue.workflows.planner.engine_times import LaneEngine, generation_s
-from transferqueue.workflows.streamrl import CompletionStream, LengthRequests, StreamService
+from transferqueue.workflows.service import CompletionStream, LengthRequests, Service, stream_engines
 
 MODES: Final = ("serial", "mini-batch", "+ dynamic batch", "+ asynchronous", "+ dispatch")
 PUBLISHED: Final = {
@@ -48,7 +48,7 @@ Request = Callable[[Sequence[Prompt]], CompletionStream]
 class Trainer:
     """Trains by waiting: `row_s` for each row."""
 
-    def __init__(self, service: StreamService, row_s: float, learn: Callable[[tq.Batch], None] | None) -> None:
+    def __init__(self, service: Service, row_s: float, learn: Callable[[tq.Batch], None] | None) -> None:
         self._service, self._row_s, self._learn = service, row_s, learn
         self.idle_s = 0.0
 
@@ -72,7 +72,7 @@ class Trainer:
             yield batch
 
 
-def run(mode: str, service: StreamService, request: Request, trainer: Trainer, batches: Sequence[Batch]) -> float:
+def run(mode: str, service: Service, request: Request, trainer: Trainer, batches: Sequence[Batch]) -> float:
     """Train on all batches in one mode; return the seconds of all but the first."""
     rows = len(batches[0].prompts)
     at_least = {"serial": rows, "mini-batch": rows // MINIS}.get(mode, rows // PARTS)
@@ -111,7 +111,7 @@ def measure(options: argparse.Namespace) -> None:
         lengths.mkdir()
         for batch in batches:
             batch.write(lengths)
-        service = StreamService.create(queue, rows_max=1 << 14)
+        service = Service.init_engines(queue, stream_engines(rows_max=1 << 14))
         service.update({"none": np.zeros(1, np.float32)})
         with engines(queue.address, Path(directory), lengths, options.slots, paced=True):
             for share in options.share:
@@ -124,7 +124,7 @@ def measure(options: argparse.Namespace) -> None:
 def _table(
     share: float,
     queue: tq.Queue,
-    service: StreamService,
+    service: Service,
     batches: Sequence[Batch],
     row_s: float,
     options: argparse.Namespace,
@@ -150,7 +150,7 @@ def _table(
 def _one(
     mode: str,
     queue: tq.Queue,
-    service: StreamService,
+    service: Service,
     batches: Sequence[Batch],
     row_s: float,
     options: argparse.Namespace,

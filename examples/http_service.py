@@ -3,7 +3,7 @@
     transferqueue serve --http 8788 --tokens tokens
     python examples/http_service.py http://127.0.0.1:8788 tokens/service
 
-Shows: the write service (`put_prompts`, `get_experience`, `put_experience`, `notify_weights`), leases over HTTP, pacing,
+Shows: the write service (`put_prompts_data`, `get_experience_data`, `put_experience_data`, `weight_sync_notify`), leases over HTTP, pacing,
 and errors that are told as JSON. The service listens on this machine alone.
 
 Engine, reward function and trainer are threads here, and would be processes of their own. They speak JSON. For large rows
@@ -63,7 +63,11 @@ def declare(call):
 def prompts(call):
     """Puts as fast as the pace admits: the call waits for room."""
     for step in range(STEPS * BATCH // (PROMPTS // 2 * SAMPLES)):
-        call("put_prompts", columns={"prompt": [f"count to {step + n}" for n in range(PROMPTS // 2)]}, samples=SAMPLES)
+        call(
+            "put_prompts_data",
+            columns={"prompt": [f"count to {step + n}" for n in range(PROMPTS // 2)]},
+            samples=SAMPLES,
+        )
     call("seal")
 
 
@@ -72,33 +76,45 @@ def rollout(call):
     version = call("get_weights", timeout_s=60)["version"]
     while True:
         try:
-            got = call("get_experience", stage="rollout", rows=SAMPLES, at_least=1, timeout_s=60)
+            got = call(
+                "get_experience_data",
+                experience_consumer_stage="rollout",
+                experience_count=SAMPLES,
+                at_least=1,
+                timeout_s=60,
+            )
         except Ended:
             return
         responses = [list(range(int(prompt.split()[-1]))) for prompt in got["columns"]["prompt"]]
         facts = {"policy_version": version}
-        call("put_experience", lease=got["lease"], columns={"response_ids": responses}, facts=facts)
+        call("put_experience_data", lease=got["lease"], columns={"response_ids": responses}, facts=facts)
         version = call("get_weights", above=-1)["version"]
 
 
 def reward(call):
     while True:
         try:
-            got = call("get_experience", stage="reward", rows=BATCH, at_least=1, timeout_s=60)
+            got = call(
+                "get_experience_data",
+                experience_consumer_stage="reward",
+                experience_count=BATCH,
+                at_least=1,
+                timeout_s=60,
+            )
         except Ended:
             return
         rewards = [float(len(ids) % 2 == 0) for ids in got["columns"]["response_ids"]]
-        call("put_experience", lease=got["lease"], columns={"reward": rewards})
+        call("put_experience_data", lease=got["lease"], columns={"reward": rewards})
 
 
 def train(call):
     """Publishes before it gives rows back, so that what their room admits is generated with the new weights."""
-    call("notify_weights", version=0, notice={"path": "checkpoints/0"})
+    call("weight_sync_notify", version=0, notice={"path": "checkpoints/0"})
     for step in range(1, STEPS + 1):
-        got = call("get_experience", stage="train", groups=BATCH // SAMPLES, timeout_s=60)
+        got = call("get_experience_data", experience_consumer_stage="train", groups=BATCH // SAMPLES, timeout_s=60)
         mean = sum(got["columns"]["reward"]) / len(got["rows"])
-        call("notify_weights", version=step, notice={"path": f"checkpoints/{step}"})
-        call("put_experience", lease=got["lease"])
+        call("weight_sync_notify", version=step, notice={"path": f"checkpoints/{step}"})
+        call("put_experience_data", lease=got["lease"])
         print(f"step {step}: {len(got['rows'])} rows, mean reward {mean:.2f}", flush=True)
 
 

@@ -25,10 +25,9 @@ DOCUMENTED = (
     "adapters.trainers",
     "adapters.vllm",
     "adapters.weights",
-    "workflows.asyncflow",
     "workflows.dispatch.ranker",
     "workflows.flow",
-    "workflows.streamrl",
+    "workflows.service",
 )
 """Modules below `transferqueue` whose names pages mention. Their engines may be missing here, so an example may be for the eye (```py)."""
 OF_A_TABLE = "Async"

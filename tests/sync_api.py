@@ -1,4 +1,4 @@
-"""Write the API for threads, `transferqueue/client/sync`, from the one for event loops, `transferqueue/client/aio`.
+"""Write the API for threads, `transferqueue/client/sync`, from the one for event loops, `transferqueue/client/aio`; and so the service of `workflows/service`.
 
 ``python -m tests.sync_api`` writes the modules; `tests/client/test_sync_api.py` fails if one of them is not as this would write it.
 Each rule replaces text, in code and docstrings alike; ruff then sorts imports, removes unused ones, and wraps lines.
@@ -16,16 +16,23 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 CLIENT: Final = ROOT / "transferqueue" / "client"
 MODULES: Final = ("batch", "pipeline", "queue", "reservation", "table", "weight_channel")
+SERVICE: Final = ROOT / "workflows" / "service"
+WRITTEN: Final = {CLIENT / "sync" / f"{name}.py": CLIENT / "aio" / f"{name}.py" for name in MODULES} | {
+    SERVICE / "sync.py": SERVICE / "aio.py"
+}
+"""Each module for threads, and the one for event loops that it is written from."""
 
 RULES: Final = [
     (r"await asyncio\.to_thread\(([\w.]+)\)", r"\1()"),
     (r"\bawait ", ""),
     (r"\basync (?=def |for |with )", ""),
-    (r"(?<=``)async (?=with``)", ""),
+    (r"(?<=``)async (?=(with|for)``)", ""),
     (r"\b__a(?=enter__|exit__|iter__|next__)", "__"),
     (r"AwaitableContext\[(\w+)\]", r"\1"),
-    (r"\ban `Async(?=[A-Z])", "a `"),
-    (r"\bAsync(?=[A-Z])", ""),
+    (r"\ban `Async(?!Flow)(?=[A-Z])", "a `"),
+    (r"\bAsync(?!Flow)(?=[A-Z])", ""),
+    (r"\bStopAsyncIteration\b", "StopIteration"),
+    (r"\banext\(", "next("),
     (r"\basync(?=contextmanager\b)", ""),
     (r"\brun_async\b", "run_sync"),
     (r"\baconnect\b", "connect"),
@@ -38,15 +45,16 @@ RULES: Final = [
 """A pattern and what stands in its place, in the order in which they are applied."""
 
 
-def sync_text(name: str) -> str:
-    """The module of this name for threads."""
-    text = _without_awaitables((CLIENT / "aio" / f"{name}.py").read_text())
+def sync_text(module: Path) -> str:
+    """The text of a module for threads."""
+    source = WRITTEN[module]
+    text = _without_awaitables(source.read_text())
     for pattern, replacement in RULES:
         text = re.sub(pattern, replacement, text)
-    text = f"# Written by `python -m tests.sync_api` from client/aio/{name}.py: change it there.\n{text}"
-    path = str(CLIENT / "sync" / f"{name}.py")
-    fixed = _ruff(text, "check", "--fix-only", "--select", "F401,I", "--stdin-filename", path)
-    return _ruff(fixed, "format", "--stdin-filename", path)
+    named = "/".join(source.parts[-3:])
+    text = f"# Written by `python -m tests.sync_api` from {named}: change it there.\n{text}"
+    fixed = _ruff(text, "check", "--fix-only", "--select", "F401,I", "--stdin-filename", str(module))
+    return _ruff(fixed, "format", "--stdin-filename", str(module))
 
 
 def _without_awaitables(text: str) -> str:
@@ -67,8 +75,8 @@ def _ruff(text: str, *arguments: str) -> str:
 
 def main() -> None:
     """Write all modules."""
-    for name in MODULES:
-        (CLIENT / "sync" / f"{name}.py").write_text(sync_text(name))
+    for module in WRITTEN:
+        module.write_text(sync_text(module))
 
 
 if __name__ == "__main__":

@@ -14,9 +14,8 @@ from transferqueue.lazy import EXTRAS, naming_extra
 PACKAGES = [
     "transferqueue",
     "transferqueue.weights",
-    "transferqueue.workflows.asyncflow",
     "transferqueue.workflows.flow",
-    "transferqueue.workflows.streamrl",
+    "transferqueue.workflows.service",
 ]
 RENAMED = [
     ("transferqueue", "Release", "DeliverPartial"),
@@ -30,7 +29,6 @@ RENAMED = [
     ("transferqueue.testing.conformance.report", "Outcome", "CheckOutcome"),
     ("transferqueue.weights", "Carrier", "RelayProcess"),
     ("transferqueue.weights", "Relay", "WeightRelay"),
-    ("transferqueue.workflows.streamrl", "Stream", "CompletionStream"),
 ]
 
 

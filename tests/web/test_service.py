@@ -26,6 +26,7 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 ROOT = Path(__file__).resolve().parents[2]
+ONE = {"experience_consumer_stage": "rollout", "experience_count": 1}
 STAGES = [
     {"name": "rollout", "needs": ["prompt"], "gives": ["ids"]},
     {"name": "train", "needs": ["ids"], "groups": {"incomplete": "drop"}},
@@ -67,70 +68,62 @@ def error_of(answer):
 
 
 def test_a_row_goes_from_prompt_to_trained_and_every_one_is_accounted_for(service, job):
-    rows = service.call("put_prompts", table=job, columns={"prompt": ["a", "b"]}, samples=2)["rows"]
-    got = service.call("get_experience", table=job, stage="rollout", rows=4)
+    rows = service.call("put_prompts_data", table=job, columns={"prompt": ["a", "b"]}, samples=2)["rows"]
+    got = service.call("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=4)
     assert got["rows"] == rows
     assert got["columns"] == {"prompt": ["a", "a", "b", "b"]}
     assert got["group_size"] == [2] * 4
     assert got["group_id"][0] == got["group_id"][1] != got["group_id"][2]
     ids = [[1], [1, 2], [], [3]]
-    settled = service.call("put_experience", lease=got["lease"], columns={"ids": ids}, facts={"policy_version": 3})
+    settled = service.call("put_experience_data", lease=got["lease"], columns={"ids": ids}, facts={"policy_version": 3})
     assert settled == {"rows": 4, "left": 0}
-    trained = service.call("get_experience", table=job, stage="train", groups=2)
+    trained = service.call("get_experience_data", table=job, experience_consumer_stage="train", groups=2)
     assert trained["columns"] == {"ids": ids}
     assert trained["policy_version"] == [3] * 4
-    service.call("put_experience", lease=trained["lease"])
+    service.call("put_experience_data", lease=trained["lease"])
     stats = service.call("status", table=job)["stats"]
     assert (stats["rows_put"], stats["rows_done"], stats["rows_live"]) == (4, 4, 0)
 
 
 def test_a_lease_ends_in_parts_and_rows_may_go_back_or_end(service, job):
-    rows = service.call("put_prompts", table=job, columns={"prompt": list("abcd")})["rows"]
-    got = service.call("get_experience", table=job, stage="rollout", rows=4)
+    rows = service.call("put_prompts_data", table=job, columns={"prompt": list("abcd")})["rows"]
+    got = service.call("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=4)
     lease = got["lease"]
     columns = {"ids": [[7]]}
-    assert service.call("put_experience", lease=lease, rows=rows[:1], columns=columns) == {"rows": 1, "left": 3}
+    assert service.call("put_experience_data", lease=lease, rows=rows[:1], columns=columns) == {"rows": 1, "left": 3}
     assert service.call("renew_experience", lease=lease, lease_s=120)["lease_s"] == 120
     released = service.call("release_experience", lease=lease, rows=rows[1:2], failed=True, reason="out of memory")
     assert released == {"rows": 1, "left": 2}
     assert service.call("release_experience", lease=lease, drop="too_long") == {"rows": 2, "left": 0}
-    assert service.call("get_experience", table=job, stage="rollout", rows=1)["rows"] == rows[1:2]
+    assert (
+        service.call("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=1)["rows"]
+        == rows[1:2]
+    )
     assert service.call("status", table=job)["stats"]["dropped"] == {"too_long": 2}
 
 
 def test_a_call_that_comes_again_is_told_what_became_of_the_first(service, job):
-    service.call("put_prompts", table=job, columns={"prompt": ["a"]}, facts={"key": ["p"]}, samples=2)
-    again = service.refused("put_prompts", table=job, columns={"prompt": ["a"]}, facts={"key": ["p"]}, samples=2)
+    service.call("put_prompts_data", table=job, columns={"prompt": ["a"]}, facts={"key": ["p"]}, samples=2)
+    again = service.refused("put_prompts_data", table=job, columns={"prompt": ["a"]}, facts={"key": ["p"]}, samples=2)
     assert error_of(again) == (409, "AlreadyExists")
-    got = service.call("get_experience", table=job, stage="rollout", rows=2)
+    got = service.call("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=2)
     assert got["keys"] == ["p/0", "p/1"]
-    service.call("put_experience", lease=got["lease"], columns={"ids": [[1], [2]]})
-    again = service.refused("put_experience", lease=got["lease"], columns={"ids": [[1], [2]]})
+    service.call("put_experience_data", lease=got["lease"], columns={"ids": [[1], [2]]})
+    again = service.refused("put_experience_data", lease=got["lease"], columns={"ids": [[1], [2]]})
     assert error_of(again) == (409, "LeaseExpired")
     assert "was given back; nothing was changed" in again.json["text"]
 
 
-def test_the_papers_names_are_the_same_calls(service, job):
+def test_late_columns_of_rows_by_their_ids(service, job):
     rows = service.call("put_prompts_data", table=job, columns={"prompt": ["a", "b"]})["rows"]
+    service.call("put_experience_data", table=job, rows=rows, columns={"ids": [[1], [2]], "note": ["x", "y"]})
     got = service.call(
         "get_experience_data",
         table=job,
-        experience_consumer_stage="rollout",
-        experience_columns=["prompt"],
+        experience_consumer_stage="train",
         experience_count=2,
+        experience_columns=["note"],
     )
-    assert (got["rows"], got["columns"]) == (rows, {"prompt": ["a", "b"]})
-    service.call("put_experience_data", lease=got["lease"], columns={"ids": [[1], [2]]})
-    assert service.call("get_experience", table=job, stage="train", rows=2)["rows"] == rows
-    service.call("weight_sync_notify", table=job, version=2)
-    assert service.call("get_weights", table=job)["version"] == 2
-    assert service.refused("get_experience_data", table=job, stage="rollout").status == 400
-
-
-def test_late_columns_of_rows_by_their_ids(service, job):
-    rows = service.call("put_prompts", table=job, columns={"prompt": ["a", "b"]})["rows"]
-    service.call("put_experience", table=job, rows=rows, columns={"ids": [[1], [2]], "note": ["x", "y"]})
-    got = service.call("get_experience", table=job, stage="train", rows=2, columns=["note"])
     assert got["columns"] == {"note": ["x", "y"]}
 
 
@@ -140,22 +133,24 @@ def test_weights_are_told_and_waited_for_and_are_the_clock(service, queue, reque
     service.call("init_engines", table=name, stages=STAGES, pace=pace)
     tensor = np.arange(6, dtype=np.float32).reshape(2, 3)
     packed = {"dtype": "float32", "shape": [2, 3], "data": base64.b64encode(tensor.tobytes()).decode()}
-    service.call("notify_weights", table=name, version=4, notice={"path": "there"}, tensors={"w": packed})
+    service.call("weight_sync_notify", table=name, version=4, notice={"path": "there"}, tensors={"w": packed})
     assert queue.table(name).stats()["version"] == 4
     told = service.call("get_weights", table=name)
     assert told == {"version": 4, "notice": {"path": "there"}, "tensors": {"w": {"dtype": "float32", "shape": [2, 3]}}}
     whole = service.call("get_weights", table=name, above=3, tensors=True)["tensors"]["w"]
     assert np.array_equal(np.frombuffer(base64.b64decode(whole["data"]), np.float32).reshape(2, 3), tensor)
     assert service.refused("get_weights", table=name, above=4, timeout_s=0.05).status == 504
-    assert error_of(service.refused("notify_weights", table=name, version=4)) == (409, "AlreadyExists")
-    assert service.refused("notify_weights", table=name, version=5, notice="x" * 5000).status == 400
+    assert error_of(service.refused("weight_sync_notify", table=name, version=4)) == (409, "AlreadyExists")
+    assert service.refused("weight_sync_notify", table=name, version=5, notice="x" * 5000).status == 400
     assert queue.table(name).stats()["version"] == 4
 
 
 def test_an_end_is_told(service, job):
     service.call("seal", table=job)
-    assert error_of(service.refused("get_experience", table=job, stage="rollout", rows=1)) == (410, "EndOfTable")
-    assert error_of(service.refused("put_prompts", table=job, columns={"prompt": ["a"]})) == (409, "Sealed")
+    assert error_of(
+        service.refused("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=1)
+    ) == (410, "EndOfTable")
+    assert error_of(service.refused("put_prompts_data", table=job, columns={"prompt": ["a"]})) == (409, "Sealed")
 
 
 # ---------------------------------------------------------------- columns
@@ -177,11 +172,17 @@ def test_columns_of_every_kind_come_back_as_they_were(service, job, queue):
     table.put(**given)
     for packed in (False, True):
         got = service.call(
-            "get_experience", table=job, stage="rollout", rows=2, columns=list(given), packed=packed, lease_s=30
+            "get_experience_data",
+            table=job,
+            experience_consumer_stage="rollout",
+            experience_count=2,
+            experience_columns=list(given),
+            packed=packed,
+            lease_s=30,
         )
         assert isinstance(got["columns"]["ragged"], dict) is packed
         assert isinstance(got["columns"]["raw"], dict)
-        again = service.call("put_prompts", table=job, columns=got["columns"])["rows"]
+        again = service.call("put_prompts_data", table=job, columns=got["columns"])["rows"]
         read = table.read(again)
         assert read["prompt"].list() == given["prompt"]
         for name in ("f32", "f16", "b", "u64"):
@@ -196,7 +197,13 @@ def test_columns_of_every_kind_come_back_as_they_were(service, job, queue):
 
 def test_what_json_cannot_carry_comes_packed(service, job, queue):
     queue.table(job).put(prompt=["a"], x=[float("nan")], ids=[[1]], v=[{"raw": b"\1"}])
-    got = service.call("get_experience", table=job, stage="train", rows=1, columns=["x", "ids", "v"])["columns"]
+    got = service.call(
+        "get_experience_data",
+        table=job,
+        experience_consumer_stage="train",
+        experience_count=1,
+        experience_columns=["x", "ids", "v"],
+    )["columns"]
     assert got["ids"] == [[1]]
     assert np.isnan(np.frombuffer(base64.b64decode(got["x"]["data"]), got["x"]["dtype"]))
     assert msgspec.msgpack.decode(base64.b64decode(got["v"]["data"])) == {"raw": b"\1"}
@@ -208,9 +215,15 @@ def test_bfloat16_goes_both_ways(service, job, queue):
     sent = torch.tensor([[1.5, -2.0], [0.25, 3.0]], dtype=torch.bfloat16)
     data = base64.b64encode(sent.view(torch.int16).numpy().tobytes()).decode()
     column = {"dtype": "bfloat16", "shape": [2], "data": data}
-    rows = service.call("put_prompts", table=job, columns={"prompt": ["a", "b"], "h": column})["rows"]
+    rows = service.call("put_prompts_data", table=job, columns={"prompt": ["a", "b"], "h": column})["rows"]
     assert torch.equal(queue.table(job).read(rows)["h"].torch(), sent)
-    got = service.call("get_experience", table=job, stage="rollout", rows=2, columns=["h"])
+    got = service.call(
+        "get_experience_data",
+        table=job,
+        experience_consumer_stage="rollout",
+        experience_count=2,
+        experience_columns=["h"],
+    )
     assert got["columns"]["h"] == column
 
 
@@ -218,9 +231,11 @@ def test_messagepack_carries_bytes_as_they_are(service, job):
     column = {"dtype": "int32", "shape": [None], "sizes": [2, 1], "data": np.array([1, 2, 3], np.int32).tobytes()}
     headers = {"Content-Type": "application/msgpack"}
     body = msgspec.msgpack.encode({"table": job, "columns": {"prompt": ["a", "b"], "ids": column}})
-    assert service.request("POST", "/action/put_prompts", body, **headers).status == 200
-    body = msgspec.msgpack.encode({"table": job, "stage": "train", "rows": 2, "packed": True})
-    answer = service.request("POST", "/action/get_experience", body, **headers)
+    assert service.request("POST", "/action/put_prompts_data", body, **headers).status == 200
+    body = msgspec.msgpack.encode(
+        {"table": job, "experience_consumer_stage": "train", "experience_count": 2, "packed": True}
+    )
+    answer = service.request("POST", "/action/get_experience_data", body, **headers)
     assert answer.headers["content-type"] == "application/msgpack"
     assert answer.msgpack["columns"]["ids"] == column
 
@@ -258,7 +273,7 @@ WRONG = {
 @pytest.mark.parametrize("columns", WRONG.values(), ids=WRONG)
 def test_columns_that_are_none_are_refused_and_nothing_is_put(service, job, columns):
     given, text = columns
-    answer = service.refused("put_prompts", table=job, columns=given)
+    answer = service.refused("put_prompts_data", table=job, columns=given)
     assert answer.status == 400, answer.body
     assert text in answer.json["text"]
     assert service.call("status", table=job)["stats"]["rows_put"] == 0
@@ -267,14 +282,30 @@ def test_columns_that_are_none_are_refused_and_nothing_is_put(service, job, colu
 BODIES = {
     "no json": (b"{", 400, "the body is not what this call takes"),
     "not an object": (b"[]", 400, "Expected `object`"),
-    "an unknown member": (b'{"stage": "rollout", "rows": 1, "row": 2}', 400, "unknown field `row`"),
-    "of another type": (b'{"stage": 1}', 400, "Expected `str`"),
-    "too long a wait": (b'{"stage": "rollout", "rows": 1, "timeout_s": 301}', 400, "<= 300"),
-    "no number at all": (b'{"stage": "rollout", "rows": 1, "timeout_s": NaN}', 400, "malformed"),
-    "two amounts": (b'{"stage": "rollout", "rows": 1, "groups": 1}', 400, "give exactly one of rows="),
-    "no table": (b'{"stage": "rollout", "rows": 1, "table": "none"}', 404, '"none"'),
-    "deep": (b'{"stage": ' + b"[" * 100_000, 400, "the body is not what this call takes"),
-    "no text": (b'{"stage": "\xff"}', 400, "the body is not what this call takes"),
+    "an unknown member": (
+        b'{"experience_consumer_stage": "rollout", "experience_count": 1, "row": 2}',
+        400,
+        "unknown field `row`",
+    ),
+    "of another type": (b'{"experience_consumer_stage": 1}', 400, "Expected `str`"),
+    "too long a wait": (
+        b'{"experience_consumer_stage": "rollout", "experience_count": 1, "timeout_s": 301}',
+        400,
+        "<= 300",
+    ),
+    "no number at all": (
+        b'{"experience_consumer_stage": "rollout", "experience_count": 1, "timeout_s": NaN}',
+        400,
+        "malformed",
+    ),
+    "two amounts": (
+        b'{"experience_consumer_stage": "rollout", "experience_count": 1, "groups": 1}',
+        400,
+        "give exactly one of rows=",
+    ),
+    "no table": (b'{"experience_consumer_stage": "rollout", "experience_count": 1, "table": "none"}', 404, '"none"'),
+    "deep": (b'{"experience_consumer_stage": ' + b"[" * 100_000, 400, "the body is not what this call takes"),
+    "no text": (b'{"experience_consumer_stage": "\xff"}', 400, "the body is not what this call takes"),
 }
 
 
@@ -282,7 +313,7 @@ BODIES = {
 def test_bodies_that_are_none_are_refused(service, body):
     content, status, text = body
     service.call("init_engines", stages=STAGES)
-    answer = service.request("POST", "/action/get_experience", content, **{"Content-Type": "application/json"})
+    answer = service.request("POST", "/action/get_experience_data", content, **{"Content-Type": "application/json"})
     assert answer.status == status, answer.body
     assert text in answer.json["text"]
 
@@ -320,10 +351,10 @@ def test_a_job_in_other_words_is_refused(service, job):
 def test_what_can_never_have_room_is_refused_and_what_has_none_now_waits(service, request):
     name = request.node.name
     service.call("init_engines", table=name, stages=STAGES, pace={"stage": "train", "batch_rows": 2, "depth": 0})
-    never = service.refused("put_prompts", table=name, columns={"prompt": list("abc")})
+    never = service.refused("put_prompts_data", table=name, columns={"prompt": list("abc")})
     assert error_of(never) == (400, "Impossible")
-    service.call("put_prompts", table=name, columns={"prompt": list("ab")})
-    late = service.refused("put_prompts", table=name, columns={"prompt": ["c"]}, timeout_s=0.05)
+    service.call("put_prompts_data", table=name, columns={"prompt": list("ab")})
+    late = service.refused("put_prompts_data", table=name, columns={"prompt": ["c"]}, timeout_s=0.05)
     assert error_of(late) == (504, "DeadlineExceeded")
     assert service.call("status", table=name)["stats"]["rows_put"] == 2
 
@@ -361,27 +392,33 @@ def test_only_post_with_the_token_from_nowhere_else_does_anything(service):
     assert service.request("POST", "/openapi.json", "{}").status == 405
     missing = service.request("POST", "/action/none", "{}")
     assert error_of(missing) == (404, "NotFound")
-    assert "get_experience" in missing.json["text"]
+    assert "get_experience_data" in missing.json["text"]
 
 
 # ---------------------------------------------------------------- clients that are gone
 
 
 def test_a_client_that_vanishes_loses_its_rows_at_the_deadline(service, job):
-    service.call("put_prompts", table=job, columns={"prompt": ["a"]})
-    lost = service.call("get_experience", table=job, stage="rollout", rows=1, lease_s=0.3)
-    got = service.call("get_experience", table=job, stage="rollout", rows=1, timeout_s=GENEROUS_S)
+    service.call("put_prompts_data", table=job, columns={"prompt": ["a"]})
+    lost = service.call(
+        "get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=1, lease_s=0.3
+    )
+    got = service.call(
+        "get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=1, timeout_s=GENEROUS_S
+    )
     assert got["rows"] == lost["rows"]
-    late = service.refused("put_experience", lease=lost["lease"], columns={"ids": [[1]]})
+    late = service.refused("put_experience_data", lease=lost["lease"], columns={"ids": [[1]]})
     assert error_of(late) == (409, "LeaseExpired")
-    service.call("put_experience", lease=got["lease"], columns={"ids": [[2]]})
-    assert service.call("get_experience", table=job, stage="train", rows=1)["columns"] == {"ids": [[2]]}
+    service.call("put_experience_data", lease=got["lease"], columns={"ids": [[2]]})
+    assert service.call("get_experience_data", table=job, experience_consumer_stage="train", experience_count=1)[
+        "columns"
+    ] == {"ids": [[2]]}
 
 
 def test_a_client_that_hangs_up_while_it_waits_takes_nothing(service, job, queue):
-    body = json.dumps({"table": job, "stage": "rollout", "rows": 1, "timeout_s": 60, "lease_s": 600}).encode()
+    body = json.dumps({"table": job} | ONE | {"timeout_s": 60, "lease_s": 600}).encode()
     head = (
-        f"POST /action/get_experience HTTP/1.1\r\nHost: {service.host}:{service.port}\r\nAuthorization: Bearer {TOKEN}\r\n"
+        f"POST /action/get_experience_data HTTP/1.1\r\nHost: {service.host}:{service.port}\r\nAuthorization: Bearer {TOKEN}\r\n"
         f"Content-Length: {len(body)}\r\n\r\n"
     )
 
@@ -394,8 +431,15 @@ def test_a_client_that_hangs_up_while_it_waits_takes_nothing(service, job, queue
             pass
     for _ in range(3):  # the loop that answers these has seen the end of that connection before
         service.call("status", table=job)
-    service.call("put_prompts", table=job, columns={"prompt": ["a"]})
-    assert len(service.call("get_experience", table=job, stage="rollout", rows=1)["rows"]) == 1
+    service.call("put_prompts_data", table=job, columns={"prompt": ["a"]})
+    assert (
+        len(
+            service.call("get_experience_data", table=job, experience_consumer_stage="rollout", experience_count=1)[
+                "rows"
+            ]
+        )
+        == 1
+    )
 
 
 @pytest.mark.slow
@@ -419,13 +463,12 @@ def test_a_service_tells_that_its_server_is_gone(tmp_path):
 def test_the_document_names_every_call_and_what_it_refers_to_is_there(service):
     document = service.request("GET", "/openapi.json").json
     assert document["openapi"] == "3.1.0"
-    names = {"init_engines", "put_prompts", "put_experience", "get_experience", "notify_weights"}
-    names |= {"put_prompts_data", "put_experience_data", "get_experience_data", "weight_sync_notify"}
+    names = {"init_engines", "put_prompts_data", "put_experience_data", "get_experience_data", "weight_sync_notify"}
     assert names <= {path.removeprefix("/action/") for path in document["paths"]}
     text = json.dumps(document)
     found = {part.partition('"')[0] for part in text.split('"$ref": "#/components/schemas/')[1:]}
     assert found <= set(document["components"]["schemas"])
-    assert document["components"]["schemas"]["GetExperience"]["additionalProperties"] is False
+    assert document["components"]["schemas"]["GetExperienceData"]["additionalProperties"] is False
     validator = pytest.importorskip("openapi_spec_validator")
     validator.validate(document)
 
@@ -435,7 +478,7 @@ def test_the_page_says_every_call_and_loads_nothing_from_any_network(service):
     text = page.body.decode()
     assert page.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in page.headers["content-security-policy"]
-    assert "POST /action/get_experience" in text
+    assert "POST /action/get_experience_data" in text
     assert "<script" not in text
     assert 'href="/service.css"' in text
     assert service.request("GET", "/service.css").status == 200
@@ -444,7 +487,7 @@ def test_the_page_says_every_call_and_loads_nothing_from_any_network(service):
 
 
 def test_metrics_are_served(service, job):
-    service.call("put_prompts", table=job, columns={"prompt": ["a"]})
+    service.call("put_prompts_data", table=job, columns={"prompt": ["a"]})
     answer = service.request("GET", "/metrics")
     assert answer.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert f'transferqueue_table_rows_put_total{{table="{job}"}} 1.0' in answer.body.decode()

@@ -43,12 +43,8 @@ def right(action, lease, number):
     """A body that may well be right."""
     return {
         "init_engines": {"stages": STAGES, "table": f"t{number % 20}"},
-        "put_prompts": {"columns": {"prompt": ["a", "b"]}},
-        "get_experience": {"stage": "rollout", "rows": 1},
-        "put_experience": {"lease": lease, "columns": {"ids": [[1]]}},
         "release_experience": {"lease": lease},
         "renew_experience": {"lease": lease},
-        "notify_weights": {"version": number},
         "put_prompts_data": {"columns": {"prompt": ["a", "b"]}},
         "get_experience_data": {"experience_consumer_stage": "rollout", "experience_count": 1},
         "put_experience_data": {"lease": lease, "columns": {"ids": [[1]]}},

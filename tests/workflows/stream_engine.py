@@ -14,7 +14,7 @@ import numpy as np
 
 import transferqueue as tq
 from transferqueue.adapters.protocols import Completion, Completions, Pause, Prompt, Sampling, WeightSource
-from transferqueue.workflows.streamrl.generator_process import serve
+from transferqueue.workflows.service import serve
 
 END: Final = 0
 SAMPLING: Final = Sampling(tokens_max=64, temperature=0.0)

@@ -19,7 +19,7 @@ from tests.markdown import ROOT, blocks
 from tests.workflows.stream_engine import count_down
 from transferqueue import connect
 from transferqueue.adapters.protocols import Prompt
-from transferqueue.workflows.streamrl.service import StreamService
+from transferqueue.workflows.service import Service
 
 STEPS = 3
 
@@ -94,7 +94,7 @@ def killed_before(line: int, loop: Any) -> Any:
 def main(address: str, state: str, line: int) -> None:
     loop = documented_loop()
     with connect(address, label="trainer") as queue:
-        service = StreamService.join(queue)
+        service = Service.join(queue)
         if line >= 0:
             sys.settrace(killed_before(line, loop))
         loop(service, Learner(), Saved(Path(state)), prompts_of, columns_of, STEPS)

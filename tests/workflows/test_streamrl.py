@@ -18,15 +18,8 @@ import transferqueue as tq
 from tests.workflows.stream_engine import POISON, SAMPLING, Countdown, answer, count_down
 from transferqueue.adapters.protocols import Completion, Prompt
 from transferqueue.errors import DeadlineExceeded, SchemaError, UsageError
-from transferqueue.workflows.streamrl.generator_process import serve
-from transferqueue.workflows.streamrl.service import (
-    GENERATE,
-    CompletionStream,
-    SamplesLost,
-    StreamService,
-    completions,
-    pacing,
-)
+from transferqueue.workflows.service import CompletionStream, SamplesLost, Service, serve, stream_engines
+from transferqueue.workflows.service.samples import GENERATE, completions
 
 ROOT = Path(__file__).resolve().parents[2]
 WAIT_S = 60.0
@@ -62,13 +55,13 @@ def queue() -> Iterator[tq.Queue]:
 
 
 @pytest.fixture
-def service(queue: tq.Queue) -> StreamService:
-    found = StreamService.create(queue)
+def service(queue: tq.Queue) -> Service:
+    found = Service.init_engines(queue, stream_engines())
     found.update(count_down(1))
     return found
 
 
-def generate_all(queue: tq.Queue, service: StreamService) -> None:
+def generate_all(queue: tq.Queue, service: Service) -> None:
     """All that is asked for, in this process; then the service has ended."""
     service.seal()
     serve(queue, Countdown(), SAMPLING, stall_s=WAIT_S)
@@ -79,7 +72,7 @@ def generate_all(queue: tq.Queue, service: StreamService) -> None:
 
 @pytest.mark.slow
 def test_samples_stream_from_generators_in_other_processes_with_the_weights_of_each_update(queue: tq.Queue) -> None:
-    service = StreamService.create(queue, pacing=pacing(24, max_staleness=0, depth=0))
+    service = Service.init_engines(queue, stream_engines(batch_rows=24, max_staleness=0, depth=0))
     with generators(2, queue.address) as running:
         for step in range(3):
             assert service.update(count_down(step + 1)) == step
@@ -97,7 +90,7 @@ def test_samples_stream_from_generators_in_other_processes_with_the_weights_of_e
 
 @pytest.mark.slow
 def test_the_next_request_is_generated_while_this_one_is_taken_and_staleness_is_bounded(queue: tq.Queue) -> None:
-    service = StreamService.create(queue, pacing=pacing(8, max_staleness=1, depth=1), groups=True)
+    service = Service.init_engines(queue, stream_engines(batch_rows=8, max_staleness=1, depth=1, groups=True))
     service.update(count_down(1))
     with generators(1, queue.address):
         ahead = service.generate(prompts([30, 40], samples=4), timeout_s=WAIT_S)
@@ -118,7 +111,7 @@ def test_the_next_request_is_generated_while_this_one_is_taken_and_staleness_is_
 
 @pytest.mark.slow
 def test_a_generator_that_dies_loses_nothing_and_what_was_dropped_is_told(queue: tq.Queue) -> None:
-    service = StreamService.create(queue)
+    service = Service.init_engines(queue, stream_engines())
     service.update(count_down(1))
     asked = [*prompts(range(10, 14)), Prompt.of([POISON, 3])]
     with generators(1, queue.address) as running:
@@ -135,7 +128,7 @@ def test_a_generator_that_dies_loses_nothing_and_what_was_dropped_is_told(queue:
 # ---------------------------------------------------------------- order, and what is handed back
 
 
-def test_the_longest_go_first_and_a_request_before_goes_before(queue: tq.Queue, service: StreamService) -> None:
+def test_the_longest_go_first_and_a_request_before_goes_before(queue: tq.Queue, service: Service) -> None:
     service.generate(prompts([3, 9, 5]), scores=[0.3, 0.9, 0.5])
     service.generate(prompts([20]), scores=[100.0])
     service.generate(prompts([8, 9]))
@@ -144,13 +137,13 @@ def test_the_longest_go_first_and_a_request_before_goes_before(queue: tq.Queue, 
         batch.release()
 
 
-def test_closing_hands_back_what_was_not_taken_and_another_goes_on(queue: tq.Queue, service: StreamService) -> None:
+def test_closing_hands_back_what_was_not_taken_and_another_goes_on(queue: tq.Queue, service: Service) -> None:
     with service.generate(prompts(range(10, 30)), timeout_s=WAIT_S) as stream:
         generate_all(queue, service)
         taken = [next(stream) for _ in range(5)]
     assert list(stream) == []
     with tq.connect(queue.address) as elsewhere:
-        rest = list(StreamService.join(elsewhere).resume(stream.request, timeout_s=WAIT_S))
+        rest = list(Service.join(elsewhere).resume(stream.request, timeout_s=WAIT_S))
     assert places([*taken, *rest]) == [(prompt, 0) for prompt in range(20)]
     assert list(service.resume(stream.request)) == []
     assert service.table.audit()["rows_done"] == 20
@@ -164,7 +157,7 @@ def use_one(stream: CompletionStream, used: list[Completion]) -> None:
         raise ZeroDivisionError
 
 
-def test_a_sample_that_could_not_be_used_comes_again(queue: tq.Queue, service: StreamService) -> None:
+def test_a_sample_that_could_not_be_used_comes_again(queue: tq.Queue, service: Service) -> None:
     stream = service.generate(prompts(range(10, 14)), timeout_s=WAIT_S)
     generate_all(queue, service)
     first: list[Completion] = []
@@ -174,7 +167,7 @@ def test_a_sample_that_could_not_be_used_comes_again(queue: tq.Queue, service: S
     assert places([*first, *rest]) == [(prompt, 0) for prompt in range(4)]
 
 
-def test_batches_are_dynamic_and_what_is_released_comes_again(queue: tq.Queue, service: StreamService) -> None:
+def test_batches_are_dynamic_and_what_is_released_comes_again(queue: tq.Queue, service: Service) -> None:
     stream = service.generate(prompts(range(10, 16)), timeout_s=WAIT_S)
     generate_all(queue, service)
     sizes, found = [], []
@@ -189,7 +182,7 @@ def test_batches_are_dynamic_and_what_is_released_comes_again(queue: tq.Queue, s
     assert places(found) == [(prompt, 0) for prompt in range(6)]
 
 
-def test_a_stream_ends_at_its_deadline_and_can_be_asked_again(queue: tq.Queue, service: StreamService) -> None:
+def test_a_stream_ends_at_its_deadline_and_can_be_asked_again(queue: tq.Queue, service: Service) -> None:
     stream = service.generate(prompts([5]), timeout_s=0.05)
     with pytest.raises(DeadlineExceeded, match="response_ids"):
         next(stream)
@@ -197,7 +190,7 @@ def test_a_stream_ends_at_its_deadline_and_can_be_asked_again(queue: tq.Queue, s
     assert next(stream).ids.tolist() == [4, 3, 2, 1, 0]
 
 
-def test_a_cancelled_request_is_dropped_while_it_is_generated(queue: tq.Queue, service: StreamService) -> None:
+def test_a_cancelled_request_is_dropped_while_it_is_generated(queue: tq.Queue, service: Service) -> None:
     stream = service.generate(prompts(range(4)))
     being_generated = service.table.lease(GENERATE, rows=2)
     assert stream.cancel() == 4
@@ -210,7 +203,7 @@ def test_a_cancelled_request_is_dropped_while_it_is_generated(queue: tq.Queue, s
 # ---------------------------------------------------------------- refusals
 
 
-def test_requests_that_make_no_sense_put_nothing(queue: tq.Queue, service: StreamService) -> None:
+def test_requests_that_make_no_sense_put_nothing(queue: tq.Queue, service: Service) -> None:
     begun = Completion(
         prompt=0,
         sample=0,
@@ -229,13 +222,15 @@ def test_requests_that_make_no_sense_put_nothing(queue: tq.Queue, service: Strea
     assert service.table.audit()["rows_put"] == 0
 
 
-def test_a_table_that_is_no_service_is_refused(queue: tq.Queue) -> None:
+def test_a_table_without_the_stages_is_refused(queue: tq.Queue) -> None:
     queue.create_table("other", tasks=[tq.Task("train")])
-    with pytest.raises(SchemaError, match='"other" is no stream generation service: it has tasks train'):
-        StreamService.join(queue, name="other")
+    with pytest.raises(SchemaError, match=r'"other" has stages train; .*: declare the job with stream_engines'):
+        Service.join(queue, name="other").generate(prompts([1]))
+    with pytest.raises(SchemaError, match='"other" has stages train'):
+        serve(queue, Countdown(), SAMPLING, name="other")
 
 
 def test_a_generator_without_weights_says_what_is_missing(queue: tq.Queue) -> None:
-    StreamService.create(queue)
+    Service.init_engines(queue, stream_engines())
     with pytest.raises(DeadlineExceeded, match=r"version 0 or later did not come within 0.05 s.*update the service"):
         serve(queue, Countdown(), SAMPLING, stall_s=0.05)

@@ -13,9 +13,8 @@ from tests.workflows.stream_engine import SAMPLING, Countdown, answer, count_dow
 from tests.workflows.test_streamrl import WAIT_S, places, prompts
 from transferqueue.adapters.protocols import Completion
 from transferqueue.errors import DeadlineExceeded, SchemaError
-from transferqueue.workflows.streamrl.generator_process import serve
-from transferqueue.workflows.streamrl.service import SamplesLost, completions, pacing
-from transferqueue.workflows.streamrl.service_aio import AsyncStream, AsyncStreamService
+from transferqueue.workflows.service import AsyncCompletionStream, AsyncService, SamplesLost, serve, stream_engines
+from transferqueue.workflows.service.samples import completions
 
 
 def generate_all(address: str) -> None:
@@ -25,7 +24,7 @@ def generate_all(address: str) -> None:
 
 def test_streams_are_taken_closed_and_gone_on_with_while_others_are_generated() -> None:
     async def run(queue: tq.AsyncQueue) -> None:
-        service = await AsyncStreamService.create(queue, pacing=pacing(8, max_staleness=None), groups=True)
+        service = await AsyncService.init_engines(queue, stream_engines(batch_rows=8, max_staleness=None, groups=True))
         assert await service.update(count_down(2)) == 0
         generating = asyncio.create_task(asyncio.to_thread(generate_all, queue.address))
         taken: list[Completion] = []
@@ -36,7 +35,7 @@ def test_streams_are_taken_closed_and_gone_on_with_while_others_are_generated() 
                     break
         del taken[4:]  # a group is handed back whole
         assert [one async for one in stream] == []
-        elsewhere = await AsyncStreamService.join(queue)
+        elsewhere = await AsyncService.join(queue)
         taken += [one async for one in await elsewhere.resume(stream.request, timeout_s=WAIT_S)]
         assert places(taken) == [(prompt, sample) for prompt in range(2) for sample in range(4)]
         assert taken[0].ids.tolist() in [answer(one.ids, count_down(2)["next"]) for one in prompts([30, 40])]
@@ -54,7 +53,7 @@ def test_streams_are_taken_closed_and_gone_on_with_while_others_are_generated() 
     asyncio.run(with_queue(run))
 
 
-async def use_none(stream: AsyncStream) -> None:
+async def use_none(stream: AsyncCompletionStream) -> None:
     """The first cannot be used."""
     async with stream:
         await anext(stream)
@@ -63,7 +62,7 @@ async def use_none(stream: AsyncStream) -> None:
 
 def test_what_could_not_be_used_comes_again_and_a_cancelled_rest_is_dropped() -> None:
     async def run(queue: tq.AsyncQueue) -> None:
-        service = await AsyncStreamService.create(queue)
+        service = await AsyncService.init_engines(queue, stream_engines())
         await service.update(count_down(1))
         stream = await service.generate(prompts([5, 6]), timeout_s=0.05)
         with pytest.raises(DeadlineExceeded):
@@ -82,8 +81,8 @@ def test_what_could_not_be_used_comes_again_and_a_cancelled_rest_is_dropped() ->
         assert (await service.table.audit())["dropped"] == {"cancelled": 1}
 
         await queue.create_table("other", tasks=[tq.Task("train")])
-        with pytest.raises(SchemaError, match="is no stream generation service"):
-            await AsyncStreamService.join(queue, name="other")
+        with pytest.raises(SchemaError, match="declare the job with stream_engines"):
+            await (await AsyncService.join(queue, name="other")).resume(0)
 
     asyncio.run(with_queue(run))
 

@@ -14,8 +14,8 @@ from bench.paced_engine import PacedEngine
 from transferqueue.adapters.protocols import Prompt, Sampling
 from transferqueue.errors import PeerError, UsageError
 from transferqueue.workflows.dispatch.channels import live_engines
-from transferqueue.workflows.streamrl import LengthRequests, StreamService, serve
-from transferqueue.workflows.streamrl.service import EXPECTED, Request
+from transferqueue.workflows.service import LengthRequests, Service, serve, stream_engines
+from transferqueue.workflows.service.samples import EXPECTED, Request
 
 SLOTS, PROMPTS, STEPS_MAX, WAIT_S = 6, 40, 20, 30.0
 SAMPLING = Sampling(tokens_max=1000)
@@ -87,7 +87,7 @@ def test_bad_requests_are_refused(queue: tq.Queue) -> None:
 
 @pytest.mark.slow
 def test_it_learns_plans_and_splits_while_it_runs(queue: tq.Queue) -> None:
-    service = StreamService.create(queue)
+    service = Service.init_engines(queue, stream_engines())
     service.update({"w": np.zeros(1, np.float32)})
     generators = Generators(queue, "ab")
     orders, expected = [], []
@@ -113,7 +113,7 @@ def test_it_learns_plans_and_splits_while_it_runs(queue: tq.Queue) -> None:
 
 @pytest.mark.slow
 def test_rows_of_a_dead_engine_go_to_the_other_and_the_next_plan_is_without_it(queue: tq.Queue) -> None:
-    service = StreamService.create(queue)
+    service = Service.init_engines(queue, stream_engines())
     service.update({"w": np.zeros(1, np.float32)})
     generators = Generators(queue, "ab")
     with ExitStack() as stack:
@@ -133,7 +133,7 @@ def test_rows_of_a_dead_engine_go_to_the_other_and_the_next_plan_is_without_it(q
 
 
 def test_a_generator_takes_what_it_prefers_first(queue: tq.Queue) -> None:
-    service = StreamService.create(queue)
+    service = Service.init_engines(queue, stream_engines())
     service.update({"w": np.zeros(1, np.float32)})
     prompts = prompts_of()
     stream = service.generate(prompts, expected=[length_of(prompt) for prompt in prompts])

@@ -17,8 +17,7 @@ import transferqueue as tq
 from tests.scale import only_long
 from tests.workflows.stream_engine import SAMPLING, Countdown, count_down
 from tests.workflows.stream_trainer import STEPS, columns_of, prompts_of
-from transferqueue.workflows.streamrl.generator_process import serve
-from transferqueue.workflows.streamrl.service import StreamService, pacing
+from transferqueue.workflows.service import Service, serve, stream_engines
 
 ROOT = Path(__file__).resolve().parents[2]
 ROWS = sum(prompt.samples for prompt in prompts_of(1))
@@ -43,7 +42,9 @@ def test_a_trainer_that_is_killed_loses_no_sample_and_trains_none_twice(every: i
     for line in range(every // 3, LINES, every):
         state = tmp_path / f"{line}.json"
         with tq.connect() as queue:
-            service = StreamService.create(queue, groups=True, pacing=pacing(ROWS, depth=1, max_staleness=1))
+            service = Service.init_engines(
+                queue, stream_engines(groups=True, batch_rows=ROWS, depth=1, max_staleness=1)
+            )
             thread = threading.Thread(target=generate, args=(queue.address,))
             thread.start()
             code = run(queue, state, line)
@@ -64,7 +65,7 @@ def test_a_trainer_that_is_killed_loses_no_sample_and_trains_none_twice(every: i
 
 def test_a_numbered_request_is_put_once(tmp_path: Path) -> None:
     with tq.connect() as queue:
-        service = StreamService.create(queue)
+        service = Service.init_engines(queue, stream_engines())
         assert service.generate(prompts_of(1), number=1).left == ROWS
         assert service.generate(prompts_of(1), number=1).left == ROWS
         assert service.table.audit()["rows_put"] == ROWS
@@ -72,7 +73,7 @@ def test_a_numbered_request_is_put_once(tmp_path: Path) -> None:
 
 def test_batches_of_a_stream_may_be_held_to_its_end() -> None:
     with tq.connect() as queue:
-        service = StreamService.create(queue)
+        service = Service.init_engines(queue, stream_engines())
         service.update(count_down(1))
         stream = service.generate(prompts_of(1), number=1)
         service.seal()

@@ -11,9 +11,9 @@ pytest.importorskip("torch", exc_type=ImportError)
 
 from tests.workflows.job.jobs import job
 from transferqueue.errors import UsageError
-from transferqueue.workflows.asyncflow import Trainer
 from transferqueue.workflows.job.run.folder import RunFolder
 from transferqueue.workflows.job.settings.resolve import resolve
+from transferqueue.workflows.service import Trainer
 
 STEPS, PROMPTS, SAMPLES = 2, 2, 2
 REWARDS = """

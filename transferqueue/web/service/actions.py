@@ -14,26 +14,25 @@ from transferqueue.web.service.leases import HttpLease, HttpLeases
 from transferqueue.web.service.schemas import (
     DoneBody,
     Experience,
-    GetExperience,
     GetExperienceData,
     GetWeights,
     JobBody,
     LeaseRemainder,
     LeaseTime,
-    NotifyWeights,
     PromptRows,
-    PutExperience,
-    PutPrompts,
+    PutExperienceData,
+    PutPromptsData,
     ReleaseExperience,
     RenewExperience,
     Status,
     TableBody,
     TensorBody,
     WeightsBody,
+    WeightSyncNotify,
 )
-from transferqueue.workflows.asyncflow.declaration import Engines
-from transferqueue.workflows.asyncflow.service import NOTICE, check_columns, notice_of
-from transferqueue.workflows.asyncflow.service_aio import AsyncService
+from transferqueue.workflows.service.aio import AsyncService
+from transferqueue.workflows.service.arguments import NOTICE, check_columns, notice_of
+from transferqueue.workflows.service.declaration import Engines
 
 ANSWER_BYTES_MAX: Final = 256 << 20
 """Bound on the columns or tensors of one answer, which is made whole before the first byte is sent."""
@@ -52,27 +51,29 @@ class Actions:
         service = await AsyncService.init_engines(self._queue, body)
         return JobBody(table=service.name, stages=service.stages)
 
-    async def put_prompts(self, body: PutPrompts) -> PromptRows:
+    async def put_prompts_data(self, body: PutPromptsData) -> PromptRows:
         """Put prompts, once there is room; all or nothing."""
         service = await self._service(body.table)
         columns = await asyncio.to_thread(unpack, body.columns)
-        rows = await service.put_prompts(columns, samples=body.samples, timeout_s=body.timeout_s, **body.facts.given())
+        facts = body.facts.given()
+        rows = await service.put_prompts_data(columns, samples=body.samples, timeout_s=body.timeout_s, **facts)
         return PromptRows(rows=rows.tolist())
 
-    async def get_experience(self, body: GetExperience) -> Experience:
-        """Get rows of a stage, waiting for them. They are leased: give results back, or they go to others at the deadline."""
+    async def get_experience_data(self, body: GetExperienceData) -> Experience:
+        """Get rows of a stage, waiting for them. They are leased: give results, or they go to others at the deadline. `lease` and `rows` of the answer are the index
+        by which results return."""
         self._leases.check_room()
         service = await self._service(body.table)
-        batch = await service.get_experience(
-            body.stage,
-            rows=body.rows,
+        batch, _ = await service.get_experience_data(
+            body.experience_consumer_stage,
+            body.experience_columns,
+            body.experience_count,
             groups=body.groups,
             tokens=body.tokens,
             at_least=body.at_least,
             timeout_s=body.timeout_s,
             lease_s=body.lease_s,
             time_limit_s=0,  # who works on the rows is elsewhere, and renews them itself while it lives
-            fields=body.columns,
         )
         async with _released_if_refused(batch):
             columns = await asyncio.to_thread(_packed, batch, body.packed)
@@ -89,11 +90,7 @@ class Actions:
             keys=list(batch.keys),
         )
 
-    async def get_experience_data(self, body: GetExperienceData) -> Experience:
-        """Get rows of a stage, by AsyncFlow's names. `lease` and `rows` of the answer are the index by which results return."""
-        return await self.get_experience(body.renamed())
-
-    async def put_experience(self, body: PutExperience) -> LeaseRemainder:
+    async def put_experience_data(self, body: PutExperienceData) -> LeaseRemainder:
         """Give results back. They and the end of the loan are one commit; a late one is refused and changes nothing."""
         columns = body.facts.given() | dict(check_columns(await asyncio.to_thread(unpack, body.columns)))
         if body.lease is not None:
@@ -129,11 +126,11 @@ class Actions:
             self._leases.renewed(body.lease, lease_s)
         return LeaseTime(lease_s=lease_s)
 
-    async def notify_weights(self, body: NotifyWeights) -> DoneBody:
+    async def weight_sync_notify(self, body: WeightSyncNotify) -> DoneBody:
         """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old then."""
         service = await self._service(body.table)
         tensors = await asyncio.to_thread(unpack_tensors, body.tensors)
-        await service.notify_weights(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
+        await service.weight_sync_notify(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
         return DoneBody()
 
     async def get_weights(self, body: GetWeights) -> WeightsBody:
@@ -155,9 +152,6 @@ class Actions:
         """What the job's table says of itself."""
         service = await self._service(body.table)
         return Status(stats=await service.status())
-
-    put_prompts_data, put_experience_data, weight_sync_notify = put_prompts, put_experience, notify_weights
-    """The same calls by their names in AsyncFlow."""
 
     async def _service(self, name: str) -> AsyncService:
         return await AsyncService.join(self._queue, name=name, timeout_s=0.0)
@@ -207,19 +201,15 @@ class Action(NamedTuple):
 
 ACTIONS: Final = (
     Action("init_engines", Engines, JobBody),
-    Action("put_prompts", PutPrompts, PromptRows, waits=True),
-    Action("get_experience", GetExperience, Experience, waits=True),
-    Action("put_experience", PutExperience, LeaseRemainder),
+    Action("put_prompts_data", PutPromptsData, PromptRows, waits=True),
+    Action("get_experience_data", GetExperienceData, Experience, waits=True),
+    Action("put_experience_data", PutExperienceData, LeaseRemainder),
     Action("release_experience", ReleaseExperience, LeaseRemainder),
     Action("renew_experience", RenewExperience, LeaseTime),
-    Action("notify_weights", NotifyWeights, DoneBody, waits=True),
+    Action("weight_sync_notify", WeightSyncNotify, DoneBody, waits=True),
     Action("get_weights", GetWeights, WeightsBody, waits=True),
     Action("seal", TableBody, DoneBody),
     Action("status", TableBody, Status),
-    Action("put_prompts_data", PutPrompts, PromptRows, waits=True),
-    Action("get_experience_data", GetExperienceData, Experience, waits=True),
-    Action("put_experience_data", PutExperience, LeaseRemainder),
-    Action("weight_sync_notify", NotifyWeights, DoneBody, waits=True),
 )
 
 

@@ -114,8 +114,8 @@ def _page(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 _EXAMPLE: Final = """\
-curl -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" http://127.0.0.1:8788/action/get_experience \\
-     -d '{"stage": "rollout", "rows": 8, "at_least": 1, "timeout_s": 60}'"""
+curl -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" http://127.0.0.1:8788/action/get_experience_data \\
+     -d '{"experience_consumer_stage": "rollout", "experience_count": 8, "at_least": 1, "timeout_s": 60}'"""
 
 
 def _shown_operation(name: str, operation: Mapping[str, Any]) -> Iterator[str]:

@@ -12,7 +12,7 @@ import msgspec
 
 from transferqueue.limits import ROWS_PER_REQUEST_MAX, TEXT_CHARS_MAX
 from transferqueue.web.service.columns import PackedColumn, Values
-from transferqueue.workflows.asyncflow.declaration import NAME, Name, Names
+from transferqueue.workflows.service.declaration import NAME, Name, Names
 
 WAIT_S_MAX: Final = 300.0
 """Longest wait of one call; a client that wants to wait longer calls again."""
@@ -47,7 +47,7 @@ class FactsBody(_Body):
         return {name: value for name in self.__struct_fields__ if (value := getattr(self, name)) is not None}
 
 
-class PutPrompts(_Body):
+class PutPromptsData(_Body):
     """Prompts, one value of each column for each; each becomes `samples` rows of one group."""
 
     columns: Columns
@@ -57,51 +57,25 @@ class PutPrompts(_Body):
     table: Name = NAME
 
 
-class GetExperience(_Body):
-    """Rows for an engine of `stage`: exactly one of rows, groups, tokens says how many; fewer come once `at_least` are ready.
+class GetExperienceData(_Body):
+    """Rows of a stage: exactly one of experience_count, groups, tokens says how many; fewer come once `at_least` are ready.
 
-    columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would do.
+    experience_columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would do.
     """
 
-    stage: Name
-    rows: int | None = None
+    experience_consumer_stage: Name
+    experience_count: int | None = None
     groups: int | None = None
     tokens: int | None = None
     at_least: int | None = None
-    timeout_s: Wait = 30.0
-    lease_s: float | None = None
-    columns: Names | None = None
-    packed: bool = False
-    table: Name = NAME
-
-
-class GetExperienceData(_Body):
-    """As GetExperience, by the names of AsyncFlow: `experience_count` rows of a stage, with these columns (null: all that it needs)."""
-
-    experience_consumer_stage: Name
-    experience_count: int
     experience_columns: Names | None = None
-    at_least: int | None = None
     timeout_s: Wait = 30.0
     lease_s: float | None = None
     packed: bool = False
     table: Name = NAME
 
-    def renamed(self) -> GetExperience:
-        """The same request by today's names."""
-        return GetExperience(
-            stage=self.experience_consumer_stage,
-            rows=self.experience_count,
-            columns=self.experience_columns,
-            at_least=self.at_least,
-            timeout_s=self.timeout_s,
-            lease_s=self.lease_s,
-            packed=self.packed,
-            table=self.table,
-        )
 
-
-class PutExperience(_Body):
+class PutExperienceData(_Body):
     """Results of rows that were got (`lease`; all that are left of it, or `rows` of it), which are done with that. Without a
     lease: columns that come late, of `rows` by their ids."""
 
@@ -131,7 +105,7 @@ class RenewExperience(_Body):
     lease_s: float | None = None
 
 
-class NotifyWeights(_Body):
+class WeightSyncNotify(_Body):
     """Weights of `version` are there. notice: any JSON, such as where; tensors: where they travel through the queue."""
 
     version: Annotated[int, msgspec.Meta(ge=0)]

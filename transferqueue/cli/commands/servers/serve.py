@@ -160,7 +160,7 @@ HttpOption = Annotated[
         "--http",
         metavar="PORT",
         show_default=False,
-        help="Serve put_prompts, get_experience and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
+        help="Serve put_prompts_data, get_experience_data and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
     ),
 ]
 TokensOption = Annotated[

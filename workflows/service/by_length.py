@@ -1,4 +1,4 @@
-"""Requests to a generation service by expected length: the caller's side of dispatch, for a trainer that uses `StreamService`.
+"""Requests to a generation service by expected length: the caller's side of dispatch, for a trainer that calls `generate`.
 
 Rules:
 
@@ -22,14 +22,15 @@ from transferqueue.adapters.protocols import Prompt
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
 from transferqueue.workflows.planner.batch_plan import Plan
-from transferqueue.workflows.streamrl.service import EXPECTED, CompletionStream, StreamService
+from transferqueue.workflows.service.samples import EXPECTED
+from transferqueue.workflows.service.sync import CompletionStream, Service
 
 
 class LengthRequests:
     """Puts requests of `service` by expected length, for generators that `serve` with ``dispatch=``. A context manager; one process at a time plans for a service.
 
     queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows` samples). overlapping: the next request is put before this
-    one's samples are all there, as with `pacing` of depth 1: plans then count what each request adds, not how soon one alone would end.
+    one's samples are all there, as with `stream_engines` of depth 1: plans then count what each request adds, not how soon one alone would end.
 
     Example: ``stream = requests.generate(prompts)``; then, for each batch of the stream: ``requests.learn(batch)`` before the ack.
     """
@@ -37,7 +38,7 @@ class LengthRequests:
     def __init__(
         self,
         queue: tq.Queue,
-        service: StreamService,
+        service: Service,
         *,
         batch_rows: int,
         overlapping: bool = False,
@@ -53,7 +54,7 @@ class LengthRequests:
     def generate(
         self, prompts: Sequence[Prompt], *, number: int | None = None, timeout_s: float | None = None
     ) -> CompletionStream:
-        """Rank `prompts`, publish the plan, and request them as `StreamService.generate` does; same errors, same waits."""
+        """Rank `prompts`, publish the plan, and request them as `Service.generate` does; same errors, same waits."""
         expected = self._dispatcher.expect([prompt.ids for prompt in prompts]).tokens
         plan = self.plan(np.repeat(expected, [prompt.samples for prompt in prompts]))
         scores = expected.tolist() if plan.order == "longest" else None

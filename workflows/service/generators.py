@@ -1,4 +1,4 @@
-"""The generator side of a stream generation service: a process that serves it with any engine.
+"""The engine's side of `generate`: a process that serves it with any engine, by the stage functions of jobs.
 
 Weights change between two requests to the engine; with slots, requests overlap, and a request that runs goes on under the new weights. If the service bounds staleness
 and the engine's weights are too old for its rows, the process waits for newer ones first, so that no generated row is thrown away.
@@ -21,7 +21,9 @@ from transferqueue.workflows.flow.events import Event
 from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import STALL_S, LeaseChoice, Stage, Where, Work
-from transferqueue.workflows.streamrl.service import GENERATE, NAME, StreamService
+from transferqueue.workflows.service.declaration import NAME
+from transferqueue.workflows.service.samples import GENERATE, check_stages
+from transferqueue.workflows.service.sync import Service
 
 ROWS: Final = 8
 """Default number of prompts that an engine has at once; prompts that it has leased cannot go to another engine."""
@@ -52,7 +54,8 @@ def serve(
     """
     if dispatch and not slots:
         raise UsageError(f'dispatch="{dispatch}" with slots=0: a plan says how many samples run at once; give slots')
-    service = StreamService.join(queue, name=name, timeout_s=stall_s)
+    service = Service.join(queue, name=name, timeout_s=stall_s)
+    check_stages(service.table)
     task = service.table.tasks[GENERATE]
     stage = Stage(task=task, rows=rows, at_least=1, slots=slots, stall_s=stall_s, where=tuple(where))
     with ExitStack() as stack:
@@ -69,7 +72,7 @@ def serve(
 
 
 def _generating(
-    service: StreamService, engine: Generator, sampling: Sampling, follower: WeightUpdater, stall_s: float
+    service: Service, engine: Generator, sampling: Sampling, follower: WeightUpdater, stall_s: float
 ) -> Work:
     """Return the function of the stage; it may be called from several threads at once."""
     generate = Generate(engine, sampling, part_rows=1, token_versions=True)
@@ -94,7 +97,7 @@ def _follow(follower: WeightUpdater, version: int, timeout_s: float) -> None:
             )
 
 
-def _oldest_allowed(service: StreamService, batch: tq.Batch) -> int:
+def _oldest_allowed(service: Service, batch: tq.Batch) -> int:
     pacing = service.table.pacing
     if pacing is None or pacing.channel is None or pacing.max_staleness is None:
         return 0

@@ -17,7 +17,6 @@ from typing import Any, Self
 
 import transferqueue as tq
 from transferqueue.errors import UsageError, listing
-from transferqueue.workflows.asyncflow.service import AsyncFlowService, announcement
 from transferqueue.workflows.flow.flow import Flow
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
@@ -29,12 +28,13 @@ from transferqueue.workflows.job.run.run import JobOutcome, run_job
 from transferqueue.workflows.job.run.server import RunServer
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.service.sync import Service
 
 
-class JobService(AsyncFlowService):
-    """The calls of AsyncFlow on a job's table and weight channel."""
+class JobService(Service):
+    """The calls on a job's table and weight channel."""
 
-    def notify_weights(
+    def weight_sync_notify(
         self,
         version: int,
         tensors: Mapping[str, Any] | None = None,
@@ -42,12 +42,12 @@ class JobService(AsyncFlowService):
         notice: Any = None,
         timeout_s: float | None = None,
     ) -> None:
-        """As `AsyncFlowService.notify_weights`. Engines load what is published, so tensors travel without a notice."""
+        """As `Service.weight_sync_notify`. Engines load all that is published, so tensors travel without a notice."""
         if tensors and notice is not None:
             raise UsageError(
                 "tensors with a notice: the job's engines would load the notice as a weight; give one of them"
             )
-        self._channel.publish(version, tensors or announcement({}, notice), timeout_s=timeout_s)
+        super().weight_sync_notify(version, tensors, notice=notice, timeout_s=timeout_s)
 
 
 class JobTrainer:
@@ -85,7 +85,7 @@ class JobTrainer:
         folder.begin(self.job, self._code)
         queue = self._stack.enter_context(tq.connect(self._address(folder), label="trainer"))
         table = create_table(queue, self.job)
-        self._service = JobService(table, queue.weights(names.POLICY, keep=self.job.weights.keep))
+        self._service = JobService(queue, table, queue.weights(names.POLICY, keep=self.job.weights.keep))
         played = [stage for stage in stage_jobs(self.job, folder.path) if stage.name not in self._plays]
         record = self._stack.enter_context(RunRecord(folder.path))
         logs = folder.path / "logs"

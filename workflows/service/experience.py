@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Sequence
-from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,74 +60,18 @@ def lease_terms(
     return {**terms, **{name: value for name, value in named.items() if value is not None}}
 
 
-class _Outstanding(Generic[BatchT]):
+class Outstanding(Generic[BatchT]):
     """Batches that a stream gave and that have not ended, without holding those whose index nobody has."""
 
     def __init__(self) -> None:
         self._given: weakref.WeakSet[ExperienceIndex[BatchT]] = weakref.WeakSet()
 
     def add(self, batch: BatchT) -> tuple[BatchT, ExperienceIndex[BatchT]]:
+        """Return the batch and its index."""
         index = ExperienceIndex(batch)
         self._given.add(index)
         return batch, index
 
     def left(self) -> list[BatchT]:
+        """Return the batches that have not ended."""
         return [index.batch for index in self._given if not index.batch.ended]
-
-
-class ExperienceStream:
-    """What `AsyncFlowService.create_stream_data_loader` gives: an iterator of ``(batch, index)`` and a context manager."""
-
-    def __init__(self, loader: tq.Loader) -> None:
-        self._loader = loader
-        self._outstanding = _Outstanding[tq.Batch]()
-
-    def __iter__(self) -> Self:
-        return self
-
-    def __next__(self) -> tuple[tq.Batch, ExperienceIndex[tq.Batch]]:
-        """The next rows; waits up to ``timeout_s``."""
-        return self._outstanding.add(next(self._loader))
-
-    def close(self) -> None:
-        """Give back what was not taken and every batch without results. Again: nothing."""
-        self._loader.close()
-        for batch in self._outstanding.left():
-            batch.release()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-
-class AsyncExperienceStream:
-    """`ExperienceStream` for an event loop."""
-
-    def __init__(self, loader: tq.AsyncLoader) -> None:
-        self._loader = loader
-        self._outstanding = _Outstanding[tq.AsyncBatch]()
-
-    def __aiter__(self) -> Self:
-        return self
-
-    async def __anext__(self) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
-        """The next rows; waits up to ``timeout_s``."""
-        return self._outstanding.add(await anext(self._loader))
-
-    async def aclose(self) -> None:
-        """As `ExperienceStream.close`."""
-        await self._loader.aclose()
-        for batch in self._outstanding.left():
-            await batch.release()
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.aclose()

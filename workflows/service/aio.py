@@ -1,0 +1,337 @@
+"""The calls of AsyncFlow and StreamRL on one table, for event loops."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+import transferqueue as tq
+from transferqueue.adapters.protocols import Completion, Prompt
+from transferqueue.errors import DeadlineExceeded, EndOfTable, NotFound
+from transferqueue.workflows.service.arguments import PromptBatch, announcement, check_columns, check_facts
+from transferqueue.workflows.service.declaration import NAME, Engines
+from transferqueue.workflows.service.experience import ExperienceIndex, Outstanding, lease_terms
+from transferqueue.workflows.service.samples import TRAIN, Request, StreamBase, burst_of, check_stages
+
+
+class AsyncExperienceStream:
+    """Batches of a stage with their indices: ``async for``, ``async with``. Made by `AsyncService.create_stream_data_loader`."""
+
+    def __init__(self, loader: tq.AsyncLoader) -> None:
+        self._loader = loader
+        self._outstanding = Outstanding[tq.AsyncBatch]()
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
+        """Return the next rows; waits up to ``timeout_s``."""
+        return self._outstanding.add(await anext(self._loader))
+
+    async def aclose(self) -> None:
+        """Release what was not taken and every batch without results. A second call does nothing."""
+        await self._loader.aclose()
+        for batch in self._outstanding.left():
+            await batch.release()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.aclose()
+
+
+class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
+    """Finished samples of one request: ``async for`` gives each `Completion`. Use ``async with``, from one event loop at a time. Made by `AsyncService.generate`.
+
+    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's `timeout_s`
+    (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use, too.
+    """
+
+    def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float | None) -> None:
+        super().__init__(table, request, left, burst, timeout_s)
+        self._table = table
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Completion:
+        """Return the next finished sample. Waits for it; a cancellation while it waits takes no sample."""
+        if not self._due:
+            await self._settle(failed=False)
+            if not await self._more():
+                raise StopAsyncIteration
+            self._open(await self._lease(self._burst, 1))
+        return self._due.popleft()
+
+    async def batches(self, rows: int, *, at_least: int = 1) -> AsyncIterator[tq.AsyncBatch]:
+        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
+
+        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked together
+        (`AsyncTable.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
+        """
+        await self._settle(failed=False)
+        while await self._more():
+            yield await self._lease(rows, at_least)
+
+    async def aclose(self) -> None:
+        """Release the samples that were not consumed. A second call does nothing."""
+        self._closed = True
+        await self._settle(failed=False)
+        self._due.clear()
+
+    async def cancel(self) -> int:
+        """Close, and drop the rest of the request, including what is being generated. Return the number of rows dropped."""
+        await self.aclose()
+        while True:
+            rows = await self._live()
+            try:
+                return await self._table.drop(rows, "cancelled") if len(rows) else 0
+            except NotFound:
+                continue  # one ended meanwhile: fewer are left
+
+    async def _lease(self, rows: int, at_least: int) -> tq.AsyncBatch:
+        try:
+            return self._took(await self._table.lease(TRAIN, **self._asking(rows, at_least)))
+        except (DeadlineExceeded, EndOfTable) as late:
+            self._check_lost(len(await self._live()), late)
+            raise
+
+    async def _more(self) -> bool:
+        """Whether samples are left; released ones count again."""
+        if not self._left and not self._closed:
+            self._left = self._to_come(len(await self._live()))
+        return self._left > 0 and not self._closed
+
+    async def _live(self) -> NDArray[np.int64]:
+        with await self._table.read(where=self._mine, fields=[]) as read:
+            return read.rows
+
+    async def _settle(self, *, failed: bool) -> None:
+        used, back = self._split(failed)
+        if len(used) and self._batch is not None:
+            await self._batch.ack(used)
+        if len(back) and self._batch is not None:
+            await self._batch.release(back)
+        self._batch = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            await self._settle(failed=True)
+        await self.aclose()
+
+
+class AsyncService:
+    """A job's table and weight channel by the calls of AsyncFlow and StreamRL. Made by `init_engines` or `join`."""
+
+    def __init__(self, queue: tq.AsyncQueue, table: tq.AsyncTable, channel: tq.AsyncWeightChannel) -> None:
+        self._queue, self._table, self._channel = queue, table, channel
+
+    @classmethod
+    async def init_engines(cls, queue: tq.AsyncQueue, engines: Engines) -> Self:
+        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared differently."""
+        table = await queue.create_table(engines.table, **engines.terms())
+        return cls(queue, table, queue.weights(engines.table))
+
+    @classmethod
+    async def join(cls, queue: tq.AsyncQueue, *, name: str = NAME, timeout_s: float = 30.0) -> Self:
+        """Join the job of this name; wait at most `timeout_s` for its declaration."""
+        return cls(queue, await queue.table(name, timeout_s=timeout_s), queue.weights(name))
+
+    @property
+    def name(self) -> str:
+        """Name of the table and of its weight channel."""
+        return self._table.name
+
+    @property
+    def stages(self) -> list[str]:
+        """Names of the stages."""
+        return list(self._table.tasks)
+
+    @property
+    def table(self) -> tq.AsyncTable:
+        """The table of the job, for everything else."""
+        return self._table
+
+    @property
+    def channel(self) -> tq.AsyncWeightChannel:
+        """The weight channel of the job."""
+        return self._channel
+
+    # ---------------------------------------------------------------- AsyncFlow
+
+    async def put_prompts_data(
+        self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
+    ) -> NDArray[np.int64]:
+        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a prompt together.
+
+        Waits up to `timeout_s` for room.
+
+        Args:
+            prompts_data: columns, each with one value for each prompt.
+            samples: rows of each prompt.
+            timeout_s: longest wait for room.
+            facts: as of `AsyncTable.put`, one for all or one for each prompt. With a key, the rows of a prompt have it with the suffixes ``/0``, ``/1`` and so on; an
+                existing key is `AlreadyExists`, so a repeated call changes nothing.
+
+        Raises:
+            DeadlineExceeded: there was no room in time.
+            Impossible: there never can be.
+        """
+        prompts, started = PromptBatch(prompts_data, samples, facts), time.monotonic()
+        async with self._table.reserve(prompts.rows, timeout_s=timeout_s) as room:
+            left_s = timeout_s and max(0.0, timeout_s - (time.monotonic() - started))
+            return await self._table.put(reservation=room, timeout_s=left_s, **prompts.asked)
+
+    async def get_experience_data(
+        self,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        **terms: Any,
+    ) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
+        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes results.
+
+        Args:
+            experience_consumer_stage: the stage.
+            experience_columns: those to bring; None: what the stage needs.
+            experience_count: how many rows.
+            terms: further arguments of `AsyncTable.lease`, such as ``groups`` or ``tokens`` instead of a count.
+        """
+        wanted = lease_terms(experience_columns, experience_count, terms)
+        batch = await self._table.lease(experience_consumer_stage, **wanted)
+        return batch, ExperienceIndex(batch)
+
+    async def put_experience_data(
+        self,
+        experience_data: Mapping[str, Any],
+        index: ExperienceIndex[tq.AsyncBatch] | tq.AsyncBatch | Any,
+        *,
+        rows: Any = None,
+        **facts: Any,
+    ) -> None:
+        """Give results of rows, and end their lease, in one commit.
+
+        Args:
+            experience_data: columns, each with one value for each row.
+            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns of these rows.
+            rows: ids of those rows of the batch that the results are of; None: all that are left.
+            facts: as of `AsyncTable.put`.
+        """
+        arguments = {**check_facts(facts), **check_columns(experience_data)}
+        taken = index.batch if isinstance(index, ExperienceIndex) else index
+        if isinstance(taken, tq.AsyncBatch):
+            await taken.ack(rows, **arguments)
+        else:
+            await self._table.update(taken, **arguments)
+
+    async def weight_sync_notify(
+        self,
+        version: int,
+        tensors: Mapping[str, Any] | None = None,
+        *,
+        notice: Any = None,
+        timeout_s: float | None = None,
+    ) -> None:
+        """Announce weights of `version`: as these tensors, or where the notice says (any JSON of at most 4096 bytes).
+
+        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too old.
+        """
+        await self._channel.publish(version, announcement(tensors, notice), timeout_s=timeout_s)
+
+    async def get_weights(self, above: int = -1, *, timeout_s: float | None = None) -> tq.Weights:
+        """Wait for a version above `above` and return the newest; `notice_of` returns its notice."""
+        return await self._channel.pull(above, timeout_s=timeout_s)
+
+    def create_stream_data_loader(
+        self,
+        *,
+        experience_consumer_stage: str,
+        experience_columns: Sequence[str] | None = None,
+        experience_count: int | None = None,
+        prefetch: int = 2,
+        **terms: Any,
+    ) -> AsyncExperienceStream:
+        """Return a stream of ``(batch, index)`` of a stage, fetched ahead, until the table is sealed and drained.
+
+        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms with ``rank`` and ``world``
+        give each rank its share of one agreed batch.
+        """
+        wanted = lease_terms(experience_columns, experience_count, terms)
+        return AsyncExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
+
+    # ---------------------------------------------------------------- StreamRL
+
+    async def update(
+        self, weights: Mapping[str, Any], *, version: int | None = None, timeout_s: float | None = None
+    ) -> int:
+        """Publish weights for all engines, as `version` (None: the one after the newest), and return the version.
+
+        Engines load them between two requests; this call does not wait for that, and generation continues.
+        """
+        if version is None:
+            channel = (await self._queue.stats())["channels"].get(self._channel.name)
+            version = 0 if channel is None else channel["newest"] + 1
+        await self.weight_sync_notify(version, weights, timeout_s=timeout_s)
+        return version
+
+    async def generate(
+        self,
+        prompts: Sequence[Prompt],
+        *,
+        scores: Sequence[float] | None = None,
+        expected: Sequence[int] | None = None,
+        number: int | None = None,
+        timeout_s: float | None = None,
+    ) -> AsyncCompletionStream:
+        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples. Generation starts at once.
+
+        Waits while there is no room, or while the pace does not admit the rows.
+
+        Args:
+            prompts: token ids, and how many samples of each.
+            scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts.
+            expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing (`LengthRequests` does both).
+            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the table, they are not put again: the call resumes
+                them. So a trainer that was killed asks again for what it may have asked for; one process at a time asks for a number.
+            timeout_s: longest wait, of this call and of the stream for each next sample.
+        """
+        check_stages(self._table)
+        request = Request.of(prompts, scores, number, expected)
+        if number is not None:
+            begun = await self.resume(number, timeout_s=timeout_s)
+            if begun.left:
+                return begun
+        async with self._table.reserve(request.rows, timeout_s=timeout_s) as reservation:
+            columns = request.behind((await self._table.stats())["rows_put"])
+            await self._table.put(reservation=reservation, timeout_s=timeout_s, **columns)
+        return AsyncCompletionStream(self._table, request.number, request.rows, request.burst, timeout_s)
+
+    async def resume(self, request: int, *, timeout_s: float | None = None) -> AsyncCompletionStream:
+        """Return the stream of a request's remaining samples, in any process. If nothing is left, it ends at once."""
+        check_stages(self._table)
+        with await self._table.read(where=tq.Compare("request", "==", request), fields=[]) as read:
+            burst = burst_of(read.group_size)
+            return AsyncCompletionStream(self._table, request, len(read), burst, timeout_s)
+
+    # ---------------------------------------------------------------- both
+
+    async def status(self) -> dict[str, Any]:
+        """Return statistics of the table: `transferqueue docs observing` lists the keys."""
+        return await self._table.stats()
+
+    async def seal(self) -> None:
+        """Put no more prompts: engines drain the table, then see `EndOfTable`."""
+        await self._table.seal()
