@@ -30,6 +30,9 @@ WEIRD = [
 ]
 
 
+WEIGHTS = {"put_prompts_data": 6, "get_experience_data": 4, "put_experience_data": 4, "weight_sync_notify": 2}
+
+
 def value(rng, depth=0):
     kind = rng.random() if depth < 3 else 0.0
     if kind < 0.6:
@@ -75,7 +78,7 @@ def test_nothing_that_is_asked_is_a_defect(tmp_path):
         service = Asking(urlsplit(link).hostname, urlsplit(link).port)
         service.call("init_engines", stages=STAGES)
         for number in range(REQUESTS):
-            action = rng.choices(ACTIONS, weights=[1, 5, 3, 3, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1])[0]
+            action = rng.choices(ACTIONS, weights=[WEIGHTS.get(action.name, 1) for action in ACTIONS])[0]
             body = msgspec.msgpack.encode(asked(rng, action, lease, number))
             answer = service.request("POST", f"/action/{action.name}", body, **{"Content-Type": "application/msgpack"})
             assert answer.status in (200, 400, 404, 409, 410, 504), (number, action.name, body, answer.body)
