@@ -21,6 +21,7 @@ import transferqueue as tq
 from tests.web.service_client import GENEROUS_S, TOKEN, Asking
 from transferqueue.cli.app import app
 from transferqueue.web.subprocesses import start_page
+from transferqueue.workflows.service import stream_engines
 
 pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
@@ -143,6 +144,34 @@ def test_weights_are_told_and_waited_for_and_are_the_clock(service, queue, reque
     assert error_of(service.refused("weight_sync_notify", table=name, version=4)) == (409, "AlreadyExists")
     assert service.refused("weight_sync_notify", table=name, version=5, notice="x" * 5000).status == 400
     assert queue.table(name).stats()["version"] == 4
+
+
+def test_samples_are_requested_by_prompts_and_come_by_the_number_of_their_request(service, queue, request):
+    name = request.node.name
+    service.call("init_engines", **msgspec.to_builtins(stream_engines(table=name)))
+    tensor = {"dtype": "float32", "shape": [1], "data": base64.b64encode(np.ones(1, np.float32).tobytes()).decode()}
+    assert [service.call("update", table=name, weights={"w": tensor})["version"] for _ in range(2)] == [0, 1]
+    prompts = [{"ids": [3, 4], "samples": 2}, {"ids": [5]}]
+    asked = service.call("generate", table=name, prompts=prompts, scores=[1.0, 2.0], number=7)
+    assert asked == service.call("generate", table=name, prompts=prompts, number=7) == {"request": 7, "left": 3}
+    other = service.call("generate", table=name, prompts=prompts[1:])["request"]
+    generate = {"experience_consumer_stage": "generate", "experience_count": 4}
+    got = service.call("get_experience_data", table=name, **generate)
+    assert got["columns"]["prompt_ids"] == [[5], [3, 4], [3, 4], [5]]
+    answers = {
+        "response_ids": [[1], [2], [3], [4]],
+        "rollout_logprobs": [[0.0]] * 4,
+        "finish_reason": ["stop"] * 4,
+        "token_versions": [[1]] * 4,
+    }
+    service.call("put_experience_data", lease=got["lease"], columns=answers)
+    train = {"experience_consumer_stage": "train", "experience_count": 3, "experience_columns": ["request"]}
+    samples = service.call("get_experience_data", table=name, request=7, **train)
+    assert samples["columns"]["request"] == [7, 7, 7]
+    left = service.call("get_experience_data", table=name, request=other, at_least=1, **train)
+    assert left["columns"]["request"] == [other]
+    too_many = [{"ids": [1], "samples": 1 << 20}] * 2
+    assert "make several requests" in service.refused("generate", table=name, prompts=too_many).json["text"]
 
 
 def test_an_end_is_told(service, job):

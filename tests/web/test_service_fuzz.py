@@ -52,6 +52,8 @@ def right(action, lease, number):
         "get_experience_data": {"experience_consumer_stage": "rollout", "experience_count": 1},
         "put_experience_data": {"lease": lease, "columns": {"ids": [[1]]}},
         "weight_sync_notify": {"version": number},
+        "update": {"weights": {}},
+        "generate": {"prompts": [{"ids": [1, 2]}]},
         "seal": {"table": f"t{number % 20}"},
     }.get(action.name, {})
 

@@ -87,7 +87,7 @@ def check_engines(engines: Sequence[LaneEngine]) -> None:
 # ---------------------------------------------------------------- time
 
 
-class Ended(NamedTuple, Generic[RowT]):
+class EndedRow(NamedTuple, Generic[RowT]):
     """A row that was generated: by which engine, since when."""
 
     engine: int
@@ -192,10 +192,10 @@ class Generation(Generic[RowT]):
         while (engine := self._emptiest()) is not None and (taken := self._take(engine.lane)) is not None:
             engine.add(*taken, now)
 
-    def ended(self, now: float) -> list[Ended[RowT]]:
+    def ended(self, now: float) -> list[EndedRow[RowT]]:
         """Return the rows that have ended by now."""
         return [
-            Ended(at, begun.start, begun.row)
+            EndedRow(at, begun.start, begun.row)
             for at, engine in enumerate(self.engines)
             if engine.next_s <= now
             for begun in engine.ended(now)

@@ -8,12 +8,15 @@ from contextlib import asynccontextmanager
 from typing import Any, Final, NamedTuple
 
 import transferqueue as tq
+from transferqueue.adapters.protocols import Prompt
 from transferqueue.errors import LeaseExpired, UsageError
+from transferqueue.limits import ROWS_PER_REQUEST_MAX
 from transferqueue.web.service.columns import Values, nbytes, pack, unpack, unpack_tensors
 from transferqueue.web.service.leases import HttpLease, HttpLeases
 from transferqueue.web.service.schemas import (
     DoneBody,
     Experience,
+    Generate,
     GetExperienceData,
     GetWeights,
     JobBody,
@@ -24,9 +27,12 @@ from transferqueue.web.service.schemas import (
     PutPromptsData,
     ReleaseExperience,
     RenewExperience,
+    SampleRequest,
     Status,
     TableBody,
     TensorBody,
+    Update,
+    VersionBody,
     WeightsBody,
     WeightSyncNotify,
 )
@@ -64,6 +70,7 @@ class Actions:
         by which results return."""
         self._leases.check_room()
         service = await self._service(body.table)
+        mine = {} if body.request is None else {"where": tq.Compare("request", "==", body.request)}
         batch, _ = await service.get_experience_data(
             body.experience_consumer_stage,
             body.experience_columns,
@@ -73,6 +80,7 @@ class Actions:
             at_least=body.at_least,
             timeout_s=body.timeout_s,
             lease_s=body.lease_s,
+            **mine,
             time_limit_s=0,  # who works on the rows is elsewhere, and renews them itself while it lives
         )
         async with _released_if_refused(batch):
@@ -142,6 +150,27 @@ class Actions:
             tensors = await asyncio.to_thread(_tensors, arrays, body.tensors)
             return WeightsBody(version=weights.version, notice=notice_of(weights), tensors=tensors)
 
+    async def update(self, body: Update) -> VersionBody:
+        """Publish weights for all engines, and say as which version. Generation continues."""
+        service = await self._service(body.table)
+        weights = await asyncio.to_thread(unpack_tensors, body.weights)
+        return VersionBody(version=await service.update(weights, version=body.version, timeout_s=body.timeout_s))
+
+    async def generate(self, body: Generate) -> SampleRequest:
+        """Request samples of prompts, of a job with the stages generate and train. Finished ones are rows of stage train: get them by the number of the request."""
+        wanted = sum(prompt.samples for prompt in body.prompts)
+        if wanted > ROWS_PER_REQUEST_MAX:
+            raise UsageError(f"a request of {wanted} samples; at most {ROWS_PER_REQUEST_MAX}: make several requests")
+        service = await self._service(body.table)
+        stream = await service.generate(
+            [Prompt.of(prompt.ids, prompt.samples) for prompt in body.prompts],
+            scores=body.scores,
+            expected=body.expected,
+            number=body.number,
+            timeout_s=body.timeout_s,
+        )
+        return SampleRequest(request=stream.request, left=stream.left)
+
     async def seal(self, body: TableBody) -> DoneBody:
         """No more prompts: engines drain what is there, then are told EndOfTable."""
         service = await self._service(body.table)
@@ -208,6 +237,8 @@ ACTIONS: Final = (
     Action("renew_experience", RenewExperience, LeaseTime),
     Action("weight_sync_notify", WeightSyncNotify, DoneBody, waits=True),
     Action("get_weights", GetWeights, WeightsBody, waits=True),
+    Action("update", Update, VersionBody, waits=True),
+    Action("generate", Generate, SampleRequest, waits=True),
     Action("seal", TableBody, DoneBody),
     Action("status", TableBody, Status),
 )

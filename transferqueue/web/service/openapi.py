@@ -27,8 +27,8 @@ _REFUSALS: Final = {
     "504": "DeadlineExceeded: not within timeout_s; the text says what is missing and who holds it. Ask again.",
 }
 _ABOUT: Final = f"""\
-Five calls by which engines share one queue without importing anything of it (AsyncFlow, arXiv 2507.01663, section 5), and what a
-user needs to finish. Bodies are JSON, or MessagePack if the content type says {MSGPACK.media_type}; the answer is what the request was.
+The calls of AsyncFlow (arXiv 2507.01663, section 5) and StreamRL (arXiv 2504.15930, section 4), by which engines share one queue without importing
+anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if the content type says {MSGPACK.media_type}; the answer is what the request was.
 Send the token of the service as Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
 and not given back go to others when their lease ends."""
 

@@ -19,6 +19,8 @@ WAIT_S_MAX: Final = 300.0
 
 Wait = Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)]
 RowIds = Annotated[list[int], msgspec.Meta(min_length=1, max_length=ROWS_PER_REQUEST_MAX)]
+RequestNumber = Annotated[int, msgspec.Meta(ge=0, le=(1 << 63) - 1)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=(1 << 31) - 1)]
 Columns = dict[Name, Values]
 Text = Annotated[str, msgspec.Meta(max_length=TEXT_CHARS_MAX)]
 Tag = str | int | float | bool
@@ -61,6 +63,7 @@ class GetExperienceData(_Body):
     """Rows of a stage: exactly one of experience_count, groups, tokens says how many; fewer come once `at_least` are ready.
 
     experience_columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would do.
+    request: only samples of this request of `generate`.
     """
 
     experience_consumer_stage: Name
@@ -69,6 +72,7 @@ class GetExperienceData(_Body):
     tokens: int | None = None
     at_least: int | None = None
     experience_columns: Names | None = None
+    request: RequestNumber | None = None
     timeout_s: Wait = 30.0
     lease_s: float | None = None
     packed: bool = False
@@ -124,6 +128,36 @@ class GetWeights(_Body):
     table: Name = NAME
 
 
+class Update(_Body):
+    """Weights for all engines, as `version` (null: the one after the newest)."""
+
+    weights: dict[Name, PackedColumn]
+    version: Annotated[int, msgspec.Meta(ge=0)] | None = None
+    timeout_s: Wait = 30.0
+    table: Name = NAME
+
+
+class PromptBody(_Body):
+    """A prompt as token ids, and how many samples of it are wanted."""
+
+    ids: Annotated[list[Tokens], msgspec.Meta(min_length=1)]
+    samples: Annotated[int, msgspec.Meta(ge=1, le=ROWS_PER_REQUEST_MAX)] = 1
+
+
+class Generate(_Body):
+    """A request of samples. scores: expected length of each prompt's answers, of which only the order counts; expected: the same in tokens.
+
+    number: of the request (null: a random one); if rows of this number are there, they are not put again.
+    """
+
+    prompts: Annotated[list[PromptBody], msgspec.Meta(min_length=1, max_length=ROWS_PER_REQUEST_MAX)]
+    scores: list[float] | None = None
+    expected: list[Tokens] | None = None
+    number: RequestNumber | None = None
+    timeout_s: Wait = 30.0
+    table: Name = NAME
+
+
 class TableBody(_Body):
     """A job by the name of its table."""
 
@@ -144,6 +178,19 @@ class PromptRows(_Body):
     """Ids of the rows, those of one prompt together."""
 
     rows: list[int]
+
+
+class VersionBody(_Body):
+    """The version under which the weights were published."""
+
+    version: int
+
+
+class SampleRequest(_Body):
+    """A request by its number, and how many samples of it are to come."""
+
+    request: int
+    left: int
 
 
 class Experience(_Body):
