@@ -20,7 +20,6 @@ from numpy.typing import NDArray
 
 from bench.published.dispatch import published_lengths
 from transferqueue.workflows.dispatch.ranker import LengthRanker
-from transferqueue.workflows.dispatch.skill import as_lengths
 from transferqueue.workflows.planner.engine_times import Lengths
 
 LUCK: Final = 0.25
@@ -63,6 +62,14 @@ def trained_ranker(seed: int) -> LengthRanker:
     ranker.observe(list(seen.ids), seen.answers(rng))
     ranker.refit()
     return ranker
+
+
+def as_lengths(scores: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Turn scores ``[rows]`` into tokens int64 ``[rows]``: a row gets the quantile of the observed `lengths` at its rank."""
+    ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable")
+    at = (ranks + 0.5) / len(scores)
+    predicted: NDArray[np.int64] = np.quantile(lengths, at, method="nearest").astype(np.int64)
+    return predicted
 
 
 def by_ranker(ranker: LengthRanker, prompts: SyntheticPrompts, lengths: Lengths) -> Lengths:

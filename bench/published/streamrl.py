@@ -20,6 +20,7 @@ from bench.published.dispatch import PTL, RANDOM_FIFO, Site, choose, generation_
 from bench.run_record import RECORDS, stamped
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
 from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.elastic.controller import ElasticTerms
 from transferqueue.workflows.planner.engine_times import LaneEngine, Lengths
 from transferqueue.workflows.planner.simulated_job import TRAIN, BatchFeed, SimStage, SimulatedJob, simulate
 
@@ -40,7 +41,7 @@ ASSUMED: Final = (
     f"pipelining: predictions are the true order with log-normal noise {NOISE}, which has about the published recall",
     "pipelining: training takes as long as our generation (their balance), in proportion to rows; weights move in no time",
     f"mini-batch: {MINIS} fixed parts of the prompts, trained in their order; dynamic-batch: from a sixteenth of a batch on",
-    f"elasticity: lengths grow by {GROWTH} a step for {ELASTIC_STEPS} steps, training stays as long as it is, from {INSTANCES} instances on",
+    f"elasticity: lengths grow by {GROWTH} a step for {ELASTIC_STEPS} steps, training stays as long as it is, asynchronous; the live controller decides after each step, from {INSTANCES} instances on",
 )
 
 
@@ -152,38 +153,34 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Figure
     ]
 
 
-def elasticity() -> list[FigureRow]:
-    """Return the time of all steps with a fixed number of instances over the time with one more whenever δ ≥ δ' (section 4.2).
-
-    A step takes as long as the longer of generation and training.
-    """
+def elasticity(*, rows: int = ROWS, slots: int = 32) -> list[FigureRow]:
+    """Return the time of all steps with a fixed number of instances over the time where the live controller adds one when δ ≥ δ' (section 4.2), asynchronous."""
     rng = np.random.default_rng(2)
-    batches = [(published_lengths(ROWS, rng) * GROWTH**step).astype(np.int64) for step in range(ELASTIC_STEPS)]
-    train_s = _side_s(batches[0], INSTANCES)
-    fixed, elastic, instances = 0.0, 0.0, INSTANCES
-    for lengths in batches:
-        fixed += max(_side_s(lengths, INSTANCES), train_s)
-        generate_s = _side_s(lengths, instances)
-        elastic += max(generate_s, train_s)
-        instances += adds(generate_s, train_s, generate_s - _side_s(lengths, instances + 1))
+    lengths = np.stack(
+        [(published_lengths(rows, rng) * GROWTH**step).astype(np.int64) for step in range(ELASTIC_STEPS)]
+    )
+    site = Site(INSTANCES, slots)
+    train_s = generation_s(lengths[0], lengths[0], site, choose(lengths[0], site))
+    fixed = SimulatedJob(
+        lengths=lengths,
+        predicted=lengths,
+        engines=(LaneEngine(site.slots, PTL),) * site.instances,
+        stages=(),
+        train=SimStage(name=TRAIN, row_s=train_s / rows),
+        feed=BatchFeed(rows=rows // 16),
+        depth=1,
+    )
+    terms = ElasticTerms(min=INSTANCES, max=4 * INSTANCES, patience=1)
+    elastic = simulate(msgspec.structs.replace(fixed, elastic=terms))
+    instances = INSTANCES + sum(change.by for _, change in elastic.changes)
     return [
         FigureRow(
             figure="speed, elastic / fixed",
             setting=f"{INSTANCES} to {instances} instances",
             published=NONE,
-            ours=fixed / elastic,
+            ours=simulate(fixed).total_s / elastic.total_s,
         )
     ]
-
-
-def adds(generation_s: float, train_s: float, gain_s: float) -> bool:
-    """Whether to add a generation instance: δ = T_gen - T_train is at least δ', the predicted gain of one more (section 4.2)."""
-    return gain_s > 0 and generation_s - train_s >= gain_s
-
-
-def _side_s(lengths: Lengths, instances: int) -> float:
-    site = Site(instances, 32)
-    return generation_s(lengths, lengths, site, choose(lengths, site))
 
 
 def results(lines: Sequence[FigureRow]) -> list[MeasuredResult]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bench.published.prompts import by_history, draw_prompts
-from bench.published.streamrl import adds, dispatch, pipelining
-from transferqueue.workflows.dispatch.skill import as_lengths, recall
+from bench.published.prompts import as_lengths, by_history, draw_prompts
+from bench.published.streamrl import dispatch, elasticity, pipelining
+from transferqueue.workflows.dispatch.skill import recall
 
 
 def test_synthetic_prompts_have_answers_as_long_as_published_and_a_seed_gives_the_same() -> None:
@@ -30,10 +30,11 @@ def test_the_table_has_every_way_to_predict_and_none_is_later_than_random_order(
     assert lines["oracle, 8 slots"] <= lines["ranker, 8 slots"] + 0.05
 
 
-def test_an_instance_is_added_only_for_what_it_gains() -> None:
-    assert adds(12.0, 10.0, 2.0)
-    assert not adds(12.0, 10.0, 2.1)
-    assert not adds(12.0, 10.0, 0.0)
+@pytest.mark.slow
+def test_instances_that_the_controller_adds_keep_steps_short() -> None:
+    (line,) = elasticity(rows=128, slots=8)
+    assert line.ours > 1.05
+    assert line.setting != "4 to 4 instances"
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s
+from bench.published.prompts import as_lengths
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.ranker import LengthRanker
-from transferqueue.workflows.dispatch.skill import PROMPTS_MIN, as_lengths, recall, skill_of
+from transferqueue.workflows.dispatch.skill import PROMPTS_MIN, recall, skill_of
 
 Prompts = list[list[int]]
 

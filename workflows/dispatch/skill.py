@@ -72,14 +72,6 @@ def recall(lengths: NDArray[Any], predicted: NDArray[Any], share: float) -> floa
     return _hits(lengths, predicted, top) / top
 
 
-def as_lengths(scores: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Turn scores ``[rows]`` into tokens int64 ``[rows]``: a row gets the quantile of the observed `lengths` at its rank."""
-    ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable")
-    at = (ranks + 0.5) / len(scores)
-    predicted: NDArray[np.int64] = np.quantile(lengths, at, method="nearest").astype(np.int64)
-    return predicted
-
-
 def _hits(lengths: NDArray[Any], predicted: NDArray[Any], top: int) -> int:
     longest = set(np.argsort(-lengths, kind="stable")[:top].tolist())
     return len(longest & set(np.argsort(-predicted, kind="stable")[:top].tolist()))

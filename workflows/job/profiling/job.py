@@ -78,7 +78,7 @@ def profile_job(
     profile = Profile(
         batch_rows=batch_rows(job),
         generation=measured.generation,
-        train=trained.train,
+        train=trained,
         stages=_stages(job, data.renderer.tokenizer, prompts, measured, clock),
         depths=(0, 1),
         devices=devices,

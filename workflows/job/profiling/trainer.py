@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final
 
 import numpy as np
@@ -29,14 +28,6 @@ FOLLOW_S: Final = 60.0
 """Longest wait of the engine for a version that was published."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MeasuredTrainer:
-    """points: rows of one call, and its seconds."""
-
-    train: StageProfile
-    points: list[tuple[int, float]]
-
-
 def measure_trainer(
     job: Job,
     learner: StepLearner,
@@ -45,7 +36,7 @@ def measure_trainer(
     engine: Generator,
     *,
     clock: Callable[[], float] = time.monotonic,
-) -> MeasuredTrainer:
+) -> StageProfile:
     """Train on drawn rows with made-up advantages, then publish to `engine`. Blocks; nothing else should run. The learner's weights change."""
     rows, size = batch_rows(job), group_rows(job)
     sizes = sorted({max(1, min(rows, -(-rows // part // size) * size)) for part in PARTS})
@@ -53,7 +44,7 @@ def measure_trainer(
     row_s, call_s = fitted(points)
     step_s = _step_s(learner, training_rows(job, prompts, drawn, size), clock)
     publish_s = publication_s(learner, engine, job, clock)
-    train = StageProfile(
+    return StageProfile(
         row_s=row_s,
         call_s=call_s,
         devices=1,
@@ -61,7 +52,6 @@ def measure_trainer(
         update_s=publish_s,
         instances_max=job.trainer.ranks,
     )
-    return MeasuredTrainer(train=train, points=points)
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
