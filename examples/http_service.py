@@ -3,8 +3,8 @@
     transferqueue serve --http 8788 --tokens tokens
     python examples/http_service.py http://127.0.0.1:8788 tokens/service
 
-Shows: the write service (`put_prompts_data`, `get_experience_data`, `put_experience_data`, `weight_sync_notify`), leases over HTTP, pacing,
-and errors that are told as JSON. The service listens on this machine alone.
+Shows: the write service (`put_prompts_data`, `get_experience_data`, `put_experience_data`, `weight_sync_notify`),
+leases over HTTP, pacing, and errors that are told as JSON. The service listens on this machine alone.
 
 Engine, reward function and trainer are threads here, and would be processes of their own. They speak JSON. For large rows
 ask for packed columns: see `Packed` at http://127.0.0.1:8788/.

@@ -2,10 +2,11 @@
 
 Rules:
 
-1. A batch is a simulated job of one step without a trainer (`workflows.planner.simulated_job`), so the production `Ledger` chooses each row: by `LongestFirst` or
-   `Fifo`, of a class by a predicate on `tokens`, the predicted length.
+1. A batch is a simulated job of one step without a trainer (`workflows.planner.simulated_job`), so the production
+   `Ledger` chooses each row: by `LongestFirst` or `Fifo`, of a class by a predicate on `tokens`, the predicted length.
 2. An instance decodes up to `slots` samples at once. One token of n samples takes PTL(n) seconds (StreamRL section 5).
-3. The plan is that of the live dispatcher (`workflows.planner.batch_plan`): which class of rows an instance prefers, its slots, and the order.
+3. The plan is that of the live dispatcher (`workflows.planner.batch_plan`): which class of rows an instance prefers,
+   its slots, and the order.
 """
 
 from __future__ import annotations

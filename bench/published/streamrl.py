@@ -41,7 +41,10 @@ ASSUMED: Final = (
     f"pipelining: predictions are the true order with log-normal noise {NOISE}, which has about the published recall",
     "pipelining: training takes as long as our generation (their balance), in proportion to rows; weights move in no time",
     f"mini-batch: {MINIS} fixed parts of the prompts, trained in their order; dynamic-batch: from a sixteenth of a batch on",
-    f"elasticity: lengths grow by {GROWTH} a step for {ELASTIC_STEPS} steps, training stays as long as it is, asynchronous; the live controller decides after each step, from {INSTANCES} instances on",
+    (
+        f"elasticity: lengths grow by {GROWTH} a step for {ELASTIC_STEPS} asynchronous steps, training stays as it is; "
+        f"the live controller decides after each step, from {INSTANCES} instances on"
+    ),
 )
 
 
@@ -154,7 +157,9 @@ def pipelining(*, rows: int = ROWS, iterations: int = ITERATIONS) -> list[Figure
 
 
 def elasticity(*, rows: int = ROWS, slots: int = 32) -> list[FigureRow]:
-    """Return the time of all steps with a fixed number of instances over the time where the live controller adds one when δ ≥ δ' (section 4.2), asynchronous."""
+    """Return the time of all steps with a fixed number of instances over that where the live controller adds one when
+    δ ≥ δ' (section 4.2), asynchronous.
+    """
     rng = np.random.default_rng(2)
     lengths = np.stack(
         [(published_lengths(rows, rng) * GROWTH**step).astype(np.int64) for step in range(ELASTIC_STEPS)]

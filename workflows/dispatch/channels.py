@@ -1,7 +1,7 @@
 """Plans and reports of engines between processes: versions of small weight channels, one value each.
 
-A channel keeps the newest value, wakes whoever waits for it, and outlives the process that wrote it. Each channel has one writer at a time. Names begin with the table's,
-so that the same coordinator has them.
+A channel keeps the newest value, wakes whoever waits for it, and outlives the process that wrote it. Each channel has
+one writer at a time. Names begin with the table's, so that the same coordinator has them.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ def publish(queue: tq.Queue, channel: str, value: msgspec.Struct) -> int:
 
 
 def newest(queue: tq.Queue, channel: str, form: type[T], *, above: int = -1, timeout_s: float = 0.0) -> tuple[int, T]:
-    """Return the newest version above `above`, and its value. Raises `DeadlineExceeded` if there is none within `timeout_s`, and `UsageError` if it is no `form`."""
+    """Return the newest version above `above`, and its value. Raises `DeadlineExceeded` if there is none within
+    `timeout_s`, and `UsageError` if it is no `form`.
+    """
     with queue.weights(channel).pull(above=above, timeout_s=timeout_s) as pulled:
         encoded = bytes(pulled.numpy()[_VALUE])
         version = pulled.version
@@ -69,7 +71,7 @@ def live_engines(queue: tq.Queue, table: str) -> list[EngineReport]:
 
 
 class PlanFollower:
-    """The newest plan of a table, as one engine sees it. A thread waits at the server for the next one, until `close`."""
+    """The newest plan of a table for one engine. A thread waits at the server for the next one, until `close`."""
 
     def __init__(self, queue: tq.Queue, table: str, engine: str, slots: int, serves: Lane = "any") -> None:
         self._queue, self._channel, self._engine = queue, plan_channel(table), engine
@@ -86,7 +88,9 @@ class PlanFollower:
         return self._plan
 
     def wait_for(self, condition: Callable[[LeaseChoice], bool], timeout_s: float) -> bool:
-        """Wait until the newest plan gives a `choice` that satisfies `condition`; return False if none does within `timeout_s`."""
+        """Wait until the newest plan gives a `choice` that satisfies `condition`; return False if none does within
+        `timeout_s`.
+        """
         with self._changed:
             return self._changed.wait_for(lambda: condition(self.choice()), timeout_s)
 
@@ -120,7 +124,8 @@ class PlanFollower:
 def dispatched(
     queue: tq.Queue, table: str, engine: Generator, *, name: str, slots: int, serves: Lane = "any"
 ) -> Iterator[tuple[MeteredGenerator, PlanFollower]]:
-    """Measure `engine` and follow the plans of `table` as the engine `name`; yield the engine to call, and the follower.
+    """Measure `engine` and follow the plans of `table` as the engine `name`; yield the engine to call, and the
+    follower.
 
     The engine is announced at once, without a curve, and reports as it is measured.
     """

@@ -2,12 +2,15 @@
 
 The law:
 
-1. While n rows are decoded, a token of each takes PTL(n) (StreamRL, section 5). An engine tells only when a completion ends, so each completion is one observation: its time
-   divided by its tokens, at the mean number of rows that ran beside it. Time in which the engine was paused does not count. The first token's prefill is part of it.
-2. Observations fall into bins of about one power of two of rows, weighted by tokens; a bin keeps the latest `BIN_TOKENS` tokens or so, so that it follows the machine.
-3. Between two rows a slot is empty: the last row is committed, the next one leased and begun. An engine does this for one row after another, so rows that end together wait for each
-   other. `refill_ms` is the median time from a row's end to the next begin, each begin counted from the latest end that has none yet: where ends queue up, that is the time of one of
-   them. What an engine without rows waits is no refill.
+1. While n rows are decoded, a token of each takes PTL(n) (StreamRL, section 5). An engine tells only when a completion
+   ends, so each completion is one observation: its time divided by its tokens, at the mean number of rows that ran
+   beside it. Time in which the engine was paused does not count. The first token's prefill is part of it.
+2. Observations fall into bins of about one power of two of rows, weighted by tokens; a bin keeps the latest
+   `BIN_TOKENS` tokens or so, so that it follows the machine.
+3. Between two rows a slot is empty: the last row is committed, the next one leased and begun. An engine does this for
+   one row after another, so rows that end together wait for each other. `refill_ms` is the median time from a row's end
+   to the next begin, each begin counted from the latest end that has none yet: where ends queue up, that is the time of
+   one of them. What an engine without rows waits is no refill.
 4. A curve never falls: a larger batch is not faster for each row (bins that say otherwise are pooled).
 """
 
@@ -137,7 +140,9 @@ def _sum(one: tuple[float, float, float], other: tuple[float, float, float]) -> 
 
 
 class MeteredGenerator:
-    """A generator that measures the one it passes every call to. report: gets the curve after every `REPORT_EVERY` completions, on the thread that took the last of them."""
+    """A generator that measures the one it passes every call to. report: gets the curve after every `REPORT_EVERY`
+    completions, on the thread that took the last of them.
+    """
 
     def __init__(
         self, engine: Generator, report: Callable[[DecodeCurve], object], *, now: Callable[[], float] = time.monotonic

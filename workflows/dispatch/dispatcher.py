@@ -2,11 +2,14 @@
 
 The law:
 
-1. `expect` gives rows their expected tokens, before they are generated; `learn` gets the same rows when they are finished. Recall, skill and the ratios of actual to expected
-   lengths are over the last `window` finished rows that had a prediction.
-2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3). Each refit closes with the recall over the rows that finished since the one before: they were
-   predicted before they were generated, by earlier fits. So recalls of refits are over different rows.
-3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions go on, so that skill can show.
+1. `expect` gives rows their expected tokens, before they are generated; `learn` gets the same rows when they are
+   finished. Recall, skill and the ratios of actual to expected lengths are over the last `window` finished rows that
+   had a prediction.
+2. `refit` is due after `refit_rows` rows; it may run in a thread of its own (`LengthRanker`, rule 3). Each refit closes
+   with the recall over the rows that finished since the one before: they were predicted before they were generated, by
+   earlier fits. So recalls of refits are over different rows.
+3. A plan is made for each batch. While the ranker has no skill, the plan is the given order; predictions go on, so that
+   skill can show.
 """
 
 from __future__ import annotations
@@ -35,14 +38,18 @@ REFITS_KEPT: Final = 64
 
 
 class Expected(msgspec.Struct, frozen=True):
-    """Expected tokens of rows, int64 ``[rows]`` (0: none), and the version of the ranker that expects them (0: it has seen no rows)."""
+    """Expected tokens of rows, int64 ``[rows]`` (0: none), and the version of the ranker that expects them (0: it has
+    seen no rows).
+    """
 
     tokens: Lengths
     version: int
 
 
 class Refit(msgspec.Struct, frozen=True, kw_only=True):
-    """A refit: its version, the rows that the ranker has learned from, and the recall at 20, 10 and 5 % over `judged_rows` rows that finished since the refit before (empty: none had a prediction)."""
+    """A refit: its version, the rows that the ranker has learned from, and the recall at 20, 10 and 5 % over
+    `judged_rows` rows that finished since the refit before (empty: none had a prediction).
+    """
 
     version: int
     rows: int
@@ -60,7 +67,8 @@ class Refit(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LengthDispatcher:
-    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch. overlapping: the next may be generated before one has ended (`plan`, rule 5).
+    """Ranks rows, learns from finished ones, and plans batches. batch_rows: rows of a batch. overlapping: the next may
+    be generated before one has ended (`plan`, rule 5).
 
     >>> dispatcher = LengthDispatcher(batch_rows=64)
     >>> dispatcher.expect([[1, 2, 3]])
@@ -92,7 +100,8 @@ class LengthDispatcher:
         return Expected(self.ranker.predict(prompts), version)
 
     def learn(self, prompts: Sequence[Any], groups: Sequence[int], expected: Lengths, lengths: Lengths) -> None:
-        """Take finished rows: prompts, the number of each prompt, what was expected (0: nothing), and the tokens of their answers.
+        """Take finished rows: prompts, the number of each prompt, what was expected (0: nothing), and the tokens of
+        their answers.
 
         Rows without tokens teach nothing. Raises `UsageError` for columns of different lengths.
         """
@@ -117,7 +126,9 @@ class LengthDispatcher:
         return self._since_refit >= self._refit_rows
 
     def refit(self) -> Refit:
-        """Make what was learned count, and return how well the fits before ranked the rows that finished meanwhile. Blocks for tens of milliseconds."""
+        """Make what was learned count, and return how well the fits before ranked the rows that finished meanwhile.
+        Blocks for tens of milliseconds.
+        """
         self._since_refit = 0
         self.ranker.refit()
         judged, self._judged = self._judged, self._judged[:0]
@@ -132,7 +143,9 @@ class LengthDispatcher:
         return skill_of(groups, expected, actual)
 
     def plan(self, expected: Lengths, engines: Sequence[EngineReport]) -> Plan:
-        """Return the plan for a batch of `expected` tokens ``[rows]``, and keep it as `last`. Rows of 0 have no expectation: then the order stays as given."""
+        """Return the plan for a batch of `expected` tokens ``[rows]``, and keep it as `last`. Rows of 0 have no
+        expectation: then the order stays as given.
+        """
         self.plans += 1
         skill = self.skill()
         if not skill.skilled or not expected.size or expected.min() < 1:

@@ -2,13 +2,16 @@
 
 The law:
 
-1. The model is ridge regression of the log length on the prompt: log counts of hashed tokens and of hashed pairs of neighbours, and its log length. It is kept as
-   sufficient statistics (a square matrix), so its memory does not grow with the rows. Older rows weigh less: half after `HALF_LIFE` rows, since a policy moves.
-2. The history of a prompt is the mean log length of its earlier answers. It is shrunk towards the model: with n answers it weighs n / (n + `MODEL_ROWS`).
-   (RhymeRL and SPEC-RL rank by history; the combination is the usual empirical Bayes estimate.)
-3. `observe` adds rows, `refit` solves for new weights, `predict` reads the weights of the last refit: one thread may predict while another learns. The number of
-   refits is the version of the ranker.
-4. Only the order of predictions is relied on. Who needs seconds multiplies by ratios of actual to expected lengths (`schedule`).
+1. The model is ridge regression of the log length on the prompt: log counts of hashed tokens and of hashed pairs of
+   neighbours, and its log length. It is kept as sufficient statistics (a square matrix), so its memory does not grow
+   with the rows. Older rows weigh less: half after `HALF_LIFE` rows, since a policy moves.
+2. The history of a prompt is the mean log length of its earlier answers. It is shrunk towards the model: with n answers
+   it weighs n / (n + `MODEL_ROWS`). (RhymeRL and SPEC-RL rank by history; the combination is the usual empirical Bayes
+   estimate.)
+3. `observe` adds rows, `refit` solves for new weights, `predict` reads the weights of the last refit: one thread may
+   predict while another learns. The number of refits is the version of the ranker.
+4. Only the order of predictions is relied on. Who needs seconds multiplies by ratios of actual to expected lengths
+   (`schedule`).
 """
 
 from __future__ import annotations
@@ -32,7 +35,9 @@ FEATURES: Final = TOKEN_BUCKETS + PAIR_BUCKETS + 2
 HALF_LIFE: Final = 16_384
 """Rows after which a row weighs half."""
 RIDGE: Final = 3.0
-"""Penalty of the weights: of 3, 10, 30 and 100 the best on 256 to 2,048 synthetic rows, and as good as the others on 4,096."""
+"""Penalty of the weights: of 3, 10, 30 and 100 the best on 256 to 2,048 synthetic rows, and as good as the others on
+4,096.
+"""
 MODEL_ROWS: Final = 1.0
 """Answers that the model's prediction counts for beside the history of a prompt."""
 HISTORY_ROWS_MAX: Final = 32.0
@@ -67,7 +72,9 @@ class LengthRanker:
         self.version = 0
 
     def observe(self, prompts: Sequence[Any], lengths: Sequence[int] | Lengths) -> None:
-        """Add finished rows: token ids of each prompt, and the tokens of its answer. Raises `UsageError` for other than one positive length a prompt."""
+        """Add finished rows: token ids of each prompt, and the tokens of its answer. Raises `UsageError` for other than
+        one positive length a prompt.
+        """
         logs_R = _logs(len(prompts), lengths)
         features_RF = _features(prompts)
         faded = 0.5 ** (len(prompts) / HALF_LIFE)
@@ -78,7 +85,9 @@ class LengthRanker:
         self.rows += len(prompts)
 
     def refit(self) -> None:
-        """Make what was observed count in predictions. Blocks for tens of milliseconds. Raises `UsageError` before the first row."""
+        """Make what was observed count in predictions. Blocks for tens of milliseconds. Raises `UsageError` before the
+        first row.
+        """
         if not self.rows:
             raise UsageError("this ranker has seen no lengths; let it observe finished rows first")
         penalty = np.full(FEATURES, RIDGE)
@@ -121,7 +130,7 @@ class LengthRanker:
         shapes = {name: array.shape for name, array in arrays.items()}
         if shapes.get("products") != (FEATURES, FEATURES) or shapes.get("targets") != (FEATURES,):
             raise UsageError(
-                f"arrays {shapes} are not a ranker with {FEATURES} features; it was saved by another version: leave them out"
+                f"arrays {shapes} are not a ranker with {FEATURES} features; another version saved it: leave them out"
             )
         ranker._products, ranker._targets = arrays["products"], arrays["targets"]
         ranker._weights = arrays["weights"] if arrays["weights"].size else None

@@ -2,10 +2,13 @@
 
 The law:
 
-1. *Recall* at a share is the part of the truly longest rows that are among as many predicted longest. Every row counts that was predicted before it was generated.
-2. Rows of one prompt share a prediction and resemble each other, so the test is over prompts: their mean length against their prediction.
-3. Under chance the hits among the longest fifth of n prompts, m of them, are hypergeometric: mean m²/n, variance m²(n − m)² / (n²(n − 1)). A ranker has *skill* if its hits lie
-   `SKILL_Z` standard deviations above that mean: one test in a hundred would say so of chance. With fewer than `PROMPTS_MIN` prompts it has none yet.
+1. *Recall* at a share is the part of the truly longest rows that are among as many predicted longest. Every row counts
+   that was predicted before it was generated.
+2. Rows of one prompt share a prediction and resemble each other, so the test is over prompts: their mean length against
+   their prediction.
+3. Under chance the hits among the longest fifth of n prompts, m of them, are hypergeometric: mean m²/n, variance m²(n −
+   m)² / (n²(n − 1)). A ranker has *skill* if its hits lie `SKILL_Z` standard deviations above that mean: one test in a
+   hundred would say so of chance. With fewer than `PROMPTS_MIN` prompts it has none yet.
 """
 
 from __future__ import annotations
@@ -24,7 +27,9 @@ PROMPTS_MIN: Final = 20
 
 
 class Skill(msgspec.Struct, frozen=True, kw_only=True):
-    """How well a ranker ranked the last rows. recall: of rows, at each of `SHARES` (empty: no rows). z: of the test; skilled: its result."""
+    """How well a ranker ranked the last rows. recall: of rows, at each of `SHARES` (empty: no rows). z: of the test;
+    skilled: its result.
+    """
 
     rows: int = 0
     prompts: int = 0
@@ -45,7 +50,8 @@ class Skill(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def skill_of(prompts: NDArray[Any], expected: NDArray[Any], actual: NDArray[Any]) -> Skill:
-    """Return the skill over rows: the number of each row's prompt, its expected tokens, and its tokens; ``[rows]`` each.
+    """Return the skill over rows: the number of each row's prompt, its expected tokens, and its tokens; ``[rows]``
+    each.
 
     >>> lengths = np.arange(100)
     >>> skill_of(lengths, lengths, lengths).recall, skill_of(lengths, lengths, lengths).skilled
@@ -67,7 +73,9 @@ def skill_of(prompts: NDArray[Any], expected: NDArray[Any], actual: NDArray[Any]
 
 
 def recall(lengths: NDArray[Any], predicted: NDArray[Any], share: float) -> float:
-    """Return the share of the truly longest rows that are among the predicted longest. lengths, predicted: ``[rows]`` tokens."""
+    """Return the share of the truly longest rows that are among the predicted longest. lengths, predicted: ``[rows]``
+    tokens.
+    """
     top = max(1, int(lengths.size * share))
     return _hits(lengths, predicted, top) / top
 

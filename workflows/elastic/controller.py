@@ -1,16 +1,21 @@
-"""How many generators a job should have: StreamRL's dynamic adjustment (arXiv 2504.15930, section 4.2). Pure: no clock, no process.
+"""How many generators a job should have: StreamRL's dynamic adjustment (arXiv 2504.15930, section 4.2). Pure: no clock,
+no process.
 
-The law. A step took S seconds, with n generators all the while. The trainer waited I for rows; a generator had no row for W, in the mean over generators. So training took
-T_train = S − I, generation T_gen = S − W, and δ = T_gen − T_train = I − W, whether the two overlap or follow each other.
+The law. A step took S seconds, with n generators all the while. The trainer waited I for rows; a generator had no row
+for W, in the mean over generators. So training took T_train = S − I, generation T_gen = S − W, and δ = T_gen − T_train
+= I − W, whether the two overlap or follow each other.
 
-1. One more generator saves T_gen/(n+1) if rows are shared evenly. Add when δ ≥ θ·T_gen/(n+1) (θ is `threshold`; with 1 it is StreamRL's δ′).
+1. One more generator saves T_gen/(n+1) if rows are shared evenly. Add when δ ≥ θ·T_gen/(n+1) (θ is `threshold`; with 1
+   it is StreamRL's δ′).
 2. One fewer costs T_gen/(n−1). Remove when −δ ≥ (1 + θ/2)·T_gen/(n−1): generation is then still the faster side.
-3. Either must hold in `patience` steps running, in which the number of generators did not change. The first step after a change is not looked at: it had both.
-4. Under a constant load no change is followed by its opposite: after an addition −δ ≤ (1−θ)·T_gen'/n of n+1 generators, below rule 2's bound; after a removal
-   δ < 0.
-5. Under any load, a change that is the opposite of the last doubles `patience`, up to `PATIENCE_MAX`; `CALM` times as many steps without one halve it.
-   So in N steps there are at most log2(PATIENCE_MAX) + 1 + N/`CALM` such changes.
-6. The last generator goes only if there was no row to generate for `idle_s` (longer as `patience` is), and `min` is 0. The first one comes back as soon as there is a row: nothing else would end the wait.
+3. Either must hold in `patience` steps running, in which the number of generators did not change. The first step after
+   a change is not looked at: it had both.
+4. Under a constant load no change is followed by its opposite: after an addition −δ ≤ (1−θ)·T_gen'/n of n+1 generators,
+   below rule 2's bound; after a removal δ < 0.
+5. Under any load, a change that is the opposite of the last doubles `patience`, up to `PATIENCE_MAX`; `CALM` times as
+   many steps without one halve it. So in N steps there are at most log2(PATIENCE_MAX) + 1 + N/`CALM` such changes.
+6. The last generator goes only if there was no row to generate for `idle_s` (longer as `patience` is), and `min` is 0.
+   The first one comes back as soon as there is a row: nothing else would end the wait.
 7. The number is always brought between `min` and `max` first, by one a call, without patience.
 """
 
@@ -28,7 +33,8 @@ CALM: Final = 16
 
 
 class ElasticTerms(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds and sensitivity. min, max: generators. threshold: θ. patience: steps. idle_s: rule 6. Raises `UsageError` or `Impossible` for values that the law does not cover.
+    """Bounds and sensitivity. min, max: generators. threshold: θ. patience: steps. idle_s: rule 6. Raises `UsageError`
+    or `Impossible` for values that the law does not cover.
 
     >>> ElasticTerms(max=2)
     ElasticTerms(min=1, max=2, threshold=1.0, patience=2, idle_s=60.0)
@@ -45,7 +51,7 @@ class ElasticTerms(msgspec.Struct, frozen=True, kw_only=True):
             raise Impossible(f"min={self.min}, max={self.max}: give 0 or more, and at least 1 and min as max")
         if not 0 < self.threshold <= 4:
             raise UsageError(
-                f"threshold={self.threshold:g}: give more than 0 (at 0 noise decides) and at most 4 (nothing is ever added)"
+                f"threshold={self.threshold:g}: give more than 0 (at 0 noise decides) and at most 4 (nothing is added)"
             )
         if not 1 <= self.patience <= PATIENCE_MAX or not 0 <= self.idle_s < math.inf:
             raise UsageError(
@@ -54,7 +60,8 @@ class ElasticTerms(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
-    """A step of the trainer. Seconds. trainer_wait_s: for rows. generator_wait_s: without a row, mean over `generators`, which were there all the while.
+    """A step of the trainer. Seconds. trainer_wait_s: for rows. generator_wait_s: without a row, mean over
+    `generators`, which were there all the while.
 
     >>> times = StepTimes(seconds=10.0, trainer_wait_s=6.0, generator_wait_s=1.0, generators=2)
     >>> times.generation_s, times.training_s, times.delta_s
@@ -83,7 +90,9 @@ class StepTimes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Change(msgspec.Struct, frozen=True, kw_only=True):
-    """A decision. by: generators to add (1) or remove (−1). delta_s, bound_s: δ of the last step and the bound that it passed; NaN where no step decided."""
+    """A decision. by: generators to add (1) or remove (−1). delta_s, bound_s: δ of the last step and the bound that it
+    passed; NaN where no step decided.
+    """
 
     by: int
     why: str

@@ -1,7 +1,7 @@
 """The times of a trainer's steps and of the generators in them, from the events of a flow. Pure.
 
-A step ends with the trainer's report. Its generators' spans are complete only a little later, since a process reports work when a part of it ends: so a step is
-measured when the next one ends.
+A step ends with the trainer's report. Its generators' spans are complete only a little later, since a process reports
+work when a part of it ends: so a step is measured when the next one ends.
 """
 
 from __future__ import annotations
@@ -60,7 +60,9 @@ class StepMeter:
         self._changed_at = at
 
     def step(self, figures: Figures) -> MeasuredStep | None:
-        """The trainer reported a step. Returns the one before it, if the generators were the same from its beginning to its end."""
+        """The trainer reported a step. Returns the one before it, if the generators were the same from its beginning to
+        its end.
+        """
         if figures.kind != STEP:
             return None
         self._ended.append(_Ended(int(figures.values["step"]), figures.at, float(figures.values.get("idle_s", 0.0))))

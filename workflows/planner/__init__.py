@@ -1,1 +1,3 @@
-"""Plans a job's devices and a batch's engines, by one simulation of time: engines that generate, around the production ledger or without it."""
+"""Plans a job's devices and a batch's engines, by one simulation of time: engines that generate, around the production
+ledger or without it.
+"""

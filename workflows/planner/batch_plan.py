@@ -2,17 +2,23 @@
 
 The law:
 
-1. The *tail* is the rows with at least `cut` expected tokens. Engines of the tail may get fewer slots than they have: a token of a small batch takes less time, and a long answer
-   is a long chain of tokens. All splits of engines, three cuts (StreamRL has one, the longest fifth) and three sizes of the tail's batch are considered.
-2. StreamRL's estimate (PTL × P90 of the tail, PTL × P50 of the rest, times the rounds that slots force; the larger of the two) chooses `CANDIDATES` of them, which are
-   simulated (`engine_times`), beside longest first without a split and the given order.
-3. Lengths of a simulation are expected lengths times ratios that the ranker's own predictions had: what a ranker gets wrong counts against a plan. `CHOOSING` such draws choose the plan that
-   is the fastest in the mean, and `JUDGING` others judge it beside the given order. A first version chose and judged by one draw: its best plan was the luckiest, and split a batch whose
-   ranks were not good enough for that.
-4. A plan is used if the mean of what it saves is at least `GAIN_MIN` of the given order's time, and at least the standard deviation of that over the draws: its error for one batch. Else
-   the given order stays. So none is predicted to be slower. By the same rule a split must save time beside longest first without a split, which has less to get wrong.
-5. Where batches overlap, seconds are those that each of many such batches adds (`engine_times.period_s`): the next batch fills the slots that a tail leaves, so that little is to be gained,
-   and small batches for long rows cost more than they save. A first version did not know that, and was 1.3 × slower than asynchronous without dispatch.
+1. The *tail* is the rows with at least `cut` expected tokens. Engines of the tail may get fewer slots than they have: a
+   token of a small batch takes less time, and a long answer is a long chain of tokens. All splits of engines, three
+   cuts (StreamRL has one, the longest fifth) and three sizes of the tail's batch are considered.
+2. StreamRL's estimate (PTL × P90 of the tail, PTL × P50 of the rest, times the rounds that slots force; the larger of
+   the two) chooses `CANDIDATES` of them, which are simulated (`engine_times`), beside longest first without a split and
+   the given order.
+3. Lengths of a simulation are expected lengths times ratios that the ranker's own predictions had: what a ranker gets
+   wrong counts against a plan. `CHOOSING` such draws choose the plan that is the fastest in the mean, and `JUDGING`
+   others judge it beside the given order. A first version chose and judged by one draw: its best plan was the luckiest,
+   and split a batch whose ranks were not good enough for that.
+4. A plan is used if the mean of what it saves is at least `GAIN_MIN` of the given order's time, and at least the
+   standard deviation of that over the draws: its error for one batch. Else the given order stays. So none is predicted
+   to be slower. By the same rule a split must save time beside longest first without a split, which has less to get
+   wrong.
+5. Where batches overlap, seconds are those that each of many such batches adds (`engine_times.period_s`): the next
+   batch fills the slots that a tail leaves, so that little is to be gained, and small batches for long rows cost more
+   than they save. A first version did not know that, and was 1.3 × slower than asynchronous without dispatch.
 6. Without a ranker that has skill, or before an engine was measured, the order stays as given, and the plan says why.
 """
 
@@ -41,7 +47,9 @@ CUTS: Final = (0.8, 0.7, 0.9)
 TAIL_SLOTS: Final = (1.0, 0.5, 0.25)
 CANDIDATES: Final = 6
 CHOOSING, JUDGING = 2, 6
-"""Draws of lengths. A batch waits for its plan, so each simulation delays it: of 192 rows a simulation takes 1.5 ms, a plan 30 to 40 ms. With 8 and 8 draws a plan took 0.15 s, on busy cores 0.5 s."""
+"""Draws of lengths. A batch waits for its plan, so each simulation delays it: of 192 rows a simulation takes 1.5 ms, a
+plan 30 to 40 ms. With 8 and 8 draws a plan took 0.15 s, on busy cores 0.5 s.
+"""
 ROWS_MAX: Final = 1024
 """Rows of a simulation: of a larger batch every n-th, with an n-th of the slots."""
 
@@ -67,8 +75,8 @@ class EngineLane(msgspec.Struct, frozen=True):
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan for one batch. lanes: by the name of the engine; one that is not named prefers none. predicted_s, given_s: simulated seconds of this plan and of the given
-    order (0: nothing was simulated). why: in words.
+    """A plan for one batch. lanes: by the name of the engine; one that is not named prefers none. predicted_s, given_s:
+    simulated seconds of this plan and of the given order (0: nothing was simulated). why: in words.
     """
 
     order: Literal["given", "longest"] = "given"
@@ -92,9 +100,11 @@ def plan_batch(
     seed: int = 0,
     overlapping: bool = False,
 ) -> Plan:
-    """Return the plan for rows of `expected` tokens ``[rows]``. ratios: actual over expected lengths of earlier rows (empty: predictions are exact).
+    """Return the plan for rows of `expected` tokens ``[rows]``. ratios: actual over expected lengths of earlier rows
+    (empty: predictions are exact).
 
-    seed: which ratio each row gets. overlapping: the next batch may be generated before this one has ended (rule 5). Raises `UsageError` for no rows or for lengths below 1.
+    seed: which ratio each row gets. overlapping: the next batch may be generated before this one has ended (rule 5).
+    Raises `UsageError` for no rows or for lengths below 1.
     """
     if expected.ndim != 1 or not expected.size or expected.min() < 1:
         raise UsageError(f"expected {expected.shape}: give one positive number of tokens a row, for at least one row")
@@ -158,7 +168,9 @@ def _words(plan: Plan) -> str:
 
 
 def _draws(expected: Lengths, ratios: NDArray[np.float64], seed: int) -> list[Lengths]:
-    """Return the lengths that the rows may turn out to have: `CHOOSING`, then `JUDGING`. Exact predictions are one draw for both."""
+    """Return the lengths that the rows may turn out to have: `CHOOSING`, then `JUDGING`. Exact predictions are one draw
+    for both.
+    """
     if not ratios.size:
         return [expected]
     random = np.random.default_rng(seed)
@@ -167,7 +179,9 @@ def _draws(expected: Lengths, ratios: NDArray[np.float64], seed: int) -> list[Le
 
 
 def _lane_of(plan: Plan, engine: EngineReport, thin: int) -> LaneEngine:
-    """The engine under a plan; of a batch that is thinned, with as many times fewer slots, whose tokens take as long as those of all."""
+    """The engine under a plan; of a batch that is thinned, with as many times fewer slots, whose tokens take as long as
+    those of all.
+    """
     lane = plan.lanes.get(engine.name, EngineLane("any", engine.slots))
     if thin == 1:
         return LaneEngine(lane.slots, engine.curve, lane.lane)

@@ -1,17 +1,23 @@
-"""Engines that generate rows, in simulated time. A job's simulation (`simulated_job`) and the plans of a batch (`batch_plan`) both run on it.
+"""Engines that generate rows, in simulated time. A job's simulation (`simulated_job`) and the plans of a batch
+(`batch_plan`) both run on it.
 
 The law:
 
-1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row that begins first stops the engine's other rows for `prompt_s`.
-2. A row leaves when its tokens are drawn. Its slot can take the next row after `refill_ms`, one slot after another. So rows that end together, as short ones at the end of
-   longest first, leave slots empty for longer. The first rows are there.
+1. An engine decodes up to `slots` rows; a token of n rows takes what its curve says for n. A row that begins first
+   stops the engine's other rows for `prompt_s`.
+2. A row leaves when its tokens are drawn. Its slot can take the next row after `refill_ms`, one slot after another. So
+   rows that end together, as short ones at the end of longest first, leave slots empty for longer. The first rows are
+   there.
 3. Among engines with an empty slot, the one with the fewest rows takes the next row, the first one of these.
-4. A row belongs to a class. An engine takes rows of the class that it prefers, and of the other class if there are none: it is never idle while rows wait.
+4. A row belongs to a class. An engine takes rows of the class that it prefers, and of the other class if there are
+   none: it is never idle while rows wait.
 5. Within a class the row with the most expected tokens is first, or the order given, as the plan says.
-6. Where batches overlap, the next one fills the slots that the end of this one leaves. What counts then is the time from one batch's end to the next one's (`period_s`): a plan that
-   ends a batch alone sooner, with smaller batches for long rows, may well lower what engines generate in all.
+6. Where batches overlap, the next one fills the slots that the end of this one leaves. What counts then is the time
+   from one batch's end to the next one's (`period_s`): a plan that ends a batch alone sooner, with smaller batches for
+   long rows, may well lower what engines generate in all.
 
-`Generation` advances time and asks the caller for rows, who decides rules 4 and 5: the ledger in a job, two queues in `generation_s`, of which a plan needs some thirty while a batch waits.
+`Generation` advances time and asks the caller for rows, who decides rules 4 and 5: the ledger in a job, two queues in
+`generation_s`, of which a plan needs some thirty while a batch waits.
 """
 
 from __future__ import annotations
@@ -37,7 +43,8 @@ RowT = TypeVar("RowT")
 
 
 class DecodeCurve(msgspec.Struct, frozen=True):
-    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured. refill_ms: of a slot between two rows, one slot after another.
+    """Milliseconds for a token at each batch size, both ascending. Empty: nothing was measured. refill_ms: of a slot
+    between two rows, one slot after another.
 
     >>> curve = DecodeCurve((1.0, 4.0), (10.0, 13.0))
     >>> [curve.token_ms(rows) for rows in (0.5, 1, 2, 4, 8)]
@@ -60,7 +67,8 @@ class DecodeCurve(msgspec.Struct, frozen=True):
     def token_ms(self, rows: float) -> float:
         """Return the milliseconds of a token of each of `rows` rows. Raises `UsageError` if nothing was measured.
 
-        Between two measurements it is linear. Fewer rows than were measured are no faster than the fewest; more cost as many times more as they are more.
+        Between two measurements it is linear. Fewer rows than were measured are no faster than the fewest; more cost as
+        many times more as they are more.
         """
         if not self.rows:
             raise UsageError("this curve has no measurement; let the engine generate first")
@@ -70,7 +78,9 @@ class DecodeCurve(msgspec.Struct, frozen=True):
 
 
 class LaneEngine(msgspec.Struct, frozen=True):
-    """An engine as a plan uses it: its slots, its curve, the class that it prefers, and the seconds of a row before its first token (rule 1)."""
+    """An engine as a plan uses it: its slots, its curve, the class that it prefers, and the seconds of a row before its
+    first token (rule 1).
+    """
 
     slots: int
     curve: DecodeCurve
@@ -96,7 +106,9 @@ class EndedRow(NamedTuple, Generic[RowT]):
 
 
 class _Begun(NamedTuple, Generic[RowT]):
-    """A row in an engine. end: the engine's progress when its tokens are drawn; order: of equal ends the row that came first."""
+    """A row in an engine. end: the engine's progress when its tokens are drawn; order: of equal ends the row that came
+    first.
+    """
 
     end: float
     order: int
@@ -177,7 +189,9 @@ def _token_times(curve: DecodeCurve, slots: int) -> tuple[float, ...]:
 
 
 class Generation(Generic[RowT]):
-    """Engines that generate. take: gives the length and the row for an engine that prefers this class, or None if no row is left for any engine."""
+    """Engines that generate. take: gives the length and the row for an engine that prefers this class, or None if no
+    row is left for any engine.
+    """
 
     def __init__(self, engines: Sequence[LaneEngine], take: Callable[[Lane], tuple[int, RowT] | None]) -> None:
         self.engines = [SimulatedEngine[RowT](engine) for engine in engines]
@@ -230,7 +244,9 @@ _COPIES = 4
 def period_s(
     lengths: Lengths, expected: Lengths, engines: Sequence[LaneEngine], *, longest_first: bool, cut: int = 0
 ) -> float:
-    """Return the seconds that each of many such batches adds, if the next is always there to fill free slots. Otherwise as `generation_s`."""
+    """Return the seconds that each of many such batches adds, if the next is always there to fill free slots. Otherwise
+    as `generation_s`.
+    """
     ends = _batch_ends(lengths, expected, engines, longest_first, cut, copies=_COPIES)
     return max(0.0, (ends[-2] - ends[0]) / (_COPIES - 2))
 

@@ -2,16 +2,21 @@
 
 Rules:
 
-1. Generation takes devices of one kind, training and the stages that need devices take one kind: the same, or another, perhaps at another site. Every number of instances that
-   the devices allow is a candidate, with every depth, micro-batch and number of slots. On one site this is Algorithm 1 of StreamRL (arXiv 2504.15930); on two, Algorithm 1 takes all
-   devices of both kinds and then instances away from the faster side (`algorithm_1`): its answer is a candidate, and is simulated first.
-2. An analytical bound prunes. In rows a second, a stage serves at most ``instances / row time``; a synchronous step takes at
-   least as long as the longest row of its generation. The bound of a plan is its slowest part; no order of rows is faster.
-3. The discrete-event simulation (`simulated_job`) decides, through the production ledger, selectors and pacing. Candidates are simulated in the order of
-   their bounds, until the next bound is above the best that was simulated (and its tie). No other plan could be better.
+1. Generation takes devices of one kind, training and the stages that need devices take one kind: the same, or another,
+   perhaps at another site. Every number of instances that the devices allow is a candidate, with every depth,
+   micro-batch and number of slots. On one site this is Algorithm 1 of StreamRL (arXiv 2504.15930); on two, Algorithm 1
+   takes all devices of both kinds and then instances away from the faster side (`algorithm_1`): its answer is a
+   candidate, and is simulated first.
+2. An analytical bound prunes. In rows a second, a stage serves at most ``instances / row time``; a synchronous step
+   takes at least as long as the longest row of its generation. The bound of a plan is its slowest part; no order of
+   rows is faster.
+3. The discrete-event simulation (`simulated_job`) decides, through the production ledger, selectors and pacing.
+   Candidates are simulated in the order of their bounds, until the next bound is above the best that was simulated (and
+   its tie). No other plan could be better.
 4. Stages that need no device get enough instances not to be the bound.
-5. The objective is the time of a step (`speed`), or that times what the devices cost meanwhile (`money`): samples a second, or samples for the money. Among plans within `TIE` of the best,
-   the cheaper one wins, then fewer devices, then the smaller depth, since staleness has a cost.
+5. The objective is the time of a step (`speed`), or that times what the devices cost meanwhile (`money`): samples a
+   second, or samples for the money. Among plans within `TIE` of the best, the cheaper one wins, then fewer devices,
+   then the smaller depth, since staleness has a cost.
 """
 
 from __future__ import annotations
@@ -53,7 +58,8 @@ Objective = Literal["speed", "money"]
 
 
 class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
-    """How to run the job. instances: by stage (`train`: units that share a batch). micro_rows: the trainer's `at_least`. slots: rows that an instance generates at once.
+    """How to run the job. instances: by stage (`train`: units that share a batch). micro_rows: the trainer's
+    `at_least`. slots: rows that an instance generates at once.
 
     generates_on, trains_on: names of the kinds of devices. price: of all devices for an hour.
     """
@@ -74,7 +80,9 @@ class DevicePlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Planned(msgspec.Struct, frozen=True, kw_only=True):
-    """A plan with its bound and its simulation. bound_s, step_s: seconds of a step, the first one's wait included. idle: idle share by stage. cost: price of a step's devices."""
+    """A plan with its bound and its simulation. bound_s, step_s: seconds of a step, the first one's wait included.
+    idle: idle share by stage. cost: price of a step's devices.
+    """
 
     plan: DevicePlan
     bound_s: float
@@ -184,16 +192,20 @@ def _counts(generates: DeviceKind, trains: DeviceKind, paid: list[StageProfile])
 
 
 def _enough(trains: DeviceKind, work: StageProfile) -> int:
-    """Return the number of instances of a stage without devices that keeps the fastest possible trainer from waiting for it."""
+    """Return the number of instances of a stage without devices that keeps the fastest possible trainer from waiting
+    for it.
+    """
     train = _train(trains)
     units = min(trains.devices // train.devices, train.instances_max or trains.devices)
     return max(1, math.ceil((work.row_s + work.call_s) * units / train.row_s))
 
 
 def algorithm_1(profile: Profile) -> DevicePlan | None:
-    """Return StreamRL's allocation: on one site the split with the least bound; on two all devices of both kinds, less the instances that the faster side can spare.
+    """Return StreamRL's allocation: on one site the split with the least bound; on two all devices of both kinds, less
+    the instances that the faster side can spare.
 
-    The micro-batch is the smallest, the depth the largest, and the slots the most that are tried. None if the devices are of more than two kinds.
+    The micro-batch is the smallest, the depth the largest, and the slots the most that are tried. None if the devices
+    are of more than two kinds.
     """
     kinds = profile.all_kinds
     lengths = draw_lengths(profile)
@@ -249,7 +261,9 @@ def _token_s_least(curve: DecodeCurve, rows_max: int) -> float:
 
 
 def draw_lengths(profile: Profile, iterations: int = ITERATIONS) -> Lengths:
-    """Draw the lengths of the rows of some steps from the observed ones, int64 ``[iterations, batch_rows]``; always the same."""
+    """Draw the lengths of the rows of some steps from the observed ones, int64 ``[iterations, batch_rows]``; always the
+    same.
+    """
     drawn = np.random.default_rng(SEED).choice(profile.generation.lengths, (iterations, profile.batch_rows))
     return drawn.astype(np.int64)
 
@@ -319,11 +333,11 @@ def _train(kind: DeviceKind) -> StageProfile:
 def assumed(profile: Profile) -> list[str]:
     """Return the assumptions of a plan of `profile`, to be shown with it."""
     return [
-        f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, and known to the dispatch (an oracle)",
+        f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, which the dispatch knows (an oracle)",
         "other plans cost as much more than their parts alone as the trial runs did"
         if profile.trials
         else "transfers and the queue itself take no time; processes do not disturb each other: no trial was run",
-        "units of the trainer share a batch evenly; the time of a micro-batch beside its rows does not shrink with them",
+        "units of the trainer share a batch evenly; the time of a micro-batch beside its rows does not shrink then",
         f"{ITERATIONS} steps from an empty table: the first has nothing to overlap with",
         "stages without devices have as many instances as keep the trainer from waiting for them",
     ]

@@ -1,4 +1,5 @@
-"""The profile of a job: what a planner is told. `transferqueue profile` measures and writes it; the timeline of a real run may replace some of it.
+"""The profile of a job: what a planner is told. `transferqueue profile` measures and writes it; the timeline of a real
+run may replace some of it.
 
 Seconds are those of one instance. A device count is of one instance, too::
 
@@ -11,7 +12,7 @@ Seconds are those of one instance. A device count is of one instance, too::
     slots = 32                  # rows that the memory of one instance holds at once
     slots_tried = [16, 32]      # numbers of rows to choose from (none: slots)
     prompt_ms = 4.0             # of one prompt, before its first token; the other rows wait
-    token_ms = [[1, 8.3], [32, 10.2], [512, 36.9]]   # milliseconds of a token of all, by rows at once (beyond the last: as many times more)
+    token_ms = [[1, 8.3], [32, 10.2], [512, 36.9]]   # milliseconds of a token of all, by rows at once
     lengths = [812, 3200, 12900]                     # observed output lengths, tokens
 
     [[stages]]
@@ -28,7 +29,11 @@ Seconds are those of one instance. A device count is of one instance, too::
     update_s = 2.0              # until the new weights generate; the trainer goes on meanwhile
     instances_max = 0           # units that may share a batch (0: as many as there are devices)
 
-A trial run of the whole job says what its processes cost each other, by depth (that of the nearest depth counts; without one they cost each other nothing)::
+Between two points of `token_ms` the time is interpolated; more rows than the last point has cost as many times more as
+they are more.
+
+A trial run of the whole job says what its processes cost each other, by depth (that of the nearest depth counts;
+without one they cost each other nothing)::
 
     [[trials]]
     depth = 0
@@ -36,7 +41,8 @@ A trial run of the whole job says what its processes cost each other, by depth (
     train = 1.1
     wait_s = 0.05               # of a step, in which neither works
 
-Devices of several kinds replace `devices`. A kind may have its own costs; `price` is of one device for an hour, in any currency::
+Devices of several kinds replace `devices`. A kind may have its own costs; `price` is of one device for an hour, in any
+currency::
 
     link_s = 5.0                # until a version has reached another site
 
@@ -94,7 +100,9 @@ class StageProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a trial run showed. generation, train: their busy time over that of the same plan predicted from each alone. wait_s: of a step beyond that."""
+    """What a trial run showed. generation, train: their busy time over that of the same plan predicted from each alone.
+    wait_s: of a step beyond that.
+    """
 
     depth: int
     generation: float = 1.0
@@ -118,7 +126,9 @@ class TrialFactors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Devices of one kind at one site. generation, train: costs on them (None: those of the profile). price: of one device for an hour."""
+    """Devices of one kind at one site. generation, train: costs on them (None: those of the profile). price: of one
+    device for an hour.
+    """
 
     name: str
     devices: int
@@ -129,7 +139,9 @@ class DeviceKind(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Costs and budget of a job; the module docstring shows one as TOML. group_rows: of a prompt. streams: a step may begin with a part of its rows."""
+    """Costs and budget of a job; the module docstring shows one as TOML. group_rows: of a prompt. streams: a step may
+    begin with a part of its rows.
+    """
 
     batch_rows: int
     generation: GenerationProfile
@@ -166,7 +178,7 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Profile:
-    """Read and check a profile. Raises `NotFound` if the file does not exist, `UsageError` if it is no valid profile."""
+    """Read and check a profile. Raises `NotFound` for a file that does not exist, `UsageError` for an invalid profile."""
     try:
         profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:
@@ -244,7 +256,9 @@ def _check_devices(profile: Profile) -> None:
 
 
 def least_devices(generates: DeviceKind, trains: DeviceKind, others: int) -> int:
-    """Return how many devices are missing for one instance of everything, `others` being those of the stages, which are where the trainer is."""
+    """Return how many devices are missing for one instance of everything, `others` being those of the stages, which are
+    where the trainer is.
+    """
     generation = generates.generation.devices if generates.generation else 0
     training = (trains.train.devices if trains.train else 0) + others
     if generates.name == trains.name:
@@ -258,7 +272,8 @@ def _need(holds: bool, subject: str, value: object, rule: str) -> None:
 
 
 def calibrated(profile: Profile, timeline: Path) -> tuple[Profile, dict[str, float]]:
-    """Return `profile` with `row_s` of every stage that works in `timeline` (written by `write_chrome_trace`), and these values by stage.
+    """Return `profile` with `row_s` of every stage that works in `timeline` (written by `write_chrome_trace`), and
+    these values by stage.
 
     `row_s` is the busy time over the rows; `call_s` of such a stage becomes 0, since the busy time includes it.
     """
@@ -272,7 +287,8 @@ def calibrated(profile: Profile, timeline: Path) -> tuple[Profile, dict[str, flo
     stage_names = [stage.name for stage in (*profile.stages, profile.train)]
     if not set(seconds_by_stage) & set(stage_names):
         raise UsageError(
-            f"timeline {timeline} shows {sorted(seconds_by_stage)} at work, but none of {stage_names}; name the stages alike"
+            f"timeline {timeline} shows {sorted(seconds_by_stage)} at work, but none of {stage_names}; "
+            "name the stages alike"
         )
 
     def measured(work: StageProfile) -> StageProfile:

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. The production `Ledger` admits rows (`Reserve` under the job's `Pacing`), chooses them (selectors, predicates) and decides which
-   are ready. No policy is copied here; only time is simulated.
-2. Engines generate as `engine_times` says. An instance of a stage takes `call_s`, plus `row_s` for each row that it leased. The trainer is one instance.
+1. The production `Ledger` admits rows (`Reserve` under the job's `Pacing`), chooses them (selectors, predicates) and
+   decides which are ready. No policy is copied here; only time is simulated.
+2. Engines generate as `engine_times` says. An instance of a stage takes `call_s`, plus `row_s` for each row that it
+   leased. The trainer is one instance.
 3. An iteration is admitted whole. Step k of the trainer takes the rows of iteration k only, as its `BatchFeed` says.
-4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and all rows of the step are acked.
-   The trainer continues at once, if there are rows.
-5. With `elastic`, the production controller is asked after each step, as in a live job. An instance that is added generates after `start_s`; one that is
-   removed takes no new row and finishes those that it has.
+4. `update_s` after the last row of a step is trained, the weights are published: the clock advances and all rows of the
+   step are acked. The trainer continues at once, if there are rows.
+5. With `elastic`, the production controller is asked after each step, as in a live job. An instance that is added
+   generates after `start_s`; one that is removed takes no new row and finishes those that it has.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class SimStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
-    """How a step of the trainer gets its rows: at least `rows` at a time, or (fixed) exactly the next `rows` prompts."""
+    """How a step of the trainer gets rows: at least `rows` at a time, or (fixed) exactly the next `rows` prompts."""
 
     rows: int
     fixed: bool = False
@@ -71,8 +72,9 @@ class BatchFeed(msgspec.Struct, frozen=True, kw_only=True):
 class SimulatedJob(msgspec.Struct, frozen=True, kw_only=True):
     """What to simulate: lengths and their predictions ``[iterations, batch]``, engines, stages in order, pacing.
 
-    longest_first: the order of rows by their predictions, or as they were put. cut: predicted tokens from which a row is of the tail. elastic: bounds of the number of
-    engines (None: those of `engines`); start_s: until an added one, which is like the last, generates. step_s: after the last row of a step, in which the trainer is busy.
+    longest_first: the order of rows by their predictions, or as they were put. cut: predicted tokens from which a row
+    is of the tail. elastic: bounds of the number of engines (None: those of `engines`); start_s: until an added one,
+    which is like the last, generates. step_s: after the last row of a step, in which the trainer is busy.
     """
 
     lengths: Lengths
@@ -117,7 +119,9 @@ class Worked(msgspec.Struct, frozen=True):
 
 
 class Simulated(msgspec.Struct, frozen=True):
-    """Result: the end of the run, when each step was trained and published, every service, and each change of the number of engines, with its step."""
+    """Result: the end of the run, when each step was trained and published, every service, and each change of the
+    number of engines, with its step.
+    """
 
     total_s: float
     steps: list[float]
@@ -271,7 +275,9 @@ class _Simulation:
         return int(self._job.lengths.flat[row]), leased
 
     def _generation_end(self) -> int:
-        """Return the first ordinal after the current iteration: long rows of the next one wait for the short ones of this one."""
+        """Return the first ordinal after the current iteration: long rows of the next one wait for the short ones of
+        this one.
+        """
         return int((self._begun // self._batch + 1) * self._batch)
 
     def _done(self, task: str, instance: int, start: float, leased: m.Leased) -> None:

@@ -1,18 +1,23 @@
-"""One service on one table: the calls of AsyncFlow (arXiv 2507.01663, section 5) and of StreamRL (arXiv 2504.15930, section 4) by their names there.
+"""One service on one table: the calls of AsyncFlow (arXiv 2507.01663, section 5) and of StreamRL (arXiv 2504.15930,
+section 4) by their names there.
 
-Programs that know neither tables nor each other share a job by these calls: in threads (`Service`), in an event loop (`AsyncService`), or over HTTP (`transferqueue serve --http`).
+Programs that know neither tables nor each other share a job by these calls: in threads (`Service`), in an event loop
+(`AsyncService`), or over HTTP (`transferqueue serve --http`).
 
 Rules:
 
-1. `init_engines` declares the job: its stages, what each needs and gives, and how far prompts may run ahead. Any process may
-   call it at any time with the same declaration. It starts no engine.
-2. `put_prompts_data` waits for room, then puts every prompt as a group of `samples` rows that share its values, or nothing.
-3. `get_experience_data` leases rows of a stage until a deadline. `put_experience_data` gives results, by the index that the rows came with, and ends the lease in one
-   commit. A worker that dies loses its rows to others, and its late results are refused.
-4. `weight_sync_notify` announces a version: it advances the table's clock and wakes calls of `get_weights`. A version carries
-   a notice, such as the path of a checkpoint, or tensors.
+1. `init_engines` declares the job: its stages, what each needs and gives, and how far prompts may run ahead. Any
+   process may call it at any time with the same declaration. It starts no engine.
+2. `put_prompts_data` waits for room, then puts every prompt as a group of `samples` rows that share its values, or
+   nothing.
+3. `get_experience_data` leases rows of a stage until a deadline. `put_experience_data` gives results, by the index that
+   the rows came with, and ends the lease in one commit. A worker that dies loses its rows to others, and its late
+   results are refused.
+4. `weight_sync_notify` announces a version: it advances the table's clock and wakes calls of `get_weights`. A version
+   carries a notice, such as the path of a checkpoint, or tensors.
 5. `status` counts every row that was ever put: nothing is lost silently.
-6. On the two stages of `stream_engines`, `generate` puts prompts and returns the stream of their samples, and `update` publishes weights for the engines, which `serve` runs (`samples`).
+6. On the two stages of `stream_engines`, `generate` puts prompts and returns the stream of their samples, and `update`
+   publishes weights for the engines, which `serve` runs (`samples`).
 
 Example:
     >>> import transferqueue as tq

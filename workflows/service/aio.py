@@ -20,7 +20,9 @@ from transferqueue.workflows.service.samples import TRAIN, Request, StreamBase, 
 
 
 class AsyncExperienceStream:
-    """Batches of a stage with their indices: ``async for``, ``async with``. Made by `AsyncService.create_stream_data_loader`."""
+    """Batches of a stage with their indices: ``async for``, ``async with``. Made by
+    `AsyncService.create_stream_data_loader`.
+    """
 
     def __init__(self, loader: tq.AsyncLoader) -> None:
         self._loader = loader
@@ -49,10 +51,12 @@ class AsyncExperienceStream:
 
 
 class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
-    """Finished samples of one request: ``async for`` gives each `Completion`. Use ``async with``, from one event loop at a time. Made by `AsyncService.generate`.
+    """Finished samples of one request: ``async for`` gives each `Completion`. Use ``async with``, from one event loop
+    at a time. Made by `AsyncService.generate`.
 
-    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's `timeout_s`
-    (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use, too.
+    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's
+    `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use,
+    too.
     """
 
     def __init__(self, table: tq.AsyncTable, request: int, left: int, burst: int, timeout_s: float | None) -> None:
@@ -72,10 +76,11 @@ class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
         return self._due.popleft()
 
     async def batches(self, rows: int, *, at_least: int = 1) -> AsyncIterator[tq.AsyncBatch]:
-        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
+        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's
+        dynamic batches.
 
-        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked together
-        (`AsyncTable.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
+        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked
+        together (`AsyncTable.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
         """
         await self._settle(failed=False)
         while await self._more():
@@ -88,7 +93,9 @@ class AsyncCompletionStream(StreamBase[tq.AsyncBatch]):
         self._due.clear()
 
     async def cancel(self) -> int:
-        """Close, and drop the rest of the request, including what is being generated. Return the number of rows dropped."""
+        """Close, and drop the rest of the request, including what is being generated. Return the number of rows
+        dropped.
+        """
         await self.aclose()
         while True:
             rows = await self._live()
@@ -141,7 +148,9 @@ class AsyncService:
 
     @classmethod
     async def init_engines(cls, queue: tq.AsyncQueue, engines: Engines) -> Self:
-        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared differently."""
+        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared
+        differently.
+        """
         table = await queue.create_table(engines.table, **engines.terms())
         return cls(queue, table, queue.weights(engines.table))
 
@@ -175,7 +184,8 @@ class AsyncService:
     async def put_prompts_data(
         self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
-        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a prompt together.
+        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a
+        prompt together.
 
         Waits up to `timeout_s` for room.
 
@@ -183,8 +193,9 @@ class AsyncService:
             prompts_data: columns, each with one value for each prompt.
             samples: rows of each prompt.
             timeout_s: longest wait for room.
-            facts: as of `AsyncTable.put`, one for all or one for each prompt. With a key, the rows of a prompt have it with the suffixes ``/0``, ``/1`` and so on; an
-                existing key is `AlreadyExists`, so a repeated call changes nothing.
+            facts: as of `AsyncTable.put`, one for all or one for each prompt. With a key, the rows of a prompt have it
+                with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call
+                changes nothing.
 
         Raises:
             DeadlineExceeded: there was no room in time.
@@ -202,7 +213,8 @@ class AsyncService:
         experience_count: int | None = None,
         **terms: Any,
     ) -> tuple[tq.AsyncBatch, ExperienceIndex[tq.AsyncBatch]]:
-        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes results.
+        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes
+        results.
 
         Args:
             experience_consumer_stage: the stage.
@@ -226,7 +238,8 @@ class AsyncService:
 
         Args:
             experience_data: columns, each with one value for each row.
-            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns of these rows.
+            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns
+                of these rows.
             rows: ids of those rows of the batch that the results are of; None: all that are left.
             facts: as of `AsyncTable.put`.
         """
@@ -247,7 +260,8 @@ class AsyncService:
     ) -> None:
         """Announce weights of `version`: as these tensors, or where the notice says (any JSON of at most 4096 bytes).
 
-        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too old.
+        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too
+        old.
         """
         await self._channel.publish(version, announcement(tensors, notice), timeout_s=timeout_s)
 
@@ -266,8 +280,8 @@ class AsyncService:
     ) -> AsyncExperienceStream:
         """Return a stream of ``(batch, index)`` of a stage, fetched ahead, until the table is sealed and drained.
 
-        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms with ``rank`` and ``world``
-        give each rank its share of one agreed batch.
+        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms
+        with ``rank`` and ``world`` give each rank its share of one agreed batch.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         return AsyncExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
@@ -296,16 +310,19 @@ class AsyncService:
         number: int | None = None,
         timeout_s: float | None = None,
     ) -> AsyncCompletionStream:
-        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples. Generation starts at once.
+        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples.
+        Generation starts at once.
 
         Waits while there is no room, or while the pace does not admit the rows.
 
         Args:
             prompts: token ids, and how many samples of each.
             scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts.
-            expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing (`LengthRequests` does both).
-            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the table, they are not put again: the call resumes
-                them. So a trainer that was killed asks again for what it may have asked for; one process at a time asks for a number.
+            expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing
+                (`LengthRequests` does both).
+            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the
+                table, they are not put again: the call resumes them. So a trainer that was killed asks again for what
+                it may have asked for; one process at a time asks for a number.
             timeout_s: longest wait, of this call and of the stream for each next sample.
         """
         check_stages(self._table)

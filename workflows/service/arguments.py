@@ -74,7 +74,9 @@ def _count(columns: Mapping[str, Any]) -> int:
 
 
 def _spread(name: str, fact: Any, prompts: int, samples: int) -> Any:
-    """Turn a fact of each prompt into one of each row; keys of a prompt's rows get the suffixes ``/0``, ``/1`` and so on."""
+    """Turn a fact of each prompt into one of each row; keys of a prompt's rows get the suffixes ``/0``, ``/1`` and so
+    on.
+    """
     if isinstance(fact, str | Mapping) or not isinstance(fact, Sequence | np.ndarray) or samples == 1:
         return fact
     if len(fact) != prompts:

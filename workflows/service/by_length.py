@@ -1,8 +1,10 @@
-"""Requests to a generation service by expected length: the caller's side of dispatch, for a trainer that calls `generate`.
+"""Requests to a generation service by expected length: the caller's side of dispatch, for a trainer that calls
+`generate`.
 
 Rules:
 
-1. Each request is a batch: its prompts are ranked, a plan is made from what the live generators measured, the plan is published, and then the request is put.
+1. Each request is a batch: its prompts are ranked, a plan is made from what the live generators measured, the plan is
+   published, and then the request is put.
 2. `learn` takes finished samples; a thread teaches the ranker and refits it, so that the trainer never waits for that.
 3. Until the ranker has skill, a request keeps its order; its samples are judged all the same.
 """
@@ -27,12 +29,15 @@ from transferqueue.workflows.service.sync import CompletionStream, Service
 
 
 class LengthRequests:
-    """Puts requests of `service` by expected length, for generators that `serve` with ``dispatch=``. A context manager; one process at a time plans for a service.
+    """Puts requests of `service` by expected length, for generators that `serve` with ``dispatch=``. A context manager;
+    one process at a time plans for a service.
 
-    queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows` samples). overlapping: the next request is put before this
-    one's samples are all there, as with `stream_engines` of depth 1: plans then count what each request adds, not how soon one alone would end.
+    queue: of the service. dispatcher: one that has learned before (None: a new one for batches of `batch_rows`
+    samples). overlapping: the next request is put before this one's samples are all there, as with `stream_engines` of
+    depth 1: plans then count what each request adds, not how soon one alone would end.
 
-    Example: ``stream = requests.generate(prompts)``; then, for each batch of the stream: ``requests.learn(batch)`` before the ack.
+    Example: ``stream = requests.generate(prompts)``; then, for each batch of the stream: ``requests.learn(batch)``
+    before the ack.
     """
 
     def __init__(
@@ -63,7 +68,9 @@ class LengthRequests:
         )
 
     def plan(self, expected: Any) -> Plan:
-        """Plan a batch of samples with `expected` tokens ``[rows]`` for the generators that live now, publish the plan, and return it."""
+        """Plan a batch of samples with `expected` tokens ``[rows]`` for the generators that live now, publish the plan,
+        and return it.
+        """
         table = self._service.table.name
         engines = live_engines(self._queue, table)
         with self._changing:
@@ -72,7 +79,9 @@ class LengthRequests:
         return plan
 
     def learn(self, batch: tq.Batch) -> None:
-        """Learn from finished samples of the service, before they are acked. Returns at once; raises the error of an earlier lesson, if one failed."""
+        """Learn from finished samples of the service, before they are acked. Returns at once; raises the error of an
+        earlier lesson, if one failed.
+        """
         prompts = [np.array(ids) for ids in batch["prompt_ids"]]
         groups, expected = batch.group_id.tolist(), batch[EXPECTED].numpy().astype(np.int64)
         self._raise_failures()
@@ -84,7 +93,7 @@ class LengthRequests:
             return self._dispatcher.figures()
 
     def close(self) -> None:
-        """End the thread, after its last lesson. Raises the error of a lesson that failed. A second call does nothing."""
+        """End the thread after its last lesson. Raises the error of a lesson that failed. A second call does nothing."""
         self._thread.shutdown()
         self._raise_failures()
 

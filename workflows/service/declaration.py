@@ -60,8 +60,8 @@ class GroupSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class RetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When rows of a failed lease are leased again: after `first_s` seconds, then `factor` times longer each time, at most `max_s`. After
-    `attempts` failures a row is dropped (null: never).
+    """When rows of a failed lease are leased again: after `first_s` seconds, then `factor` times longer each time, at
+    most `max_s`. After `attempts` failures a row is dropped (null: never).
     """
 
     first_s: float = 1.0
@@ -75,7 +75,9 @@ class RetrySpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A stage: the fields its engines need and give. A row is ready when all it `needs` is set, and goes to the stage once."""
+    """A stage: the fields its engines need and give. A row is ready when all it `needs` is set, and goes to the stage
+    once.
+    """
 
     name: Name
     needs: Names
@@ -99,7 +101,8 @@ class EngineStage(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How far prompts may run ahead of `stage`, usually the trainer: `depth` batches beyond the current one, `max_staleness` versions.
+    """How far prompts may run ahead of `stage`, usually the trainer: `depth` batches beyond the current one,
+    `max_staleness` versions.
 
     on_stale: a row that is too old is dropped, kept, holds the clock (wait), or goes back to the stage `requeue_to`.
     """
@@ -134,7 +137,8 @@ class PacingSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class Engines(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A job: its stages, and how far it may run ahead. Declaring the same job again changes nothing.
 
-    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: bound of live rows; put_prompts waits at it.
+    keep_rows: rows stay readable after the last stage, until they are deleted. rows_max: bound of live rows;
+    put_prompts waits at it.
     """
 
     stages: Annotated[list[EngineStage], msgspec.Meta(min_length=1, max_length=TASKS_MAX)]

@@ -1,10 +1,12 @@
-"""Rows that a stage got, by AsyncFlow's conventions (arXiv 2507.01663, sections 3.5 and 5): a stream of batches, and results keyed by index.
+"""Rows that a stage got, by AsyncFlow's conventions (arXiv 2507.01663, sections 3.5 and 5): a stream of batches, and
+results keyed by index.
 
 Rules:
 
-- A stream gives ``(batch, index)``. The rows are leased until `put_experience_data` gives their results with that index, in any order and
-  any number of batches later: a trainer may hold several and end them after its optimizer step.
-- A stream that is left (``with``, an exception, `close`) gives back what was not taken and every batch whose results were not given.
+- A stream gives ``(batch, index)``. The rows are leased until `put_experience_data` gives their results with that
+  index, in any order and any number of batches later: a trainer may hold several and end them after its optimizer step.
+- A stream that is left (``with``, an exception, `close`) gives back what was not taken and every batch whose results
+  were not given.
 - It ends when the table is sealed and drained.
 """
 
@@ -23,7 +25,8 @@ BatchT = TypeVar("BatchT", tq.Batch, tq.AsyncBatch)
 
 
 class ExperienceIndex(Generic[BatchT]):
-    """Which rows a batch has: the key by which its results return. An array of row ids, int64 ``[rows]``, to numpy and in a loop.
+    """Which rows a batch has: the key by which its results return. An array of row ids, int64 ``[rows]``, to numpy and
+    in a loop.
 
     It holds the lease: a batch whose index is forgotten goes back to others.
     """
@@ -55,7 +58,9 @@ class ExperienceIndex(Generic[BatchT]):
 def lease_terms(
     experience_columns: Sequence[str] | None, experience_count: int | None, terms: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return the arguments of `Table.lease` for these names: columns (None: what the stage needs) and the number of rows."""
+    """Return the arguments of `Table.lease` for these names: columns (None: what the stage needs) and the number of
+    rows.
+    """
     named = {"fields": experience_columns, "rows": experience_count}
     return {**terms, **{name: value for name, value in named.items() if value is not None}}
 

@@ -1,7 +1,8 @@
 """The engine's side of `generate`: a process that serves it with any engine, by the stage functions of jobs.
 
-Weights change between two requests to the engine; with slots, requests overlap, and a request that runs goes on under the new weights. If the service bounds staleness
-and the engine's weights are too old for its rows, the process waits for newer ones first, so that no generated row is thrown away.
+Weights change between two requests to the engine; with slots, requests overlap, and a request that runs goes on under
+the new weights. If the service bounds staleness and the engine's weights are too old for its rows, the process waits
+for newer ones first, so that no generated row is thrown away.
 """
 
 from __future__ import annotations
@@ -44,13 +45,16 @@ def serve(
     emit: Callable[[Event], None] = lambda event: None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Generate for the service `name` until it is sealed and drained, or until `stop` is set; return the number of samples.
+    """Generate for the service `name` until it is sealed and drained, or until `stop` is set; return the number of
+    samples.
 
-    rows: prompts of one request to `engine`; finished samples are committed one by one. slots: prompts that run at once, in requests of at most `rows` (0: one request at
-    a time). where: samples that this process prefers, such as ``[tq.Compare("tokens", ">=", 1000)]``; it takes others while none of these is ready. dispatch: name of
-    this engine, unique in the service: it is measured, and takes samples as the plans of `LengthRequests` say (it needs slots). weights: queue to pull weights from, such
-    as the one of this host (None: `queue`). stall_s: longest wait for the service, the first weights, newer ones, and prompts;
-    raises `DeadlineExceeded` then. Failures of the engine are handled as in `run_stage`. The caller closes the engine.
+    rows: prompts of one request to `engine`; finished samples are committed one by one. slots: prompts that run at
+    once, in requests of at most `rows` (0: one request at a time). where: samples that this process prefers, such as
+    ``[tq.Compare("tokens", ">=", 1000)]``; it takes others while none of these is ready. dispatch: name of this engine,
+    unique in the service: it is measured, and takes samples as the plans of `LengthRequests` say (it needs slots).
+    weights: queue to pull weights from, such as the one of this host (None: `queue`). stall_s: longest wait for the
+    service, the first weights, newer ones, and prompts; raises `DeadlineExceeded` then. Failures of the engine are
+    handled as in `run_stage`. The caller closes the engine.
     """
     if dispatch and not slots:
         raise UsageError(f'dispatch="{dispatch}" with slots=0: a plan says how many samples run at once; give slots')

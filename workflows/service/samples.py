@@ -1,17 +1,19 @@
-"""Requests of samples and the streams of their answers: the stream generation service of StreamRL (arXiv 2504.15930, section 4).
+"""Requests of samples and the streams of their answers: the stream generation service of StreamRL (arXiv 2504.15930,
+section 4).
 
 Rules:
 
 1. The job is that of `stream_engines`: two stages, *generate* and *train*. Engines come and go (`serve`) and lease
    prompts of the first stage; the process that called `generate` leases finished samples of the second.
-2. `generate` puts the prompts before it returns, so the next request is generated while the stream of the current one is consumed:
-   asynchronous pipelining. The pace bounds it, in batches and in versions.
+2. `generate` puts the prompts before it returns, so the next request is generated while the stream of the current one
+   is consumed: asynchronous pipelining. The pace bounds it, in batches and in versions.
 3. Requests are generated in their order, and within a request the prompts with the largest scores first: long answers
    start early (section 5), but do not delay an earlier request (decision 0019).
-4. A stream yields samples as they finish, in any order. `CompletionStream.batches` yields them as batches that a trainer acks itself, as
-   soon as `at_least` are finished (dynamic batches, section 4.1). A sample is done when the next one is requested. When a stream is closed,
-   or its process dies, the remaining samples are released: `resume` continues with them in any process. Batches may be held: a trainer
-   acks those of a step together, after its optimizer step (`Table.ack`), and a request with a `number` is not put twice.
+4. A stream yields samples as they finish, in any order. `CompletionStream.batches` yields them as batches that a
+   trainer acks itself, as soon as `at_least` are finished (dynamic batches, section 4.1). A sample is done when the
+   next one is requested. When a stream is closed, or its process dies, the remaining samples are released: `resume`
+   continues with them in any process. Batches may be held: a trainer acks those of a step together, after its optimizer
+   step (`Table.ack`), and a request with a `number` is not put twice.
 5. A generator that dies loses nothing: its prompts go to others. A prompt on which generators fail as often as the task
    allows is dropped; the stream then raises `SamplesLost` at its end.
 """
@@ -41,7 +43,9 @@ EXPECTED: Final = "expected_tokens"
 BURST_ROWS: Final = 16
 """Most samples that a stream leases at once, if so many are finished."""
 LEASE_S: Final = 600.0
-"""Lease of the samples that a stream yields. A caller's death is detected at once; one that hangs delays its samples so long."""
+"""Lease of the samples that a stream yields. A caller's death is detected at once; one that hangs delays its samples so
+long.
+"""
 _COLUMNS: Final = [
     ColumnSpec(name="request", dtype="int64"),
     ColumnSpec(name="prompt", dtype="int32"),
@@ -55,13 +59,15 @@ _COLUMNS: Final = [
 ]
 _GIVEN: Final = ("response_ids", "rollout_logprobs", "finish_reason", "token_versions")
 _REQUEST_BITS: Final = 52
-"""Groups of a request are numbered from a random number on, which is also the request's, unless the caller numbers it; ids stay exact as float64."""
+"""Groups of a request are numbered from a random number on, which is also the request's, unless the caller numbers it;
+ids stay exact as float64.
+"""
 
 B = TypeVar("B", tq.Batch, tq.AsyncBatch)
 
 
 class SamplesLost(PeerError):
-    """Samples of a request will never come: they were dropped, after failures of generators or by a call of `cancel`."""
+    """Samples of a request will never come: they were dropped, after failures of generators or by `cancel`."""
 
 
 def stream_engines(
@@ -76,7 +82,8 @@ def stream_engines(
 ) -> Engines:
     """Return the declaration of a job that `AsyncService.generate` and `serve` work on.
 
-    Depth 1 and staleness 1 are StreamRL's asynchronous mode, 0 and 0 its synchronous one. A sample that is too old is generated again.
+    Depth 1 and staleness 1 are StreamRL's asynchronous mode, 0 and 0 its synchronous one. A sample that is too old is
+    generated again.
 
     Args:
         table: name of the table and of its weight channel.
@@ -109,7 +116,8 @@ def check_stages(table: TableBase) -> None:
     """Raise `SchemaError` unless the table has the stages of `stream_engines`."""
     if not {GENERATE, TRAIN} <= table.tasks.keys():
         raise SchemaError(
-            f'table "{table.name}" has stages {", ".join(table.tasks)}; a request of samples needs {GENERATE} and {TRAIN}: declare the job with stream_engines'
+            f'table "{table.name}" has stages {", ".join(table.tasks)}; a request of samples needs {GENERATE} and {TRAIN}: '
+            "declare the job with stream_engines"
         )
 
 
@@ -185,13 +193,16 @@ def _tokens(expected: Sequence[int] | None, prompts: int) -> NDArray[np.int32]:
     tokens_P = np.asarray(expected)
     if tokens_P.shape != (prompts,) or tokens_P.dtype.kind not in "iu" or (tokens_P.size and tokens_P.min() < 0):
         raise UsageError(
-            f"expected tokens {tokens_P.dtype}{list(tokens_P.shape)} for {prompts} prompts: give one whole number a prompt, 0 for no expectation"
+            f"expected tokens {tokens_P.dtype}{list(tokens_P.shape)} for {prompts} prompts: give one whole number a prompt, "
+            "0 for no expectation"
         )
     return np.array(np.minimum(tokens_P, np.iinfo(np.int32).max), np.int32)
 
 
 def completions(batch: tq.Batch | tq.AsyncBatch) -> list[Completion]:
-    """Return the samples of a batch of task *train*, in order. Their arrays are views of shared memory, valid while they are referenced."""
+    """Return the samples of a batch of task *train*, in order. Their arrays are views of shared memory, valid while
+    they are referenced.
+    """
     columns = (list(batch[name]) for name in _GIVEN)
     index = zip(batch["prompt"].list(), batch["sample"].list(), strict=True)
     return [
@@ -244,7 +255,7 @@ class StreamBase(Generic[B]):
         return tq.Compare("request", "==", self._request)
 
     def _asking(self, rows: int, at_least: int) -> dict[str, Any]:
-        """Return the arguments of the next lease. It never asks for more rows than are left, or it would wait for ever."""
+        """Return the arguments of the next lease: for at most the rows that are left, or it would wait for ever."""
         rows = min(rows, self._left)
         where, columns = self._mine, [*_TAKEN]
         return {
@@ -285,8 +296,8 @@ class StreamBase(Generic[B]):
         live = self._to_come(live)
         if live < self._left:
             raise SamplesLost(
-                f"request {self._request}: {self._left} samples were still to come, and {live} are left in the table: the "
-                "others were dropped; the generators' logs, and `dropped` of the table's stats, say why"
+                f"request {self._request}: {self._left} samples were still to come, and {live} are left in the table: "
+                "the others were dropped; the generators' logs, and `dropped` of the table's stats, say why"
             ) from late
 
 

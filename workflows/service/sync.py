@@ -21,7 +21,9 @@ from transferqueue.workflows.service.samples import TRAIN, Request, StreamBase, 
 
 
 class ExperienceStream:
-    """Batches of a stage with their indices: ``for``, ``with``. Made by `Service.create_stream_data_loader`."""
+    """Batches of a stage with their indices: ``for``, ``with``. Made by
+    `Service.create_stream_data_loader`.
+    """
 
     def __init__(self, loader: tq.Loader) -> None:
         self._loader = loader
@@ -50,10 +52,12 @@ class ExperienceStream:
 
 
 class CompletionStream(StreamBase[tq.Batch]):
-    """Finished samples of one request: ``for`` gives each `Completion`. Use ``with``, from one thread at a time. Made by `Service.generate`.
+    """Finished samples of one request: ``for`` gives each `Completion`. Use ``with``, from one thread
+    at a time. Made by `Service.generate`.
 
-    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's `timeout_s`
-    (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use, too.
+    With groups, a sample is done with the last of its group. The wait for the next one ends after the stream's
+    `timeout_s` (`DeadlineExceeded`, or `SamplesLost`). Leaving the block by an exception releases the sample in use,
+    too.
     """
 
     def __init__(self, table: tq.Table, request: int, left: int, burst: int, timeout_s: float | None) -> None:
@@ -73,10 +77,11 @@ class CompletionStream(StreamBase[tq.Batch]):
         return self._due.popleft()
 
     def batches(self, rows: int, *, at_least: int = 1) -> Iterator[tq.Batch]:
-        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's dynamic batches.
+        """Yield up to `rows` samples at a time, as soon as `at_least` are finished, fewer at the end: a trainer's
+        dynamic batches.
 
-        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked together
-        (`Table.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
+        The caller acks or releases each batch, now or later: batches may be held to the end of the stream and acked
+        together (`Table.ack`). Released samples come again. With groups, both numbers count rows of whole groups.
         """
         self._settle(failed=False)
         while self._more():
@@ -89,7 +94,9 @@ class CompletionStream(StreamBase[tq.Batch]):
         self._due.clear()
 
     def cancel(self) -> int:
-        """Close, and drop the rest of the request, including what is being generated. Return the number of rows dropped."""
+        """Close, and drop the rest of the request, including what is being generated. Return the number of rows
+        dropped.
+        """
         self.close()
         while True:
             rows = self._live()
@@ -142,7 +149,9 @@ class Service:
 
     @classmethod
     def init_engines(cls, queue: tq.Queue, engines: Engines) -> Self:
-        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared differently."""
+        """Declare the job, or join it if it was declared the same way. Raises `AlreadyExists` if it was declared
+        differently.
+        """
         table = queue.create_table(engines.table, **engines.terms())
         return cls(queue, table, queue.weights(engines.table))
 
@@ -176,7 +185,8 @@ class Service:
     def put_prompts_data(
         self, prompts_data: Mapping[str, Any], *, samples: int = 1, timeout_s: float | None = None, **facts: Any
     ) -> NDArray[np.int64]:
-        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a prompt together.
+        """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a
+        prompt together.
 
         Waits up to `timeout_s` for room.
 
@@ -184,8 +194,9 @@ class Service:
             prompts_data: columns, each with one value for each prompt.
             samples: rows of each prompt.
             timeout_s: longest wait for room.
-            facts: as of `Table.put`, one for all or one for each prompt. With a key, the rows of a prompt have it with the suffixes ``/0``, ``/1`` and so on; an
-                existing key is `AlreadyExists`, so a repeated call changes nothing.
+            facts: as of `Table.put`, one for all or one for each prompt. With a key, the rows of a prompt have it
+                with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call
+                changes nothing.
 
         Raises:
             DeadlineExceeded: there was no room in time.
@@ -203,7 +214,8 @@ class Service:
         experience_count: int | None = None,
         **terms: Any,
     ) -> tuple[tq.Batch, ExperienceIndex[tq.Batch]]:
-        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes results.
+        """Lease rows of a stage, waiting for them. Return the batch and its index, by which `put_experience_data` takes
+        results.
 
         Args:
             experience_consumer_stage: the stage.
@@ -227,7 +239,8 @@ class Service:
 
         Args:
             experience_data: columns, each with one value for each row.
-            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns of these rows.
+            index: what the rows came with: the index or the batch. With row ids instead, the columns are late columns
+                of these rows.
             rows: ids of those rows of the batch that the results are of; None: all that are left.
             facts: as of `Table.put`.
         """
@@ -248,7 +261,8 @@ class Service:
     ) -> None:
         """Announce weights of `version`: as these tensors, or where the notice says (any JSON of at most 4096 bytes).
 
-        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too old.
+        Versions ascend. This advances the table's clock to `version`; it waits while rows in the table would become too
+        old.
         """
         self._channel.publish(version, announcement(tensors, notice), timeout_s=timeout_s)
 
@@ -267,8 +281,8 @@ class Service:
     ) -> ExperienceStream:
         """Return a stream of ``(batch, index)`` of a stage, fetched ahead, until the table is sealed and drained.
 
-        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms with ``rank`` and ``world``
-        give each rank its share of one agreed batch.
+        Arguments as of `get_experience_data`. prefetch: batches leased and brought while one is computed with. terms
+        with ``rank`` and ``world`` give each rank its share of one agreed batch.
         """
         wanted = lease_terms(experience_columns, experience_count, terms)
         return ExperienceStream(self._table.loader(experience_consumer_stage, prefetch=prefetch, **wanted))
@@ -295,16 +309,19 @@ class Service:
         number: int | None = None,
         timeout_s: float | None = None,
     ) -> CompletionStream:
-        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples. Generation starts at once.
+        """Request completions of `prompts` of a job of `stream_engines`, and return the stream of their samples.
+        Generation starts at once.
 
         Waits while there is no room, or while the pace does not admit the rows.
 
         Args:
             prompts: token ids, and how many samples of each.
             scores: expected length of each prompt's answers, such as a ranker's scores; only the order counts.
-            expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing (`LengthRequests` does both).
-            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the table, they are not put again: the call resumes
-                them. So a trainer that was killed asks again for what it may have asked for; one process at a time asks for a number.
+            expected: the same in tokens, by which engines may choose samples (`serve(where=)`); it orders nothing
+                (`LengthRequests` does both).
+            number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the
+                table, they are not put again: the call resumes them. So a trainer that was killed asks again for what
+                it may have asked for; one process at a time asks for a number.
             timeout_s: longest wait, of this call and of the stream for each next sample.
         """
         check_stages(self._table)

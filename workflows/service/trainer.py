@@ -1,10 +1,12 @@
-"""A training job by AsyncFlow's calls (arXiv 2507.01663, section 5): a `Trainer` starts the engines, and programs talk to it.
+"""A training job by AsyncFlow's calls (arXiv 2507.01663, section 5): a `Trainer` starts the engines, and programs talk
+to it.
 
     with Trainer(job, plays=["prompts", "train"]) as trainer:
         trainer.init_engines()
 
-`init_engines` starts the job's server and a process for each of its stages but those that the caller plays: a program that puts its own
-prompts plays ``prompts``, one with its own optimizer ``train``. `fit` starts all of them and waits: it is `transferqueue train`.
+`init_engines` starts the job's server and a process for each of its stages but those that the caller plays: a program
+that puts its own prompts plays ``prompts``, one with its own optimizer ``train``. `fit` starts all of them and waits:
+it is `transferqueue train`.
 """
 
 from __future__ import annotations
@@ -51,10 +53,12 @@ class JobService(Service):
 
 
 class JobTrainer:
-    """A job: `fit` runs all of it, `init_engines` all but the stages that the caller plays. A context manager: leaving it ends all processes.
+    """A job: `fit` runs all of it, `init_engines` all but the stages that the caller plays. A context manager: leaving
+    it ends all processes.
 
-    plays: names of processes that are not started, such as ``prompts`` and ``train``. folder: of the run (None: a new one in ``runs/``). code: folder
-    whose modules rewards may name. `UsageError` for a name that the job has no process of, and all that refuses a job.
+    plays: names of processes that are not started, such as ``prompts`` and ``train``. folder: of the run (None: a new
+    one in ``runs/``). code: folder whose modules rewards may name. `UsageError` for a name that the job has no process
+    of, and all that refuses a job.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class JobTrainer:
         return run_job(self.job, folder=self._folder, code=self._code)
 
     def init_engines(self) -> JobService:
-        """Start the server and the processes, and return the service: `put_prompts_data`, `get_experience_data` and the others."""
+        """Start the server and the processes, and return the service: `put_prompts_data`, `get_experience_data` and the
+        others.
+        """
         if self._service is not None:
             raise UsageError("the engines of this trainer were started; make another one for another run")
         tokenizer = preflight(self.job, code=self._code).renderer.tokenizer

@@ -52,8 +52,8 @@ class Actions:
         self._leases = HttpLeases()
 
     async def init_engines(self, body: Engines) -> JobBody:
-        """Declare a job: its stages, what each needs and gives, and how far prompts may run ahead. Again in the same words:
-        nothing changes."""
+        """Declare a job: its stages, what each needs and gives, and how far prompts may run ahead. Again in the same
+        words: nothing changes."""
         service = await AsyncService.init_engines(self._queue, body)
         return JobBody(table=service.name, stages=service.stages)
 
@@ -66,8 +66,8 @@ class Actions:
         return PromptRows(rows=rows.tolist())
 
     async def get_experience_data(self, body: GetExperienceData) -> Experience:
-        """Get rows of a stage, waiting for them. They are leased: give results, or they go to others at the deadline. `lease` and `rows` of the answer are the index
-        by which results return."""
+        """Get rows of a stage, waiting for them. They are leased: give results, or they go to others at the deadline.
+        `lease` and `rows` of the answer are the index by which results return."""
         self._leases.check_room()
         service = await self._service(body.table)
         mine = {} if body.request is None else {"where": tq.Compare("request", "==", body.request)}
@@ -135,7 +135,9 @@ class Actions:
         return LeaseTime(lease_s=lease_s)
 
     async def weight_sync_notify(self, body: WeightSyncNotify) -> DoneBody:
-        """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old then."""
+        """Say that a version of the weights is there. It is the clock of the job; it waits where rows would be too old
+        then.
+        """
         service = await self._service(body.table)
         tensors = await asyncio.to_thread(unpack_tensors, body.tensors)
         await service.weight_sync_notify(body.version, tensors, notice=body.notice, timeout_s=body.timeout_s)
@@ -157,7 +159,9 @@ class Actions:
         return VersionBody(version=await service.update(weights, version=body.version, timeout_s=body.timeout_s))
 
     async def generate(self, body: Generate) -> SampleRequest:
-        """Request samples of prompts, of a job with the stages generate and train. Finished ones are rows of stage train: get them by the number of the request."""
+        """Request samples of prompts, of a job with the stages generate and train. Finished ones are rows of stage
+        train: get them by the number of the request.
+        """
         wanted = sum(prompt.samples for prompt in body.prompts)
         if wanted > ROWS_PER_REQUEST_MAX:
             raise UsageError(f"a request of {wanted} samples; at most {ROWS_PER_REQUEST_MAX}: make several requests")

@@ -2,10 +2,10 @@
 
 Rules:
 
-- A body states its length first, and is read whole or not at all. A body over `BODY_BYTES_MAX`, or over the room beside the
-  requests under way, is refused before any byte is kept. A body that arrives too slowly is refused.
-- The content type decides the encoding: ``application/json`` (the default) or ``application/msgpack``. The answer has the encoding
-  of the request.
+- A body states its length first, and is read whole or not at all. A body over `BODY_BYTES_MAX`, or over the room beside
+  the requests under way, is refused before any byte is kept. A body that arrives too slowly is refused.
+- The content type decides the encoding: ``application/json`` (the default) or ``application/msgpack``. The answer has
+  the encoding of the request.
 - Nothing in a body is code: msgspec builds the structs of `schemas`, or refuses.
 """
 

@@ -3,8 +3,8 @@
 Rules:
 
 - A column is a list with one value for each row (numbers, text, lists of numbers, plain values), or a `PackedColumn`.
-- An answer has a list where JSON represents every value and its shape exactly: finite numbers and text. Other columns are packed, and so are
-  all if the caller asks for it. Nothing is rounded, padded or left out.
+- An answer has a list where JSON represents every value and its shape exactly: finite numbers and text. Other columns
+  are packed, and so are all if the caller asks for it. Nothing is rounded, padded or left out.
 - In JSON the bytes of a `PackedColumn` are base64; a body of MessagePack has them as they are.
 - A received column is checked whole, against its own dtype and shape, before the queue sees it. Nothing in it is code.
 """
@@ -43,9 +43,9 @@ Sizes = Annotated[list[Annotated[int, msgspec.Meta(ge=0)]], msgspec.Meta(max_len
 class PackedColumn(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """A column as bytes: the elements of all rows one after the other, in C order, little-endian, without padding.
 
-    dtype: such as int64, float32, bfloat16, bool, str (UTF-8), bytes, or value (each a MessagePack). shape: of one row's value,
-    null where rows differ. sizes: for each row, its size in every dimension that is null, in their order; of str, bytes and
-    value, the bytes of each row.
+    dtype: such as int64, float32, bfloat16, bool, str (UTF-8), bytes, or value (each a MessagePack). shape: of one
+    row's value, null where rows differ. sizes: for each row, its size in every dimension that is null, in their order;
+    of str, bytes and value, the bytes of each row.
     """
 
     dtype: Annotated[str, msgspec.Meta(max_length=32)]

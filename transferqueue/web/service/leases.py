@@ -2,10 +2,10 @@
 
 Rules:
 
-- A lease ends when all its rows are acked, released or dropped, or at its deadline, which the queue keeps. `HttpLeases` forgets it
-  then, so a client that vanished costs nothing.
-- `HttpLeases` remembers for a while how a lease ended. A call that is repeated because its answer was lost learns how the
-  lease ended, and changes nothing.
+- A lease ends when all its rows are acked, released or dropped, or at its deadline, which the queue keeps. `HttpLeases`
+  forgets it then, so a client that vanished costs nothing.
+- `HttpLeases` remembers for a while how a lease ended. A call that is repeated because its answer was lost learns how
+  the lease ended, and changes nothing.
 - Calls about one lease run one at a time.
 """
 

@@ -1,5 +1,5 @@
-"""The description of the HTTP service: an OpenAPI 3.1 document and a page for people. Both are made from the structs that the calls
-read (`schemas`), so they cannot differ from the code. Pure."""
+"""The description of the HTTP service: an OpenAPI 3.1 document and a page for people. Both are made from the structs
+that the calls read (`schemas`), so they cannot differ from the code. Pure."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _REFUSALS: Final = {
     "504": "DeadlineExceeded: not within timeout_s; the text says what is missing and who holds it. Ask again.",
 }
 _ABOUT: Final = f"""\
-The calls of AsyncFlow (arXiv 2507.01663, section 5) and StreamRL (arXiv 2504.15930, section 4), by which engines share one queue without importing
-anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if the content type says {MSGPACK.media_type}; the answer is what the request was.
-Send the token of the service as Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
-and not given back go to others when their lease ends."""
+The calls of AsyncFlow (arXiv 2507.01663, section 5) and StreamRL (arXiv 2504.15930, section 4), by which engines
+share one queue without importing anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if the
+content type says {MSGPACK.media_type}; the answer is what the request was. Send the token of the service as
+Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got and
+not given back go to others when their lease ends."""
 
 
 def described() -> dict[str, Any]:

@@ -60,10 +60,11 @@ class PutPromptsData(_Body):
 
 
 class GetExperienceData(_Body):
-    """Rows of a stage: exactly one of experience_count, groups, tokens says how many; fewer come once `at_least` are ready.
+    """Rows of a stage: exactly one of experience_count, groups, tokens says how many; fewer come once `at_least` are
+    ready.
 
-    experience_columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would do.
-    request: only samples of this request of `generate`.
+    experience_columns: those that are wanted (null: all that the stage needs). packed: as bytes, even where lists would
+    do. request: only samples of this request of `generate`.
     """
 
     experience_consumer_stage: Name
@@ -80,8 +81,8 @@ class GetExperienceData(_Body):
 
 
 class PutExperienceData(_Body):
-    """Results of rows that were got (`lease`; all that are left of it, or `rows` of it), which are done with that. Without a
-    lease: columns that come late, of `rows` by their ids."""
+    """Results of rows that were got (`lease`; all that are left of it, or `rows` of it), which are done with that.
+    Without a lease: columns that come late, of `rows` by their ids."""
 
     columns: Columns = {}
     lease: Text | None = None
@@ -91,8 +92,8 @@ class PutExperienceData(_Body):
 
 
 class ReleaseExperience(_Body):
-    """Rows that go back to others: `failed` counts as an attempt. Columns say how far they are. drop: they end instead, as
-    dropped for this reason, for every stage."""
+    """Rows that go back to others: `failed` counts as an attempt. Columns say how far they are. drop: they end instead,
+    as dropped for this reason, for every stage."""
 
     lease: Text
     rows: RowIds | None = None
@@ -145,7 +146,8 @@ class PromptBody(_Body):
 
 
 class Generate(_Body):
-    """A request of samples. scores: expected length of each prompt's answers, of which only the order counts; expected: the same in tokens.
+    """A request of samples. scores: expected length of each prompt's answers, of which only the order counts; expected:
+    the same in tokens.
 
     number: of the request (null: a random one); if rows of this number are there, they are not put again.
     """
@@ -194,7 +196,8 @@ class SampleRequest(_Body):
 
 
 class Experience(_Body):
-    """Rows that are leased for `lease_s` seconds. version: the trainer's when they were handed over (-1: it never said).
+    """Rows that are leased for `lease_s` seconds. version: the trainer's when they were handed over (-1: it never
+    said).
 
     Facts have one value for each row: -1 where it was not said.
     """
@@ -245,7 +248,9 @@ class DoneBody(_Body):
 
 
 class Status(_Body):
-    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs observing` has the keys of `stats`."""
+    """Every row that was ever put: live, done or dropped for a reason; `transferqueue docs observing` has the keys of
+    `stats`.
+    """
 
     stats: dict[str, Any]
 

@@ -1,4 +1,6 @@
-"""Measures a generator: the lengths of its responses, the time of a token by rows at once, and what a row costs that takes the slot of a finished one."""
+"""Measures a generator: the lengths of its responses, the time of a token by rows at once, and what a row costs that
+takes the slot of a finished one.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,11 @@ def measure_engine(
     seed: int = 0,
     clock: Callable[[], float] = time.monotonic,
 ) -> MeasuredEngine:
-    """Draw responses to `prompts`, `samples` each, as the job draws them; time 1, 2, 4, … `slots` rows at once; then a stream of rows that keeps the slots full.
+    """Draw responses to `prompts`, `samples` each, as the job draws them; time 1, 2, 4, … `slots` rows at once; then a
+    stream of rows that keeps the slots full.
 
-    Blocks; nothing else should run. Rows that are timed end after a number of tokens: no stop token ends them. `prompt_ms` is what the stream takes beyond its tokens, by row.
+    Blocks; nothing else should run. Rows that are timed end after a number of tokens: no stop token ends them.
+    `prompt_ms` is what the stream takes beyond its tokens, by row.
     """
     rows = list(prompts)[: max(1, ROWS_MAX // samples)]
     requested = [Prompt(ids=ids, samples=samples, seed=row_seed(seed, at)) for at, ids in enumerate(rows)]
@@ -81,13 +85,17 @@ class _Timed:
         self._tokens = tokens
 
     def seconds(self, count: int) -> tuple[float, float]:
-        """Return the time of `count` rows of all tokens, and of one token. The first try of a number of rows warms up and does not count."""
+        """Return the time of `count` rows of all tokens, and of one token. The first try of a number of rows warms up
+        and does not count.
+        """
         self._once(count, self._tokens)
         whole = min(self._once(count, self._tokens) for _ in range(REPEATS))
         return whole, min(self._once(count, 1) for _ in range(REPEATS))
 
     def stream_s(self, lengths: Sequence[int], slots: int) -> float:
-        """Return the time of rows of these tokens, each a request of its own that takes the slot of a finished one, as the job's requests do."""
+        """Return the time of rows of these tokens, each a request of its own that takes the slot of a finished one, as
+        the job's requests do.
+        """
         return min(self._stream(lengths, slots) for _ in range(REPEATS))
 
     def _stream(self, lengths: Sequence[int], slots: int) -> float:

@@ -1,4 +1,6 @@
-"""The profile of a job: opens its engine and its trainer in this process, one after the other, and times them with the job's own prompts."""
+"""The profile of a job: opens its engine and its trainer in this process, one after the other, and times them with the
+job's own prompts.
+"""
 
 from __future__ import annotations
 
@@ -45,13 +47,16 @@ def profile_job(
     say: Callable[[str], None] = lambda line: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Profile:
-    """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its model, and some seconds more.
+    """Measure `job` here and return its profile, for `devices` devices. Blocks for the start of its engine and its
+    model, and some seconds more.
 
-    code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows what its processes cost each other (0: none;
-    `trial.run_trials`). open_engine_: another way to open the engine (None: the job's). say: told each step. Nothing else should run.
+    code: folder whose modules rewards may name. trial_steps: of a run of the whole job at each depth, which shows what
+    its processes cost each other (0: none; `trial.run_trials`). open_engine_: another way to open the engine (None: the
+    job's). say: told each step. Nothing else should run.
 
-    Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is the environment's, and for engines of several kinds, of which a
-    plan would have to choose; `UsageError` for fewer than 2 devices, and for trials of fewer than 3 steps.
+    Raises what `preflight` does; `Impossible` for sft, which generates nothing, for a job of episodes, whose time is
+    the environment's, and for engines of several kinds, of which a plan would have to choose; `UsageError` for fewer
+    than 2 devices, and for trials of fewer than 3 steps.
     """
     job = checked(job)
     _check(job, devices)
@@ -95,11 +100,13 @@ def _check(job: Job, devices: int) -> None:
         raise Impossible('profile of a job with kind="sft": it generates nothing, so there is nothing to divide')
     if has_episodes(job):
         raise Impossible(
-            "profile of a job of episodes: how long they take is the environment's affair; write a profile by hand (`transferqueue docs simulation`)"
+            "profile of a job of episodes: how long they take is the environment's affair; "
+            "write a profile by hand (`transferqueue docs simulation`)"
         )
     if len(job.engine) > 1:
         raise Impossible(
-            f"profile of a job with {len(job.engine)} entries of engine: a plan chooses the count and slots of one; leave one"
+            f"profile of a job with {len(job.engine)} entries of engine: "
+            "a plan chooses the count and slots of one; leave one"
         )
     if devices < 2:
         raise UsageError(f"devices={devices}: generation and training need one each; give 2 or more")

@@ -13,7 +13,9 @@ from transferqueue.workflows.job.settings.job import Job, ScorerSettings
 def scorer_row_s(
     job: Job, task: str, prompts: Sequence[Ids], drawn: Sequence[Completion], clock: Callable[[], float]
 ) -> float:
-    """Return the seconds of a row in one forward pass after the other, as a process of `task` makes them. Loads the model and frees it again."""
+    """Return the seconds of a row in one forward pass after the other, as a process of `task` makes them. Loads the
+    model and frees it again.
+    """
     import torch
 
     from transferqueue.adapters.scoring import micro_batches, response_logprobs, response_values

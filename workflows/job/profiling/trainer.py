@@ -1,4 +1,6 @@
-"""Measures a trainer: seconds of a row and of a call by rows at once, of the optimizer, and of a publication until an engine has it."""
+"""Measures a trainer: seconds of a row and of a call by rows at once, of the optimizer, and of a publication until an
+engine has it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def measure_trainer(
     *,
     clock: Callable[[], float] = time.monotonic,
 ) -> StageProfile:
-    """Train on drawn rows with made-up advantages, then publish to `engine`. Blocks; nothing else should run. The learner's weights change."""
+    """Train on drawn rows with made-up advantages, then publish to `engine`. Blocks; nothing else should run. The
+    learner's weights change.
+    """
     rows, size = batch_rows(job), group_rows(job)
     sizes = sorted({max(1, min(rows, -(-rows // part // size) * size)) for part in PARTS})
     points = [(count, _call_s(learner, training_rows(job, prompts, drawn, count), clock)) for count in sizes]
@@ -55,7 +59,8 @@ def measure_trainer(
 
 
 def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
-    """Return seconds of a row and of a call: a line through the points by least squares of the relative error, neither below 0.
+    """Return seconds of a row and of a call: a line through the points by least squares of the relative error, neither
+    below 0.
 
     >>> row_s, call_s = fitted([(1, 0.3), (4, 0.6), (16, 1.8)])
     >>> round(row_s, 9), round(call_s, 9)
@@ -72,7 +77,9 @@ def fitted(points: Sequence[tuple[int, float]]) -> tuple[float, float]:
 
 
 def training_rows(job: Job, prompts: Sequence[Ids], drawn: Sequence[Completion], count: int) -> RowColumns:
-    """Return `count` rows with every column that the loss of `job` reads: drawn tokens and log-probs, and made-up advantages of both signs."""
+    """Return `count` rows with every column that the loss of `job` reads: drawn tokens and log-probs, and made-up
+    advantages of both signs.
+    """
     rows = [drawn[at % len(drawn)] for at in range(count)]
     signs = [1.0 if at % 2 else -1.0 for at in range(count)]
     tokens = [len(row.ids) for row in rows]

@@ -1,9 +1,12 @@
-"""Runs a job for some steps, to measure what its processes cost each other: cores and memory that they share, the queue between them, waits.
+"""Runs a job for some steps, to measure what its processes cost each other: cores and memory that they share, the queue
+between them, waits.
 
 Rules:
 
-1. One trial for each depth of the profile: one engine and one trainer, with the slots of the job and the smallest micro-batch that plans try.
-2. The busy time of generation and of training over those that the parts alone predict for the same plan are the factors.
+1. One trial for each depth of the profile: one engine and one trainer, with the slots of the job and the smallest
+   micro-batch that plans try.
+2. The busy time of generation and of training over those that the parts alone predict for the same plan are the
+   factors.
 3. What a synchronous step takes beyond its prediction with these factors is its wait. An asynchronous one hides it.
 """
 
@@ -44,7 +47,8 @@ _LEAN: Final = {
 def run_trials(
     job: Job, profile: Profile, *, steps: int, code: Path | None, say: Callable[[str], None]
 ) -> list[TrialFactors]:
-    """Run `job` for `steps` steps at each depth of `profile`, which was measured without trials; return the factors. Blocks for these runs and their starts.
+    """Run `job` for `steps` steps at each depth of `profile`, which was measured without trials; return the factors.
+    Blocks for these runs and their starts.
 
     Raises what `run_job` does. The folders of the runs are deleted.
     """
