@@ -16,7 +16,7 @@ from transferqueue.web.service.leases import HttpLease, HttpLeases
 from transferqueue.web.service.schemas import (
     DoneBody,
     Experience,
-    Generate,
+    GenerateBody,
     GetExperienceData,
     GetWeights,
     JobBody,
@@ -31,7 +31,7 @@ from transferqueue.web.service.schemas import (
     Status,
     TableBody,
     TensorBody,
-    Update,
+    UpdateBody,
     VersionBody,
     WeightsBody,
     WeightSyncNotify,
@@ -152,13 +152,13 @@ class Actions:
             tensors = await asyncio.to_thread(_tensors, arrays, body.tensors)
             return WeightsBody(version=weights.version, notice=notice_of(weights), tensors=tensors)
 
-    async def update(self, body: Update) -> VersionBody:
+    async def update(self, body: UpdateBody) -> VersionBody:
         """Publish weights for all engines, and say as which version. Generation continues."""
         service = await self._service(body.table)
         weights = await asyncio.to_thread(unpack_tensors, body.weights)
         return VersionBody(version=await service.update(weights, version=body.version, timeout_s=body.timeout_s))
 
-    async def generate(self, body: Generate) -> SampleRequest:
+    async def generate(self, body: GenerateBody) -> SampleRequest:
         """Request samples of prompts, of a job with the stages generate and train. Finished ones are rows of stage
         train: get them by the number of the request.
         """
@@ -241,8 +241,8 @@ ACTIONS: Final = (
     Action("renew_experience", RenewExperience, LeaseTime),
     Action("weight_sync_notify", WeightSyncNotify, DoneBody, waits=True),
     Action("get_weights", GetWeights, WeightsBody, waits=True),
-    Action("update", Update, VersionBody, waits=True),
-    Action("generate", Generate, SampleRequest, waits=True),
+    Action("update", UpdateBody, VersionBody, waits=True),
+    Action("generate", GenerateBody, SampleRequest, waits=True),
     Action("seal", TableBody, DoneBody),
     Action("status", TableBody, Status),
 )

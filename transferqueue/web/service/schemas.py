@@ -129,7 +129,7 @@ class GetWeights(_Body):
     table: Name = NAME
 
 
-class Update(_Body):
+class UpdateBody(_Body):
     """Weights for all engines, as `version` (null: the one after the newest)."""
 
     weights: dict[Name, PackedColumn]
@@ -145,7 +145,7 @@ class PromptBody(_Body):
     samples: Annotated[int, msgspec.Meta(ge=1, le=ROWS_PER_REQUEST_MAX)] = 1
 
 
-class Generate(_Body):
+class GenerateBody(_Body):
     """A request of samples. scores: expected length of each prompt's answers, of which only the order counts; expected:
     the same in tokens.
 
