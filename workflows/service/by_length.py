@@ -93,7 +93,7 @@ class LengthRequests:
             return self._dispatcher.figures()
 
     def close(self) -> None:
-        """End the thread after its last lesson. Raises the error of a lesson that failed. A second call does nothing."""
+        """End the thread after its last lesson. Raises the error of a failed lesson. A second call does nothing."""
         self._thread.shutdown()
         self._raise_failures()
 

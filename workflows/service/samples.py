@@ -116,8 +116,8 @@ def check_stages(table: TableBase) -> None:
     """Raise `SchemaError` unless the table has the stages of `stream_engines`."""
     if not {GENERATE, TRAIN} <= table.tasks.keys():
         raise SchemaError(
-            f'table "{table.name}" has stages {", ".join(table.tasks)}; a request of samples needs {GENERATE} and {TRAIN}: '
-            "declare the job with stream_engines"
+            f'table "{table.name}" has stages {", ".join(table.tasks)}; a request of samples needs {GENERATE} and '
+            f"{TRAIN}: declare the job with stream_engines"
         )
 
 
@@ -193,8 +193,8 @@ def _tokens(expected: Sequence[int] | None, prompts: int) -> NDArray[np.int32]:
     tokens_P = np.asarray(expected)
     if tokens_P.shape != (prompts,) or tokens_P.dtype.kind not in "iu" or (tokens_P.size and tokens_P.min() < 0):
         raise UsageError(
-            f"expected tokens {tokens_P.dtype}{list(tokens_P.shape)} for {prompts} prompts: give one whole number a prompt, "
-            "0 for no expectation"
+            f"expected tokens {tokens_P.dtype}{list(tokens_P.shape)} for {prompts} prompts: "
+            "give one whole number a prompt, 0 for no expectation"
         )
     return np.array(np.minimum(tokens_P, np.iinfo(np.int32).max), np.int32)
 

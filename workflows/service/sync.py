@@ -188,12 +188,10 @@ class Service:
         """Put each prompt as a group of `samples` rows. Return their row ids, int64 ``[prompts * samples]``, those of a
         prompt together.
 
-        Waits up to `timeout_s` for room.
-
         Args:
             prompts_data: columns, each with one value for each prompt.
             samples: rows of each prompt.
-            timeout_s: longest wait for room.
+            timeout_s: longest wait for room; None: no limit.
             facts: as of `Table.put`, one for all or one for each prompt. With a key, the rows of a prompt have it
                 with the suffixes ``/0``, ``/1`` and so on; an existing key is `AlreadyExists`, so a repeated call
                 changes nothing.
@@ -322,7 +320,7 @@ class Service:
             number: of the request, such as the trainer's step; None: a random one. If rows of this number are in the
                 table, they are not put again: the call resumes them. So a trainer that was killed asks again for what
                 it may have asked for; one process at a time asks for a number.
-            timeout_s: longest wait, of this call and of the stream for each next sample.
+            timeout_s: longest wait, of this call and of the stream for each next sample; None: no limit.
         """
         check_stages(self._table)
         request = Request.of(prompts, scores, number, expected)
