@@ -219,13 +219,13 @@ test-gpu: $(if $(GPU_PYTHON),,$(STAMP)) ## columns on a GPU: bytes and figures (
 	PYTHONPATH=. $(or $(GPU_PYTHON),$(BIN)/python) -m pytest tests/gpu -s -m '' $(ARGS)
 
 $(OTHERED): tests/others.txt pyproject.toml
-	@test -x $(OTHERS)/bin/python || { echo 'others: creating $(OTHERS) with OpenTelemetry, polars, duckdb and Jupyter'; $(PYTHON) -m venv $(OTHERS); }
+	@test -x $(OTHERS)/bin/python || { echo 'others: creating $(OTHERS) with OpenTelemetry, polars, pandas, duckdb, datasets and Jupyter'; $(PYTHON) -m venv $(OTHERS); }
 	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --progress-bar off --requirement tests/others.txt
 	@$(OTHERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
-test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
-	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/examples/test_notebook.py $(ARGS)
+test-others: $(OTHERED) ## with libraries that few need: traces by OpenTelemetry, data frames in and out, a snapshot in polars and duckdb, the notebook in Jupyter (seconds)
+	$(OTHERS)/bin/python -m pytest tests/observe/test_tracing.py tests/adapters/test_snapshot_readers.py tests/client/test_data_frame_libraries.py tests/examples/test_notebook.py $(ARGS)
 
 $(WEBBED): tests/web/browser.txt pyproject.toml
 	@test -x $(WEB)/bin/python || { echo 'web: creating $(WEB) with selenium; Chromium and chromedriver come from the system'; $(PYTHON) -m venv $(WEB); }

@@ -35,6 +35,7 @@ from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, T
 from transferqueue.limits import FIELDS_MAX, check_name, check_rows
 from transferqueue.schema import Field
 from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
+from transferqueue.storage.inputs.from_libraries import column_of
 from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
 from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
 from transferqueue.text import SHOWN_CHARS, shortened
@@ -170,6 +171,8 @@ def commit(
     referred to. False: they are written at once, as a pipeline needs it, whose caller may change its arrays before the answer comes.
     before: the lengths of columns that the rows have already, as far as the caller knows them.
     """
+    columns = {name: column_of(name, value) for name, value in columns.items()}
+    facts = facts.readable()
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False

@@ -9,9 +9,11 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from transferqueue.client.operations.rows import RowsBase
 from transferqueue.errors import SchemaError, UsageError
 from transferqueue.limits import KEY_CHARS_MAX, TAGS_MAX
 from transferqueue.policies import Tags, check_tags
+from transferqueue.storage.inputs.from_libraries import arrow_columns, fact_of
 from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 from transferqueue.wire import messages as m
 
@@ -60,7 +62,7 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         return self.key is not None or self.tags is not None
 
     def with_table(self, given: object, columns: dict[str, Any]) -> tuple[GivenFacts, dict[str, Any]]:
-        """Add the columns of a whole table: an Arrow table, or a mapping. A column with a fact's name is that fact.
+        """Add the columns of a whole table (see `columns_of`). A column with a fact's name is that fact.
 
         `UsageError` if it is not a table, and for a name that is both in the table and beside it.
         """
@@ -68,8 +70,16 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         beside = {*columns, *self.names()} & table.keys()
         if beside:
             raise UsageError(f"{min(beside)!r} was given in the table and beside it; give it once")
-        facts = {name: _plain(table.pop(name)) for name in self.__struct_fields__ if name in table}
+        facts = {name: table.pop(name) for name in self.__struct_fields__ if name in table}
         return msgspec.structs.replace(self, **facts), {**table, **columns}
+
+    def readable(self) -> GivenFacts:
+        """The same, with facts that another library holds as lists. `SchemaError` for a null among them."""
+        if not self.said():
+            return self
+        given = {name: getattr(self, name) for name in self.names()}
+        facts = {name: fact for name, value in given.items() if (fact := fact_of(name, value)) is not value}
+        return msgspec.structs.replace(self, **facts) if facts else self
 
     def names(self) -> list[str]:
         """Names of the facts that were given."""
@@ -94,28 +104,24 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 
 
 def columns_of(given: object) -> dict[str, Any]:
-    """The columns of a table: `pyarrow.Table`, `pyarrow.RecordBatch`, or a mapping of names to columns."""
+    """The columns of a table: a mapping of names to columns, rows as they were read or leased, a table of pyarrow, or any data frame with
+    ``__arrow_c_stream__``."""
     if isinstance(given, Mapping):
         columns = dict(given)
-    elif hasattr(given, "column_names") and hasattr(given, "column"):
-        columns = {name: given.column(at) for at, name in enumerate(given.column_names)}
-        if len(columns) < len(given.column_names):
-            raise UsageError("the table has two columns of one name; rename one")
+    elif isinstance(given, RowsBase):
+        columns = dict(given.items())
+    elif (read := arrow_columns(given)) is not None:
+        columns = read
     else:
         raise UsageError(
             f"put was given {type(given).__name__} without a name, which is no table; give each column by name, put(name=values), or a "
-            "pyarrow.Table, a RecordBatch or a dict of columns"
+            'pyarrow.Table, a data frame (of datasets: dataset.with_format("arrow")[:]) or a dict of columns'
         )
     if "row_id" in columns:
         raise UsageError(
             'column "row_id" is the id that rows had before, and these get new ones; leave it out: .drop_columns(["row_id"])'
         )
     return columns
-
-
-def _plain(value: Any) -> Any:
-    """A fact as an array or list, also from an Arrow column."""
-    return value.to_pylist() if hasattr(value, "to_pylist") else value
 
 
 def _ints(name: str, value: object, rows: int, dtype: str = "<i8") -> bytes | None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from functools import cached_property
+from html import escape
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Self, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Final, NoReturn, Self, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +15,7 @@ from transferqueue.client.operations.column_source import ColumnSource
 from transferqueue.errors import UsageError, listing
 from transferqueue.policies import Tags
 from transferqueue.storage.columns.column import Column
+from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
 from transferqueue.text import counted
@@ -23,6 +25,13 @@ from transferqueue.wire import messages as m
 if TYPE_CHECKING:
     import pyarrow as pa
     from tensordict import TensorDict
+
+
+HTML_ROWS: Final = 8
+"""Rows that a notebook shows."""
+HTML_COLUMNS: Final = 16
+"""Columns that a notebook shows."""
+_HTML_TITLE_CHARS: Final = 400
 
 
 def rows_read(
@@ -84,6 +93,10 @@ def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
     """The number of the block in which each row has the fields of `part`."""
     numbers = np.array([block.block for block in part.blocks], "<i8")
     return codec.encode_constant(numbers[codec.decode_constant(part.block_of_row, "<i4", rows)])
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _HTML_TITLE_CHARS else f"{text[:_HTML_TITLE_CHARS]}..."
 
 
 class RowKeys(list[str]):
@@ -207,6 +220,45 @@ class RowsBase(ProcessBound):
                 f"column {min(both)!r} has the name of a fact, so the table would have it twice; leave facts=True out"
             )
         return pa.table(fact_columns | {name: self[name].arrow() for name in self.fields})
+
+    def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
+        """`arrow()` by Arrow's C data interface, for any library that takes it: ``polars.DataFrame(batch)``, ``pandas.DataFrame.from_arrow(batch)``,
+        ``duckdb.sql("select * from batch")``. The memory lives as long as the other library holds it, also after the end."""
+        return self.arrow().__arrow_c_stream__(requested_schema)
+
+    def __arrow_c_schema__(self) -> Any:
+        """The schema of `arrow()` by Arrow's C data interface. Reads no values."""
+        import pyarrow as pa
+
+        return pa.schema(
+            [(name, arrow_type(field)) for name, field in self._source.fields.items()]
+        ).__arrow_c_schema__()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
+        """Refuse: numpy, and pandas through it, would make an array of the names of the columns."""
+        raise UsageError(
+            f"a {type(self).__name__} has columns of different types, so it is no array; take one column, batch[name].numpy(), or a data frame: "
+            "pandas.DataFrame.from_arrow(batch), batch.arrow().to_pandas(), or polars.DataFrame(batch)"
+        )
+
+    def _ipython_key_completions_(self) -> list[str]:
+        """What a notebook or IPython completes after ``batch[``."""
+        return list(self.fields)
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the first rows and columns, each value shortened. Reads only those, in memory that this process has."""
+        names, count = self.fields[:HTML_COLUMNS], min(len(self), HTML_ROWS)
+        columns = [["row_id", *map(str, self.rows[:count].tolist())]]
+        for name in names:
+            shown = self[name].shown(count)
+            columns.append([name, *([shown] * count if isinstance(shown, str) else shown)])
+        lines = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in line)}</tr>" for line in zip(*columns, strict=True)
+        )
+        left = [counted(len(self) - count, "row")] * (len(self) > count)
+        left += [counted(len(self.fields) - len(names), "column")] * (len(self.fields) > len(names))
+        more = f"<p>not shown: {' and '.join(left)}</p>" if left else ""
+        return f"<p>{escape(_shortened(repr(self)))}</p><table>{lines}</table>{more}"
 
     def _facts(self) -> dict[str, Any]:
         return {

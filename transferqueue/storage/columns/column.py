@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from transferqueue.errors import BatchEnded, InternalError, UsageError
 from transferqueue.schema import TORCH_ONLY_DTYPES, Field, Slice, align, cut_field
 from transferqueue.storage.columns.cut import dense_slices, inner_slices, load_cut
-from transferqueue.storage.columns.export import arrow_array, row_value, shown_row, to_python
+from transferqueue.storage.columns.export import arrow_array, arrow_type, row_value, shown_row, to_python
 from transferqueue.storage.columns.gather import (
     LoadedColumn,
     dense_run,
@@ -112,9 +112,17 @@ class Column(ProcessBound):
         return (self._rows, *self.field.shape)
 
     def _first_values(self) -> str:
+        shown = self.shown(SHOWN_ROWS)
+        if isinstance(shown, str):
+            return shown
+        return f"[{', '.join(shown + ['...'] * (self._rows > SHOWN_ROWS))}]"
+
+    def shown(self, rows: int) -> list[str] | str:
+        """The first `rows` rows, each shortened, for a person to read; one text for all of them if there is nothing to read: ``"ended"``, or ``"..."``
+        for values that only torch can convert. Reads only those rows, in memory that this process has."""
         if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
             return "..."  # only torch can convert them, and its import takes seconds
-        count = min(self._rows, SHOWN_ROWS)
+        count = min(self._rows, rows)
         try:
             cell = self._cell.get("rows")
             if cell is None and self._placement is not None:
@@ -122,10 +130,7 @@ class Column(ProcessBound):
                 cell = self._gather(self._placement.select(slice(count)))
         except BatchEnded:
             return "ended"
-        if cell is None:
-            return "..."
-        shown = [shown_row(self.field, cell, at) for at in range(count)]
-        return f"[{', '.join(shown + ['...'] * (self._rows > count))}]"
+        return "..." if cell is None else [shown_row(self.field, cell, at) for at in range(count)]
 
     def __iter__(self) -> Iterator[Any]:
         """The rows, each as ``column[i]`` gives it."""
@@ -253,6 +258,15 @@ class Column(ProcessBound):
         their bits in uint16 and uint8. Complex numbers become fixed-size lists of two floats.
         """
         return arrow_array(self.field, self._load())
+
+    def __arrow_c_array__(self, requested_schema: Any = None) -> tuple[Any, Any]:
+        """`arrow()` by Arrow's C data interface: ``polars.Series("x", column)``, ``pyarrow.array(column)``. Its memory lives as long as the other
+        library holds it."""
+        return self.arrow().__arrow_c_array__(requested_schema)  # type: ignore[no-any-return]
+
+    def __arrow_c_schema__(self) -> Any:
+        """The type of `arrow()` by Arrow's C data interface. Reads no values."""
+        return arrow_type(self.field).__arrow_c_schema__()
 
     def list(self) -> list[Any]:
         """One plain Python value for each row: a number, str, bytes, nested list of numbers, or decoded value.

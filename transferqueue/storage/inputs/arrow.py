@@ -1,12 +1,12 @@
 """Parses Arrow arrays: primitives, text, binary, and lists of any kind and depth; whole, sliced or chunked.
 
-Arrow's buffers are used without a copy, except bit-packed booleans, which are unpacked. Nulls are refused: a column has none.
+Arrow's buffers are used without a copy, except bit-packed booleans, which are unpacked, and encodings (dictionaries, views of text), which are
+decoded. Structures, maps, and lists of them or of text become plain values. Nulls are refused with their row: a column has none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from itertools import starmap
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,10 @@ def is_arrow(value: object) -> bool:
 
 
 def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
-    """Parse an Arrow column. Structures and maps are returned as a list of plain values, which the caller parses."""
+    """Parse an Arrow column. Structures, maps, and lists of them or of text are returned as a list of plain values, which the caller parses."""
     import pyarrow as pa
 
-    array = _checked(_chunked(value, subject), subject)
+    array = _checked(chunked(value, subject), subject)
     kind = array.type
     if isinstance(kind, pa.FixedShapeTensorType):
         return _parse_fixed_tensors(array, subject)
@@ -38,12 +38,12 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
         array = pa.chunked_array([chunk.storage for chunk in array.chunks], type=kind.storage_type)
         kind = array.type
     if pa.types.is_dictionary(kind):
-        array = pa.chunked_array([chunk.dictionary_decode() for chunk in array.chunks], type=kind.value_type)
+        array = _decoded(array, kind)
         kind = array.type
     if _is_text(kind, pa) or _is_binary(kind, pa):
         return _parse_blobs(array, "str" if _is_text(kind, pa) else "bytes", subject)
-    if pa.types.is_struct(kind) or pa.types.is_map(kind):
-        return _plain(array, subject)
+    if _is_plain(kind, pa):
+        return plain_values(array, subject)
     return (
         _parse_lists(array.chunks, kind, subject) if array.chunks else _parse_lists([pa.array([], kind)], kind, subject)
     )
@@ -54,8 +54,13 @@ def _checked(array: Any, subject: str) -> Any:
     or die. Text and binary are checked where their lengths are taken: Arrow would decode all text."""
     import pyarrow as pa
 
-    if _is_flat(array.type, pa):
-        return array
+    return array if _is_flat(array.type, pa) else _valid(array, subject)
+
+
+def _valid(array: Any, subject: str) -> Any:
+    """The array, after a look at all of it."""
+    import pyarrow as pa
+
     try:
         array.validate(full=True)
     except (pa.ArrowException, IndexError) as error:
@@ -79,8 +84,10 @@ def _invalid(subject: str, error: object) -> SchemaError:
     )
 
 
-def _plain(array: Any, subject: str) -> list[Any]:
-    _refuse_nulls(array, subject)
+def plain_values(value: Any, subject: str) -> list[Any]:
+    """The values of an Arrow column as Python objects. `SchemaError` for a null and for text that is not Unicode."""
+    array = _valid(chunked(value, subject), subject)
+    _refuse_nulls(array.chunks, subject)
     try:
         return array.to_pylist()  # type: ignore[no-any-return]
     except UnicodeDecodeError as error:
@@ -92,16 +99,55 @@ def _not_unicode(subject: str, error: object) -> SchemaError:
     return SchemaError(f"{subject}: text that is not Unicode ({why}); store such data as bytes")
 
 
-def _chunked(value: Any, subject: str) -> Any:
+def chunked(value: Any, subject: str) -> Any:
+    """An Arrow column, or one of another library that offers Arrow's interface, as a `pyarrow.ChunkedArray`. Copies nothing."""
     import pyarrow as pa
 
+    if isinstance(value, pa.ChunkedArray):
+        return value
     if isinstance(value, pa.Array):
         return pa.chunked_array([value])
-    if not isinstance(value, pa.ChunkedArray):
-        if isinstance(value, pa.Table | pa.RecordBatch):
-            raise SchemaError(f"{subject}: a {type(value).__name__} is many columns; give one of them")
-        value = pa.chunked_array(value)
-    return value
+    if isinstance(value, pa.RecordBatchReader) or _is_table(value):
+        raise SchemaError(
+            f"{subject}: a {type(value).__name__} is many columns; give one of them, or put the whole without a name: put(table)"
+        )
+    try:
+        return pa.chunked_array(value)
+    except Exception as error:
+        kind = type(value)
+        raise SchemaError(
+            f"{subject}: {kind.__module__}.{kind.__qualname__} cannot be read as an Arrow column: {str(error)[:200]}; convert it to numpy or a list"
+        ) from error
+
+
+def _is_table(value: Any) -> bool:
+    """Whether this is a table, data frame or batch: its stream, of structures, could be taken for a column."""
+    return any(hasattr(value, name) for name in ("column_names", "columns", "fields"))
+
+
+def _is_plain(kind: Any, pa: Any) -> bool:
+    """Whether rows of this type are plain values: structures, maps, and lists of whatever is no number."""
+    lists = 0
+    while _is_list(kind):
+        kind, lists = kind.value_type, lists + 1
+    if pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    if lists and (_is_text(kind, pa) or _is_binary(kind, pa)):
+        return True
+    return bool(pa.types.is_struct(kind) or pa.types.is_map(kind))
+
+
+def _decoded(array: Any, kind: Any) -> Any:
+    """The values of a column that is encoded as a dictionary. Views of text are no type that Arrow can choose from by index."""
+    import pyarrow as pa
+
+    if _is_view(kind.value_type, pa):
+        plain = pa.large_string() if pa.types.is_string_view(kind.value_type) else pa.large_binary()
+        array = pa.chunked_array(
+            [pa.DictionaryArray.from_arrays(chunk.indices, chunk.dictionary.cast(plain)) for chunk in array.chunks],
+            type=pa.dictionary(kind.index_type, plain),
+        )
+    return pa.chunked_array([chunk.dictionary_decode() for chunk in array.chunks], type=array.type.value_type)
 
 
 def _is_text(kind: Any, pa: Any) -> bool:
@@ -118,7 +164,7 @@ def _is_binary(kind: Any, pa: Any) -> bool:
 
 
 def _parse_fixed_tensors(array: Any, subject: str) -> Parsed:
-    _refuse_nulls(array, subject)
+    _refuse_nulls(array.chunks, subject)
     arrays = [chunk.to_numpy_ndarray() for chunk in array.chunks if len(chunk)]
     dtype, shape = dtype_of_numpy(arrays[0].dtype, subject), arrays[0].shape[1:]
     return DenseInput(dtype, sum(map(len, arrays)), shape, Arrays([part.reshape(-1) for part in arrays], dtype))
@@ -127,7 +173,7 @@ def _parse_fixed_tensors(array: Any, subject: str) -> Parsed:
 def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
     import pyarrow as pa
 
-    _refuse_nulls(array, subject)
+    _refuse_nulls(array.chunks, subject)
     large = array.cast(pa.large_string() if dtype == "str" else pa.large_binary())
     parts = [_blob_parts(chunk, subject) for chunk in large.chunks if len(chunk)]
     if dtype == "str":
@@ -181,8 +227,10 @@ def _parse_lists(chunks: Sequence[Any], kind: Any, subject: str) -> Parsed:
     levels: list[I64] = []
     while _is_list(kind):
         fixed = fixed and hasattr(kind, "list_size")
-        levels.append(_each(chunks, _lengths, subject))
+        _refuse_nulls(chunks, subject, levels)
+        levels.append(np.concatenate([_lengths(chunk) for chunk in chunks]))
         chunks, kind = [chunk.flatten() for chunk in chunks], kind.value_type
+    _refuse_nulls(chunks, subject, levels)
     leaves = [_leaf(chunk, subject) for chunk in chunks]
     dtype = dtype_of_numpy(leaves[0].dtype, subject)
     source = Arrays([leaf for leaf in leaves if len(leaf)] or leaves[:1], dtype)
@@ -202,12 +250,7 @@ def _is_list(kind: Any) -> bool:
     )
 
 
-def _each(chunks: Sequence[Any], of: Callable[[Any, str], I64], subject: str) -> I64:
-    return np.concatenate(list(starmap(of, ((chunk, subject) for chunk in chunks))))
-
-
-def _lengths(chunk: Any, subject: str) -> I64:
-    _refuse_nulls(chunk, subject)
+def _lengths(chunk: Any) -> I64:
     if hasattr(chunk.type, "list_size"):
         return np.full(len(chunk), chunk.type.list_size, np.int64)
     lengths: I64 = chunk.value_lengths().to_numpy(zero_copy_only=False).astype(np.int64)
@@ -217,7 +260,6 @@ def _lengths(chunk: Any, subject: str) -> I64:
 def _leaf(chunk: Any, subject: str) -> Array:
     import pyarrow as pa
 
-    _refuse_nulls(chunk, subject)
     kind = chunk.type
     if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
         raise SchemaError(f"{subject}: Arrow type {kind} cannot be stored; cast it to a number, text or binary type")
@@ -225,8 +267,14 @@ def _leaf(chunk: Any, subject: str) -> Array:
     return leaf
 
 
-def _refuse_nulls(array: Any, subject: str) -> None:
-    if array.null_count:
-        raise SchemaError(
-            f"{subject}: {array.null_count} nulls; a column has none: fill them, and give a mask as a column"
-        )
+def _refuse_nulls(chunks: Sequence[Any], subject: str, levels: Sequence[I64] = ()) -> None:
+    """Refuse nulls among values that lie in lists ``len(levels)`` deep; ``levels[i]`` has the length of each list of that depth."""
+    nulls = sum(chunk.null_count for chunk in chunks)
+    if not nulls:
+        return
+    at = int(np.flatnonzero(np.concatenate([chunk.is_null().to_numpy(zero_copy_only=False) for chunk in chunks]))[0])
+    for lengths in reversed(levels):
+        at = int(np.searchsorted(np.cumsum(lengths), at, side="right"))
+    raise SchemaError(
+        f"{subject}: {nulls} nulls, the first in row {at}; a column has none: fill them, and give a mask as a column"
+    )
