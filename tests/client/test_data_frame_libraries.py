@@ -102,4 +102,4 @@ def test_the_recipe_runs(tmp_path: Path) -> None:
     (at,) = [number for number, block in enumerate(page) if block.info == "py" and "polars.DataFrame" in block.code]
     code = page[at - 1].code + page[at].code
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, ""), done.stderr

@@ -1,4 +1,6 @@
-"""Data frames go in and batches come out by Arrow's C data interface. The frames here are pyarrow's behind classes that have nothing but the interface;
+"""Data frames go in and batches come out by Arrow's C data interface.
+
+The frames here are pyarrow's behind classes that have nothing but the interface;
 `test_data_frame_libraries.py` has polars, pandas, duckdb and datasets."""
 
 from __future__ import annotations
@@ -69,7 +71,7 @@ def test_a_frame_that_can_be_read_once_is_put_in_chunks(table: tq.Table) -> None
 
 
 def test_a_call_that_is_checked_twice_reads_a_stream_once(queue: tq.Queue, table: tq.Table) -> None:
-    """The first check is refused, and the table has another field than this client knew, so its columns are checked again."""
+    """The table has another field than this client knew, so a refused column is checked again."""
     table.put(x=[1])
     with tq.connect(queue.address) as other:
         other.table(table.name).add_fields([tq.Field("z", "int64")])

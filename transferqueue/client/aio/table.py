@@ -56,10 +56,11 @@ class AsyncTable(TableBase):
         """Add rows, in one commit: all of them with all their columns and facts, or nothing.
 
         columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
-        arrays or numbers, Arrow arrays and columns of data frames, strings, bytes, plain nested values, a `Column`, or `Repeat` where rows share values, or
-        `Interned` where other puts have the same ones. A single value (number, text, dict) is given to all rows. A field that the table lacks is added.
-        table: the same as a dict, a data frame of polars, pandas, duckdb or pyarrow (whatever has ``__arrow_c_stream__``), or `Rows`; its columns that
-        have the name of a fact are that fact. A null is `SchemaError`, with its row; an index of pandas that has no name is left out.
+        arrays or numbers, Arrow arrays and columns of data frames, strings, bytes, plain nested values, a `Column`, or
+        `Repeat` where rows share values, or `Interned` where other puts have the same ones. A single value (number, text, dict) is given to all rows. A field that the table lacks is added.
+        table: the same as a dict, a data frame of polars, pandas, duckdb or pyarrow (any with ``__arrow_c_stream__``), or
+        `Rows`; its columns that have the name of a fact are that fact. A null is `SchemaError`, with its row; an index
+        of pandas that has no name is left out.
         facts: one for all rows, or one per row. group_id, group_size: given together, and fixed from then on. ordinal: place of the
         row in its group or data set (see `cursor`). key: a name of the row, text, unique in the table (else `AlreadyExists`).
         tags: a dict of name to text, number or bool (see `TagIs`). priority: a float (see `Priority`).

@@ -104,8 +104,8 @@ class GivenFacts(msgspec.Struct, kw_only=True):
 
 
 def columns_of(given: object) -> dict[str, Any]:
-    """The columns of a table: a mapping of names to columns, rows as they were read or leased, a table of pyarrow, or any data frame with
-    ``__arrow_c_stream__``."""
+    """The columns of a table: a mapping of names to columns, rows as they were read or leased, a table of pyarrow, or
+    any data frame with ``__arrow_c_stream__``."""
     if isinstance(given, Mapping):
         columns = dict(given)
     elif isinstance(given, RowsBase):

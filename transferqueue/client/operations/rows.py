@@ -18,7 +18,7 @@ from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.elements.process_bound import ProcessBound
 from transferqueue.storage.elements.torch_interop import require_torch
-from transferqueue.text import counted
+from transferqueue.text import counted, shortened
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -93,10 +93,6 @@ def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
     """The number of the block in which each row has the fields of `part`."""
     numbers = np.array([block.block for block in part.blocks], "<i8")
     return codec.encode_constant(numbers[codec.decode_constant(part.block_of_row, "<i4", rows)])
-
-
-def _shortened(text: str) -> str:
-    return text if len(text) <= _HTML_TITLE_CHARS else f"{text[:_HTML_TITLE_CHARS]}..."
 
 
 class RowKeys(list[str]):
@@ -222,8 +218,9 @@ class RowsBase(ProcessBound):
         return pa.table(fact_columns | {name: self[name].arrow() for name in self.fields})
 
     def __arrow_c_stream__(self, requested_schema: Any = None) -> Any:
-        """`arrow()` by Arrow's C data interface, for any library that takes it: ``polars.DataFrame(batch)``, ``pandas.DataFrame.from_arrow(batch)``,
-        ``duckdb.sql("select * from batch")``. The memory lives as long as the other library holds it, also after the end."""
+        """`arrow()` by Arrow's C data interface, for any library that takes it: ``polars.DataFrame(batch)``,
+        ``pandas.DataFrame.from_arrow(batch)``, ``duckdb.sql("select * from batch")``. The memory lives as long as the
+        other library holds it, also after the end."""
         return self.arrow().__arrow_c_stream__(requested_schema)
 
     def __arrow_c_schema__(self) -> Any:
@@ -237,8 +234,8 @@ class RowsBase(ProcessBound):
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NoReturn:
         """Refuse: numpy, and pandas through it, would make an array of the names of the columns."""
         raise UsageError(
-            f"a {type(self).__name__} has columns of different types, so it is no array; take one column, batch[name].numpy(), or a data frame: "
-            "pandas.DataFrame.from_arrow(batch), batch.arrow().to_pandas(), or polars.DataFrame(batch)"
+            f"a {type(self).__name__} has columns of different types, so it is no array; take one column, "
+            "batch[name].numpy(), or a data frame: pandas.DataFrame.from_arrow(batch), batch.arrow().to_pandas(), or polars.DataFrame(batch)"
         )
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -246,7 +243,8 @@ class RowsBase(ProcessBound):
         return list(self.fields)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: the first rows and columns, each value shortened. Reads only those, in memory that this process has."""
+        """A table for notebooks: the first rows and columns, each value shortened. Reads only those, in memory that this
+        process has."""
         names, count = self.fields[:HTML_COLUMNS], min(len(self), HTML_ROWS)
         columns = [["row_id", *map(str, self.rows[:count].tolist())]]
         for name in names:
@@ -258,7 +256,7 @@ class RowsBase(ProcessBound):
         left = [counted(len(self) - count, "row")] * (len(self) > count)
         left += [counted(len(self.fields) - len(names), "column")] * (len(self.fields) > len(names))
         more = f"<p>not shown: {' and '.join(left)}</p>" if left else ""
-        return f"<p>{escape(_shortened(repr(self)))}</p><table>{lines}</table>{more}"
+        return f"<p>{escape(shortened(repr(self), _HTML_TITLE_CHARS))}</p><table>{lines}</table>{more}"
 
     def _facts(self) -> dict[str, Any]:
         return {

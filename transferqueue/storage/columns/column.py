@@ -118,8 +118,9 @@ class Column(ProcessBound):
         return f"[{', '.join(shown + ['...'] * (self._rows > SHOWN_ROWS))}]"
 
     def shown(self, rows: int) -> list[str] | str:
-        """The first `rows` rows, each shortened, for a person to read; one text for all of them if there is nothing to read: ``"ended"``, or ``"..."``
-        for values that only torch can convert. Reads only those rows, in memory that this process has."""
+        """The first `rows` rows, each shortened, for a person to read; one text for all of them if there is nothing to
+        read: ``"ended"``, or ``"..."`` for values that only torch can convert. Reads only those rows, in memory that
+        this process has."""
         if self.dtype in TORCH_ONLY_DTYPES and ml_dtype(self.dtype) is None:
             return "..."  # only torch can convert them, and its import takes seconds
         count = min(self._rows, rows)
@@ -260,8 +261,8 @@ class Column(ProcessBound):
         return arrow_array(self.field, self._load())
 
     def __arrow_c_array__(self, requested_schema: Any = None) -> tuple[Any, Any]:
-        """`arrow()` by Arrow's C data interface: ``polars.Series("x", column)``, ``pyarrow.array(column)``. Its memory lives as long as the other
-        library holds it."""
+        """`arrow()` by Arrow's C data interface: ``polars.Series("x", column)``, ``pyarrow.array(column)``. Its memory
+        lives as long as the other library holds it."""
         return self.arrow().__arrow_c_array__(requested_schema)  # type: ignore[no-any-return]
 
     def __arrow_c_schema__(self) -> Any:

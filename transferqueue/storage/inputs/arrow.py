@@ -1,7 +1,8 @@
 """Parses Arrow arrays: primitives, text, binary, and lists of any kind and depth; whole, sliced or chunked.
 
-Arrow's buffers are used without a copy, except bit-packed booleans, which are unpacked, and encodings (dictionaries, views of text), which are
-decoded. Structures, maps, and lists of them or of text become plain values. Nulls are refused with their row: a column has none.
+Arrow's buffers are used without a copy, except bit-packed booleans, which are unpacked, and encodings (dictionaries,
+views of text), which are decoded. Structures, maps, and lists of them or of text become plain values. Nulls are refused
+with their row: a column has none.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def is_arrow(value: object) -> bool:
 
 
 def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
-    """Parse an Arrow column. Structures, maps, and lists of them or of text are returned as a list of plain values, which the caller parses."""
+    """Parse an Arrow column. Structures, maps, and lists of them or of text are returned as a list of plain values, which
+    the caller parses."""
     import pyarrow as pa
 
     array = _checked(chunked(value, subject), subject)
@@ -100,7 +102,10 @@ def _not_unicode(subject: str, error: object) -> SchemaError:
 
 
 def chunked(value: Any, subject: str) -> Any:
-    """An Arrow column, or one of another library that offers Arrow's interface, as a `pyarrow.ChunkedArray`. Copies nothing."""
+    """An Arrow column, or one of another library that offers Arrow's interface, as a `pyarrow.ChunkedArray`.
+
+    Copies nothing. `SchemaError` for a table, and if its library cannot give it.
+    """
     import pyarrow as pa
 
     if isinstance(value, pa.ChunkedArray):
@@ -109,14 +114,16 @@ def chunked(value: Any, subject: str) -> Any:
         return pa.chunked_array([value])
     if isinstance(value, pa.RecordBatchReader) or _is_table(value):
         raise SchemaError(
-            f"{subject}: a {type(value).__name__} is many columns; give one of them, or put the whole without a name: put(table)"
+            f"{subject}: a {type(value).__name__} is many columns; give one of them, or put the whole without a name: "
+            "put(table)"
         )
     try:
         return pa.chunked_array(value)
     except Exception as error:
         kind = type(value)
         raise SchemaError(
-            f"{subject}: {kind.__module__}.{kind.__qualname__} cannot be read as an Arrow column: {str(error)[:200]}; convert it to numpy or a list"
+            f"{subject}: {kind.__module__}.{kind.__qualname__} cannot be read as an Arrow column: {shortened(str(error), SHOWN_CHARS)}; "
+            "convert it to numpy or a list"
         ) from error
 
 
@@ -138,7 +145,7 @@ def _is_plain(kind: Any, pa: Any) -> bool:
 
 
 def _decoded(array: Any, kind: Any) -> Any:
-    """The values of a column that is encoded as a dictionary. Views of text are no type that Arrow can choose from by index."""
+    """The values of a column that is encoded as a dictionary. Arrow cannot take views of text by index."""
     import pyarrow as pa
 
     if _is_view(kind.value_type, pa):
@@ -268,7 +275,7 @@ def _leaf(chunk: Any, subject: str) -> Array:
 
 
 def _refuse_nulls(chunks: Sequence[Any], subject: str, levels: Sequence[I64] = ()) -> None:
-    """Refuse nulls among values that lie in lists ``len(levels)`` deep; ``levels[i]`` has the length of each list of that depth."""
+    """Refuse nulls among values in lists nested ``len(levels)`` deep; ``levels[i]`` has the lengths of the lists of depth i."""
     nulls = sum(chunk.null_count for chunk in chunks)
     if not nulls:
         return

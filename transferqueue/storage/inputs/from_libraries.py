@@ -1,8 +1,9 @@
 """Columns and tables that data-frame libraries and batches hold, as `put` takes them.
 
-Other libraries offer Arrow's C data interface: a column has ``__arrow_c_array__`` or ``__arrow_c_stream__``, a data frame the latter. Both are
-imported once a call, without a copy, since a stream may be read only once and a call that is refused may look at its columns again. A
-`Column` of this package has the interface too, but Arrow lacks some of its dtypes, so its values are taken in forms that keep them.
+Other libraries offer Arrow's C data interface: a column has ``__arrow_c_array__`` or ``__arrow_c_stream__``, a data
+frame the latter. Both are imported once a call, without a copy, since a stream may be read only once and a call that is
+refused may look at its columns again. A `Column` of this package has the interface too, but Arrow lacks some of its
+dtypes, so its values are taken in forms that keep them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from transferqueue.schema import TORCH_ONLY_DTYPES
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.inputs.arrow import chunked, is_arrow, plain_values
 from transferqueue.storage.inputs.prepare import Interned, PlainValues, Repeat
+from transferqueue.text import SHOWN_CHARS, shortened
 
 _NOT_ARROW: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
 """Types of most columns and facts, for which nothing needs to be looked up."""
@@ -59,7 +61,8 @@ def fact_of(name: str, value: Any) -> Any:
 
 
 def arrow_columns(frame: Any) -> dict[str, Any] | None:
-    """The columns of a table or data frame, by name; None if it has no Arrow interface. An index of pandas that has no name is left out.
+    """The columns of a table or data frame, by name; None if it has no Arrow interface. An index of pandas that has no
+    name is left out.
 
     `SchemaError` if its library cannot give it as a table, and for two columns of one name.
     """
@@ -72,8 +75,8 @@ def arrow_columns(frame: Any) -> dict[str, Any] | None:
     except Exception as error:
         kind = type(frame)
         raise SchemaError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be read as an Arrow table: {str(error)[:200]}; give a data frame, or a single column by "
-            "its name: put(name=column)"
+            f"{kind.__module__}.{kind.__qualname__} cannot be read as an Arrow table: {shortened(str(error), SHOWN_CHARS)}; give a data "
+            "frame, or a single column by its name: put(name=column)"
         ) from error
     columns = {name: table.column(at) for at, name in enumerate(table.column_names)}
     if len(columns) < table.num_columns:
