@@ -167,6 +167,11 @@ def test_encodings_are_decoded(queue: tq.Queue, name: str, column: Any, wanted: 
         (pa.table({"x": [1, None, 2]}), {}, 'field "x": 1 nulls, the first in row 1; a column has none: fill them'),
         (pa.table({"x": [1, 2], "group_id": [1, None]}), {}, "group_id: 1 nulls, the first in row 1"),
         (pa.table({"x": [1, 2], "key": [None, "k"]}), {}, "key: 1 nulls, the first in row 0"),
+        (
+            pa.table({"x": [1], "key": pa.array([b"\xff"]).view(pa.string())}),
+            {},
+            "key: text that is not Unicode",
+        ),
         (pa.table({"x": [1], "row_id": [1]}), {}, 'column "row_id" is the id that rows had before'),
         (pa.table([[1], [2]], names=["x", "x"]), {}, "two columns of one name"),
         (pa.chunked_array([[1, 2]]), {}, r"Stream cannot be read as an Arrow table: .*put\(name=column\)"),
