@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import transferqueue as tq
-from transferqueue.text import ERROR_CHARS_MAX
+from transferqueue.text import TEXT_SHOWN_CHARS
 
 LONG = "A" * 100_000
 SHORT_MAX = 600
@@ -122,4 +122,4 @@ def test_nesting_of_any_depth_is_refused_in_words(queue: tq.Queue, where: str) -
 
 
 def test_the_text_of_any_error_is_short() -> None:
-    assert len(str(tq.UsageError("word " * 100_000 + LONG))) < ERROR_CHARS_MAX + 100
+    assert len(str(tq.UsageError("word " * 100_000 + LONG))) < TEXT_SHOWN_CHARS + 100
