@@ -31,7 +31,7 @@ import transferqueue as tq
 from bench.harness import ROOT, Result
 from bench.run_record import ByHand
 from bench.server import Server
-from transferqueue.cluster.stores.open import open_store
+from transferqueue.cluster.stores import open_store
 from transferqueue.limits import OBJECT_BYTES
 
 SCENARIO = "backings"

@@ -41,10 +41,11 @@ from bench.raw_stream import Stream, seconds
 from bench.run_record import ByHand, by_hand_options
 from bench.server import Server
 from bench.workloads import ITEM_BYTES, WORKLOADS, Flat, Workload, columns
-from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier
+from transferqueue.adapters.carriers.nixl.agent import Transports
+from transferqueue.transport.bulk.carriers import BYTES_VARIABLE
 
 SCENARIO = "one_sided"
-CARRIERS = (Carrier.NIXL_CMA, Carrier.NIXL_TCP)
+CARRIERS = (Transports.CMA, Transports.TCP)
 CHOSEN = ("dense_1", "ragged_32", "random_ragged", "random_long")
 TURNS = 9
 WARM = 2
@@ -157,7 +158,7 @@ def _results(
     return results + crossed
 
 
-def _elsewhere(carrier: Carrier, name: str, turns: int) -> list[Result]:
+def _elsewhere(carrier: Transports, name: str, turns: int) -> list[Result]:
     command = [sys.executable, "-m", "bench.one_sided", "--turns", str(turns), "--only", name, str(carrier)]
     ended = subprocess.run(command, stdout=subprocess.PIPE, env=os.environ | {BYTES_VARIABLE: str(carrier)}, check=True)
     return [Result(**each) for each in json.loads(ended.stdout.splitlines()[-1])]
@@ -166,7 +167,7 @@ def _elsewhere(carrier: Carrier, name: str, turns: int) -> list[Result]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workloads", nargs="*", default=CHOSEN)
-    parser.add_argument("--carriers", nargs="*", type=Carrier, default=CARRIERS)
+    parser.add_argument("--carriers", nargs="*", type=Transports, default=CARRIERS)
     parser.add_argument("--turns", type=int, default=TURNS)
     parser.add_argument("--only", nargs=2, help=argparse.SUPPRESS)
     by_hand_options(parser)

@@ -22,7 +22,7 @@ ALLOWED = {
     ("cluster/shard.py", "dial"),
     ("weights/relay.py", "tq.connect"),
     # the store that whoever started the shard named
-    ("cluster/stores/mooncake.py", "socket.create_connection"),
+    ("adapters/stores/mooncake.py", "socket.create_connection"),
     # the host of that address: sends nothing, asks the kernel which of this machine's addresses it would send from
     ("cluster/shard.py", "asked.connect"),
     # the host that the user gave, at the port that Welcome told; or a remote shard, at the place that the server which the

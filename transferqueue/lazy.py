@@ -1,4 +1,4 @@
-"""Names that a module looks up at first use: names of other modules, and old names of renamed objects. What installs a library that is missing."""
+"""Names that are looked up at first use: names of other modules, old names of renamed objects, plug-ins. What installs a library that is missing."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
+
+from transferqueue.errors import UsageError
 
 DISTRIBUTION: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""
@@ -141,3 +144,37 @@ def renamed_names(
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
 
     return getattr_of_module
+
+
+@dataclass(frozen=True)
+class Plugins:
+    """Classes or functions of one kind, by name. Each is imported when it is first asked for.
+
+    Args:
+        group: The entry points at which other packages register theirs.
+        ours: Those of this package: for each name a place, ``module:attribute``. They win over entry points of the same name, so that a
+            name means the same in every installation.
+    """
+
+    group: str
+    ours: Mapping[str, str]
+
+    @property
+    def places(self) -> dict[str, str]:
+        """For each name its place."""
+        from importlib.metadata import entry_points
+
+        return {point.name: point.value for point in entry_points(group=self.group)} | dict(self.ours)
+
+    def load(self, name: str) -> Any:
+        """Import the plug-in `name`, which is in `places`.
+
+        Raises:
+            UsageError: The import fails, since a library is missing for instance.
+        """
+        place = self.places[name]
+        module, _, attribute = place.partition(":")
+        try:
+            return getattr(import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise UsageError(f"{name!r} ({place}) cannot be imported: {error}; install what it needs") from error

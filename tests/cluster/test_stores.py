@@ -16,8 +16,8 @@ import pytest
 
 from tests.cluster.stored import Backed, RowsInAStore
 from transferqueue.adapters.protocols import Unsupported
-from transferqueue.cluster.stores.directory import DirectoryStore
-from transferqueue.cluster.stores.open import kept_in, open_store
+from transferqueue.adapters.stores.directory import DirectoryStore
+from transferqueue.cluster.stores import kept_in, open_store
 from transferqueue.errors import Corruption, Disconnected, ShardLost, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB, MIB
 from transferqueue.storage.memory.arena import Arena
@@ -262,7 +262,7 @@ def test_a_package_registers_a_store_under_its_scheme(
     (found / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1\n")
     (found / "entry_points.txt").write_text("[transferqueue.stores]\nothers = others_store:opened\n")
     (tmp_path / "site" / "others_store.py").write_text(
-        "from transferqueue.cluster.stores.directory import DirectoryStore\n\n\n"
+        "from transferqueue.adapters.stores.directory import DirectoryStore\n\n\n"
         "def opened(address, host):\n    return DirectoryStore(address.replace('others', 'file'))\n"
     )
     monkeypatch.syspath_prepend(tmp_path / "site")

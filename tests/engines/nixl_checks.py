@@ -20,17 +20,26 @@ from typing import Any, Final
 import numpy as np
 
 import transferqueue as tq
-from tests.client.carried import CarriedBacking, OtherProcess, OverCarrier
+from tests.adapters.nixl.carried import CarriedBacking, OtherProcess, OverCarrier
 from tests.client.deployments import Served, Worker, served
-from transferqueue.client.memory import one_sided, remote
-from transferqueue.client.memory.one_sided import OneSidedMemory, Quarantine
+from transferqueue.adapters.carriers.nixl.agent import (
+    CopiedRange,
+    MemoryAgent,
+    NixlAgent,
+    PendingRead,
+    Transports,
+    load_nixl,
+)
+from transferqueue.adapters.carriers.nixl.client import one_sided
+from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory, Quarantine
+from transferqueue.client.memory import remote
 from transferqueue.limits import MIB
 from transferqueue.storage.memory.backing import Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, write
 from transferqueue.testing.conformance.report import Verdict, judge
-from transferqueue.transport.bulk.one_sided import Carrier, CopiedRange, MemoryAgent, NixlAgent, PendingRead, load_nixl
+from transferqueue.transport.bulk.carriers import BYTES_VARIABLE
 
-CARRIER: Final = Carrier.chosen()
+CARRIER: Final = Transports(os.environ.get(BYTES_VARIABLE, Transports.CMA))
 
 
 def memory() -> OneSidedMemory:
@@ -484,8 +493,7 @@ def shard_stopped_in_a_put() -> None:
             write(backing, place, content(32 * MIB, turn))
             assert np.array_equal(backing.read([place])[0], content(32 * MIB, turn))
         before = backing.shard.answer("received")["one_sided"]
-        writer = backing.client.writer
-        assert writer is not None
+        writer = backing.carrier.writer
         writer._not_before = 0.0
         write(backing, place, content(32 * MIB))
         assert np.array_equal(backing.read([place])[0], content(32 * MIB))
@@ -493,10 +501,10 @@ def shard_stopped_in_a_put() -> None:
 
 
 TARGET: Final = """
-import sys, time
+import os, sys, time
 import numpy as np
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent
-agent, memory = NixlAgent(Carrier.chosen()), np.full(32 << 20, 5, np.uint8)
+from transferqueue.adapters.carriers.nixl.agent import NixlAgent, Transports
+agent, memory = NixlAgent(Transports(os.environ['TRANSFERQUEUE_BYTES'])), np.full(32 << 20, 5, np.uint8)
 agent.register(memory.ctypes.data, len(memory))
 print(memory.ctypes.data, agent.metadata().hex(), flush=True)
 while True:
@@ -582,7 +590,7 @@ def emulated() -> None:
         backing.ensure(0, 8 * MIB)
         write(backing, place, data)
         assert np.array_equal(backing.read([place])[0], data)
-        way = "one_sided" if CARRIER is Carrier.NIXL_TCP else "stream"
+        way = "one_sided" if CARRIER is Transports.TCP else "stream"
         assert backing.shard.answer("received")[way] == 8 * MIB
         assert backing.shard.answer("sent")[way] == 8 * MIB
 
@@ -616,8 +624,7 @@ def shard_stopped() -> None:
         assert np.array_equal(backing.read([place])[0], data)
         _stand_still(backing, place, data)
         before = backing.shard.answer("sent")["one_sided"]
-        reader = backing.client.reader
-        assert reader is not None
+        reader = backing.carrier.reader
         reader._not_before = 0.0
         assert np.array_equal(backing.read([place])[0], data)
         assert backing.shard.answer("sent")["one_sided"] - before == 32 * MIB, "one-sided again"

@@ -21,7 +21,7 @@ import transferqueue as tq
 from tests.client.deployments import served
 from tests.cluster.shards import ShardProcess, await_shards, shards
 from tests.cluster.stored import ROWS, Backed, RowsInAStore, values
-from transferqueue.cluster.stores.mooncake import MooncakeStore
+from transferqueue.adapters.stores.mooncake import MooncakeStore
 from transferqueue.errors import NotFound, OutOfMemory, PeerError, Unreachable
 from transferqueue.limits import MIB
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content

@@ -12,15 +12,17 @@ import sys
 import pytest
 
 from tests.engines.nixl_checks import CHECKS
-from transferqueue.transport.bulk.one_sided import BYTES_VARIABLE, Carrier, check_carrier, rdma_devices
+from transferqueue.adapters.carriers.nixl.agent import Transports, check_machine
+from transferqueue.transport.bulk.carriers import BYTES_VARIABLE
+from transferqueue.transport.system.rdma import rdma_devices
 
 pytest.importorskip("nixl")
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.mark.parametrize("check", CHECKS)
-@pytest.mark.parametrize("carrier", [Carrier.NIXL_CMA, Carrier.NIXL_TCP])
-def test_what_holds_of_one_sided_reads(carrier: Carrier, check: str) -> None:
+@pytest.mark.parametrize("carrier", [Transports.CMA, Transports.TCP])
+def test_what_holds_of_one_sided_reads(carrier: Transports, check: str) -> None:
     command = [sys.executable, "-m", "tests.engines.nixl_checks", check]
     ended = subprocess.run(
         command,
@@ -35,8 +37,8 @@ def test_what_holds_of_one_sided_reads(carrier: Carrier, check: str) -> None:
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("carrier", [Carrier.NIXL_CMA, Carrier.NIXL_TCP])
-def test_three_minutes_of_chaos_keep_every_promise(carrier: Carrier) -> None:
+@pytest.mark.parametrize("carrier", [Transports.CMA, Transports.TCP])
+def test_three_minutes_of_chaos_keep_every_promise(carrier: Transports) -> None:
     """Remote roles put and read large rows one-sided, while server, workers and connections are killed, stopped, cut and garbled."""
     ended = subprocess.run(
         [sys.executable, "-m", "transferqueue.cli", "chaos", "--tcp", "--seconds", "180", "--seed", "4"],
@@ -53,4 +55,4 @@ def test_three_minutes_of_chaos_keep_every_promise(carrier: Carrier) -> None:
 @pytest.mark.skipif(bool(rdma_devices()), reason="this machine has RDMA")
 def test_production_refuses_a_machine_without_rdma() -> None:
     with pytest.raises(ValueError, match=r"no RDMA device with an active port .* use bytes 'stream' here"):
-        check_carrier(Carrier.NIXL)
+        check_machine(Transports.RDMA)

@@ -171,7 +171,7 @@ def test_the_network_check_names_active_devices_and_what_a_missing_library_hides
     state.write_text("4: ACTIVE\n")
     devices, _ = network.network_checks(tmp_path)
     assert (devices.verdict, devices.found) == ("ok", "mlx5_0")
-    monkeypatch.setitem(sys.modules, "transferqueue.transport.bulk.one_sided", None)
+    monkeypatch.setitem(sys.modules, "transferqueue.transport.bulk.carriers", None)
     (check,) = network.network_checks(tmp_path)
     assert check.verdict == "warn"
     assert "libraries" in check.remedy
@@ -188,10 +188,10 @@ def test_a_nixl_that_cannot_be_loaded_is_to_mend_and_the_reason_is_shown(
     api.write_text("raise OSError('libucp.so.0: cannot open shared object file')")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    check = network.carrier("nixl:cma", [])
+    check = network.carrier("nixl:cma")
     assert (check.verdict, check.found) == (
         "fail",
-        "nixl:cma, and nixl 1.5.1 cannot be loaded: nixl: OSError: libucp.so.0: cannot open shared object file",
+        "nixl:cma: nixl 1.5.1 cannot be loaded: nixl: OSError: libucp.so.0: cannot open shared object file",
     )
     api.write_text("")
-    assert network.carrier("nixl:cma", []).verdict == "ok"
+    assert network.carrier("nixl:cma").verdict == "ok"

@@ -66,7 +66,7 @@ def test_an_arena_keeps_its_size_and_whoever_asks_for_another_is_told(tmp_path, 
     ("options", "rule"),
     [
         ({"keys": Path("/keys")}, "keys '/keys' refused: clients at tcp addresses need them, and this server has none"),
-        ({"carrier": "nixl"}, "bytes='nixl' refused: clients at tcp addresses read memory so"),
+        ({"carrier": "nixl"}, "bytes='nixl' refused: clients at tcp addresses use it"),
     ],
 )
 def test_what_is_about_tcp_is_refused_where_there_is_none(options, rule, tmp_path):

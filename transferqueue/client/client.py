@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import threading
 import time
 import weakref
 from collections.abc import Callable
@@ -16,9 +15,9 @@ from typing import Final, Literal, Protocol, get_args
 
 import msgspec
 
+from transferqueue.client.memory.carrier import MemoryCarrier, SessionCarrier
 from transferqueue.client.memory.grants import WriteGrants
 from transferqueue.client.memory.mapped import MappedMemory
-from transferqueue.client.memory.one_sided import OneSidedMemory
 from transferqueue.client.memory.remote import RemoteMemory
 from transferqueue.client.memory.shards import ShardClients, ShardLivenessCheck
 from transferqueue.client.memory.verify import Verifier
@@ -30,7 +29,7 @@ from transferqueue.errors import Unreachable, UsageError
 from transferqueue.limits import parse_switch
 from transferqueue.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.transport.bulk.zeromq import ZmqBulkClient
 from transferqueue.transport.security.keys import ClientKeys, KeyPair
@@ -170,8 +169,9 @@ def open_client(
             lock.give_up()
         raise
     try:
-        carriers = _Carriers(Carrier.chosen())
-        memory = _memory(address, keys, hello, welcome, connection, lock, deadline, carriers)
+        chosen = chosen_carrier()
+        carrier: SessionCarrier | None = chosen.open_client() if chosen is not None else None
+        memory = _memory(address, keys, hello, welcome, connection, lock, deadline, carrier)
     except BaseException:
         connection.close()
         raise
@@ -180,7 +180,7 @@ def open_client(
         connection,
         memory,
         server,
-        dial=lambda at: remote_shard_memory(at, welcome, keys, connection, carriers),
+        dial=lambda at: remote_shard_memory(at, welcome, keys, connection, carrier),
         arena_bytes=welcome.arena_bytes,
         seat=welcome.seat,
         checksums=welcome.checksums,
@@ -202,7 +202,7 @@ def _memory(
     connection: Connection,
     lock: SessionLock | None,
     deadline: Deadline,
-    carriers: _Carriers,
+    carrier: SessionCarrier | None,
 ) -> MappedMemory | RemoteMemory:
     """The server's memory: mapped if this process can open its files, else through its bulk endpoint."""
     place = parse_address(address)
@@ -210,7 +210,7 @@ def _memory(
         return MappedMemory(welcome.arenas, welcome.arena_bytes, connection.unpin, lock)
     if welcome.arenas:  # the server sees this process, but this process not its files
         welcome = connection.greet_again(msgspec.structs.replace(hello, remote=True), deadline)
-    return remote_memory(place, welcome, keys, connection, lock.release if lock else lambda: None, carriers)
+    return remote_memory(place, welcome, keys, connection, lock.release if lock else lambda: None, carrier)
 
 
 def remote_memory(
@@ -219,18 +219,16 @@ def remote_memory(
     keys: ClientKeys | None,
     connection: Connection,
     on_close: Callable[[], object] = lambda: None,
-    carriers: _Carriers | None = None,
+    carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
-    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carriers: None: as a stream."""
-    received, sent = _memories(carriers, encrypted=keys is not None and not welcome.bulk_plain)
+    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carrier: None: as a stream."""
     return RemoteMemory(
         lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,
         unpin=_unpinned_by_shards,
         over=lambda: connection.over,
         on_close=on_close,
-        one_sided=received,
-        sending=sent,
+        carrier=_carrier_to(carrier, encrypted=keys is not None and not welcome.bulk_plain),
     )
 
 
@@ -239,22 +237,20 @@ def remote_shard_memory(
     welcome: m.Welcome,
     keys: ClientKeys | None,
     connection: Connection,
-    carriers: _Carriers | None = None,
+    carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
     """The memory of a remote shard. Its key only keeps others from listening, so a new key of ours will do."""
     place = parse_address(at.endpoint)
     if not isinstance(place, TcpAddress):
         raise Unreachable(f"shard {at.number} says that it is reached at {at.endpoint!r}, which is no tcp address")
     mine = ClientKeys(at.key, keys.own if keys else KeyPair.new()) if at.key else None
-    received, sent = _memories(carriers, encrypted=mine is not None)
     return RemoteMemory(
         lambda welcome: _line(place.host, place.port, welcome.epoch, mine),
         msgspec.structs.replace(welcome, bulk_port=place.port),
         unpin=_unpinned_by_shards,
         over=ShardLivenessCheck(connection, at.number).over,
         on_close=lambda: None,
-        one_sided=received,
-        sending=sent,
+        carrier=_carrier_to(carrier, encrypted=mine is not None),
     )
 
 
@@ -262,31 +258,9 @@ def _unpinned_by_shards(_: list[int]) -> None:
     """`ShardClients` returns the pins of what was received, from wherever it came."""
 
 
-class _Carriers:
-    """What the remote memories of one session share if columns cross one-sided. A line with keys encrypts, so it stays a stream."""
-
-    def __init__(self, carrier: Carrier) -> None:
-        self._carrier = carrier
-        self._guard = threading.Lock()
-        self._memories: tuple[OneSidedMemory, OneSidedMemory] | None = None
-
-    def memories(self, *, encrypted: bool) -> tuple[OneSidedMemory | None, OneSidedMemory | None]:
-        """The registered memory of the session: what it receives into, and what it sends from. None: all crosses over streams. `UsageError` if this
-        machine cannot."""
-        if encrypted or not self._carrier.one_sided:
-            return None, None
-        with self._guard:
-            if self._memories is None:
-                check_carrier(self._carrier)
-                self._memories = OneSidedMemory(self._agent), OneSidedMemory(self._agent)
-            return self._memories
-
-    def _agent(self) -> NixlAgent:
-        return NixlAgent(self._carrier)
-
-
-def _memories(carriers: _Carriers | None, *, encrypted: bool) -> tuple[OneSidedMemory | None, OneSidedMemory | None]:
-    return carriers.memories(encrypted=encrypted) if carriers is not None else (None, None)
+def _carrier_to(carrier: SessionCarrier | None, *, encrypted: bool) -> MemoryCarrier | None:
+    """The carrier to one more shard. None: its columns cross over streams, as they must where they are encrypted."""
+    return None if carrier is None or encrypted else carrier.memory()
 
 
 def _line(host: str, port: int, epoch: int, keys: ClientKeys | None) -> ZmqBulkClient | TcpBulkClient:

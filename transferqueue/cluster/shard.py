@@ -29,19 +29,18 @@ from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import session_lock
 from transferqueue.cluster.copier import Copier, CopyMemories
 from transferqueue.cluster.spill_reports import SpillReports
-from transferqueue.cluster.stores.open import kept_in
+from transferqueue.cluster.stores import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT, check_text
 from transferqueue.server.files import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
-from transferqueue.server.shards.bulk_endpoint import OneSidedParts, one_sided_parts
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy
 from transferqueue.server.spill.spill_file import carry_out as give_to_disk
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keys import ClientKeys
 from transferqueue.transport.security.zap import AcceptAll
@@ -58,10 +57,10 @@ class ShardProcess:
     ``with``.
 
     arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for its bytes, see
-    `stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this machine's address as other
-    machines see it; None: the address from which this machine reaches the coordinator. carrier: of columns, a name of
-    `transport.bulk.one_sided.Carrier`; None: what the environment says. Bytes are encrypted on the network, except over loopback, or where the
-    carrier is one-sided, which nothing encrypts. spill: where cold blocks go when the arena fills; None: nowhere. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
+    `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this machine's address as other
+    machines see it; None: the address from which this machine reaches the coordinator. carrier: of columns, see
+    `transport.bulk.carriers.chosen_carrier`; None: what the environment says. Bytes are encrypted on the network, except over loopback, or where a
+    carrier moves them. spill: where cold blocks go when the arena fills; None: nowhere. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
     an error nothing is left.
     """
 
@@ -81,8 +80,8 @@ class ShardProcess:
         check_text("label", label)
         with ExitStack() as made:
             place = _host(address) if host is None else host
-            chosen = Carrier.chosen(carrier)
-            if chosen.one_sided and store:
+            chosen = chosen_carrier(carrier)
+            if chosen is not None and store:
                 raise UsageError(
                     f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of this process; add the "
                     "shard with --bytes stream"
@@ -97,8 +96,9 @@ class ShardProcess:
             self._disk: Final = _spill_file(made, self._backing, spill, stirred)
             secret = secrets.token_bytes(32)
             self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
-            ring = None if chosen.one_sided or is_loopback(place) else AcceptAll()
-            endpoint = Endpoint(self._backing, self._tickets, ring, *_one_sided(self._backing, chosen))
+            ring = None if chosen is not None or is_loopback(place) else AcceptAll()
+            beside = chosen.open_shard(self._backing) if chosen is not None else None
+            endpoint = Endpoint(self._backing, self._tickets, ring, beside)
             made.callback(endpoint.stop)
             self._bulk: Final = endpoint
             port = endpoint.listen([f"tcp://{place}:0"])
@@ -249,10 +249,6 @@ def _spill_file(
     disk = SpillFile(spill.directory, spill.nbytes, lambda: backing.memory, stirred.set)
     made.callback(disk.stop)
     return disk
-
-
-def _one_sided(backing: Backing, carrier: Carrier) -> OneSidedParts:
-    return one_sided_parts(backing, carrier) if isinstance(backing, ArenaBacking) else OneSidedParts()
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:

@@ -2,9 +2,8 @@
 
 A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
 this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
-connection alone (`transport.bulk` has the rules). Where a one-sided carrier is chosen, a read names its ranges over the connection and fetches
-them itself (`client.memory.one_sided`), and a large write names its ranges, which the shard fetches (`client.memory.pulled_store`); if that fails, the
-stream carries the bytes.
+connection alone (`transport.bulk` has the rules). Where a carrier is chosen (`client.memory.carrier`), it moves the bytes; if that fails, the stream
+carries them.
 """
 
 from __future__ import annotations
@@ -18,10 +17,8 @@ from typing import Final, TypeVar
 
 import numpy as np
 
+from transferqueue.client.memory.carrier import MemoryCarrier
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
-from transferqueue.client.memory.one_sided import OneSidedMemory, ShardReader
-from transferqueue.client.memory.pulled_store import PulledStore, ShardWriter
-from transferqueue.client.memory.ranged_fetch import RangedFetch
 from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows, StoreTransfer, rows_of
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import BlockingWork, Operation
@@ -56,15 +53,14 @@ ASK_S: Final = 1.0
 
 
 _CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError)
-"""After these a one-sided transfer is tried over the stream, which says what is wrong if that was not the carrier."""
+"""After these a transfer by the carrier is tried over the stream, which says what is wrong if that was not the carrier."""
 
 
 class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
     unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
-    one_sided: to read the shard's memory; None: all bytes come over connections. sending: memory that the shard may read; None: all bytes that are
-    put go over connections.
+    carrier: moves bytes beside the connections; None: all bytes cross over connections.
     """
 
     def __init__(
@@ -75,8 +71,7 @@ class RemoteMemory:
         over: Callable[[], TransferQueueError | None],
         on_close: Callable[[], object],
         clock: Callable[[], float] = time.monotonic,
-        one_sided: OneSidedMemory | None = None,
-        sending: OneSidedMemory | None = None,
+        carrier: MemoryCarrier | None = None,
     ) -> None:
         if not welcome.bulk_port:
             raise UsageError(
@@ -90,10 +85,7 @@ class RemoteMemory:
         self._over = over
         self._on_close = on_close
         self._clock = clock
-        self.reader: Final = None if one_sided is None else ShardReader(one_sided, clock)
-        """Reads the shard's memory one-sided; None: nothing does."""
-        self.writer: Final = None if sending is None else ShardWriter(sending, clock)
-        """Lets the shard read what is put; None: nothing does."""
+        self.carrier: Final = carrier
         self._room = threading.BoundedSemaphore(BULK_TRANSFERS_MAX)
         self._idle: list[Line] = []
         self._busy: set[Line] = set()
@@ -122,25 +114,26 @@ class RemoteMemory:
         self, granted: m.Granted, offset: int, nbytes: int, fill: Callable[[memoryview], object], caller: Caller
     ) -> None:
         self._check_living(caller)
-        registered = self.writer.take(nbytes) if self.writer is not None else None
-        staged = self.buffers.take(nbytes) if registered is None else registered
+        carrier = self.carrier
+        carried = carrier.write_buffer(nbytes) if carrier is not None else None
+        staged = self.buffers.take(nbytes) if carried is None else carried
         fill(staged.data)
-        if registered is None or not self._pulled(granted, offset, registered.data, caller):
+        if carrier is None or carried is None or not self._carried(carrier, granted, offset, carried.data, caller):
             self._store(granted, offset, staged.data, caller)
 
-    def _pulled(self, granted: m.Granted, offset: int, data: memoryview, caller: Caller) -> bool:
-        """Have the shard read these registered bytes. False if that failed."""
-        session, writer = self._welcome.session, self.writer
-        if writer is None:
-            return False
+    def _carried(
+        self, carrier: MemoryCarrier, granted: m.Granted, offset: int, data: memoryview, caller: Caller
+    ) -> bool:
+        """Have the carrier write these bytes, which are in a buffer of its own. False if that failed."""
+        session = self._welcome.session
         try:
             self._carry(
-                lambda number: PulledStore(number, session, self._welcome.epoch, granted, offset, data, writer),
+                lambda number: carrier.store(number, session, self._welcome.epoch, granted, offset, data),
                 caller,
                 tries=1,
             )
         except _CARRIER_ERRORS as error:
-            writer.refused(error)
+            carrier.write_failed(error)
             return False
         return True
 
@@ -202,30 +195,24 @@ class RemoteMemory:
     def _fetch(
         self, shard: int, fields: Mapping[str, Field], asked: Sequence[RequestedRows], caller: Caller
     ) -> FetchTransfer:
-        session, reader = self._welcome.session, self.reader
-        if reader is not None and reader.begin():
+        session, carrier = self._welcome.session, self.carrier
+        if carrier is not None and carrier.begin_read():
+
+            def check(elapsed_s: float) -> None:
+                self._check_read(elapsed_s, caller)
+
             try:
                 return self._carry(
-                    lambda number: RangedFetch(
-                        number,
-                        session,
-                        shard,
-                        fields,
-                        asked,
-                        reader,
-                        lambda elapsed_s: self._check_read(elapsed_s, caller),
-                    ),
-                    caller,
-                    tries=1,
+                    lambda number: carrier.fetch(number, session, shard, fields, asked, check), caller, tries=1
                 )
             except _CARRIER_ERRORS as error:
-                reader.refused(error)
+                carrier.read_failed(error)
             finally:
-                reader.end()
+                carrier.end_read()
         return self._carry(lambda number: FetchTransfer(number, session, shard, fields, asked, self.buffers), caller)
 
     def _check_read(self, elapsed_s: float, caller: Caller) -> None:
-        """Raise if it makes no sense to wait longer for a one-sided read that began so long ago."""
+        """Raise if it makes no sense to wait longer for a read by the carrier that began so long ago."""
         self._check_living(caller)
         if elapsed_s >= STALLED_S:
             caller.check_time(f"a read of the shard's memory has taken {elapsed_s:.2f} s")

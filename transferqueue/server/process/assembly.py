@@ -19,13 +19,13 @@ from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
 from transferqueue.server.sessions.authorization import Authorizer
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, one_sided_parts
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy, mapped
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.transport import IpcAddress, TcpAddress, Wakeup
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import Carrier
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.unix_socket import Descriptor, UnixServer
 from transferqueue.transport.control.zeromq import ZmqServer
@@ -40,8 +40,8 @@ class ServerProcess:
     address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is closed with
     this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a keyring; with a keyring every
     tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the
-    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may leave by,
-    besides the stream; `UsageError` if that cannot be here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
+    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may cross by,
+    besides the stream; `UsageError` if it cannot work here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
     snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
     deployment it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. spill: where
     cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no file is left.
@@ -55,7 +55,7 @@ class ServerProcess:
         *,
         keyring: Keyring | None = None,
         plain_bytes: bool = False,
-        carrier: Carrier = Carrier.STREAM,
+        carrier: Carrier | None = None,
         snapshots: Path | None = None,
         index: CoordinatorIndex = CoordinatorIndex(),  # noqa: B008  (frozen)
         busy_poll_s: float = 0.0,
@@ -94,13 +94,13 @@ class ServerProcess:
             self._keep_snapshots(made, snapshots or Path(os.environ.get(SNAPSHOTS_VARIABLE) or "snapshots"), wakeup)
             self._files = made.pop_all()
 
-    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier) -> None:
+    def _serve_bytes(self, made: ExitStack, keyring: Keyring | None, carrier: Carrier | None) -> None:
         """Start the bulk endpoint, on the hosts of the tcp addresses. keyring: None: it demands no keys."""
         backing = ArenaBacking(self.coordinator.memory.arena)
-        if carrier.one_sided:
-            _check_one_sided(carrier, self._storage, keyring)
-        parts = one_sided_parts(backing, carrier)
-        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), *parts)
+        if carrier is not None:
+            _check_carrier(carrier, self._storage, keyring)
+        beside = carrier.open_shard(backing) if carrier is not None else None
+        shard = BulkEndpoint(backing, self.coordinator.tickets, keyring and Keyring(keyring.directory), beside)
         made.callback(shard.stop)
         self.coordinator.bulk_sent = lambda: shard.sent_bytes
         self.coordinator.bulk_received = lambda: shard.received_bytes
@@ -147,10 +147,10 @@ class ServerProcess:
         self.loop.stop()
 
 
-def _check_one_sided(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
+def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
     if keyring is not None:
         raise UsageError(
-            f"bytes={str(carrier)!r} with keys refused: nothing encrypts memory that clients read one-sided; add --plain-bytes where nobody "
+            f"bytes={str(carrier)!r} with keys refused: nothing encrypts what a carrier moves; add --plain-bytes where nobody "
             "listens on the network, or serve with --bytes stream"
         )
     if isinstance(storage, StateDirectory) and storage.checksums:

@@ -22,7 +22,7 @@ from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.spill.spill_file import spill_policy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import Carrier, chosen_carrier
 from transferqueue.transport.control.zeromq import is_loopback
 from transferqueue.transport.security.keyring import Keyring, default_directory, key_file
 from transferqueue.wire.home_coordinator import CoordinatorIndex
@@ -54,8 +54,8 @@ def serve(
 
     address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime directory.
     tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands; None: the user's directory if an
-    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, a name of
-    `transport.bulk.one_sided.Carrier`; None: what the environment says.
+    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, see
+    `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
     durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
     cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
     ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls
@@ -67,9 +67,9 @@ def serve(
     socket_file, ports = _addresses(address, tcp)
     index = CoordinatorIndex() if coordinator is None else CoordinatorIndex.parse(coordinator)
     level = _level(durability, state, ports)
-    chosen = Carrier.chosen(carrier)
+    chosen = chosen_carrier(carrier)
     if not ports:
-        _check_without_tcp(keys, Carrier.STREAM if carrier is None else chosen)
+        _check_without_tcp(keys, None if carrier is None else chosen)
     spill = spill_policy(spill_dir, spill_bytes)
     allow_many_files()
     with Signals() as signals, _noted(socket_file):
@@ -174,16 +174,16 @@ def _storage(
     return StateDirectory(state, level, first_epoch=first_epoch(), arena_bytes=arena_bytes, accept_loss=accept_loss)
 
 
-def _check_without_tcp(keys: Path | None, carrier: Carrier) -> None:
+def _check_without_tcp(keys: Path | None, carrier: Carrier | None) -> None:
     """Refuse what is about tcp addresses alone."""
     if keys is not None:
         raise UsageError(
             f"keys {str(keys)!r} refused: clients at tcp addresses need them, and this server has none (its socket file is for its user "
             "alone); give --tcp too, or leave --keys out"
         )
-    if carrier.one_sided:
+    if carrier is not None:
         raise UsageError(
-            f"bytes={str(carrier)!r} refused: clients at tcp addresses read memory so, and this server has none (clients at its socket file map its "
+            f"bytes={str(carrier)!r} refused: clients at tcp addresses use it, and this server has none (clients at its socket file map its "
             "memory); give --tcp too, or leave --bytes out"
         )
 

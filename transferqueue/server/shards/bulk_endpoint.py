@@ -12,10 +12,9 @@ protocol. In addition:
 - For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is clogged. The
   transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
-- Where the arena is registered (docs/decisions/0044), a client may read it one-sided. While such a read is under way, the endpoint serves the
-  agent every `PROGRESS_MS`: clients that connect need that, and all reads over TCP.
-- A write that names ranges of its client's memory (docs/decisions/0057) is read in steps, between the frames of others. For `EAGER_S` after a step that
-  moved something the endpoint does not sleep, then it looks every `PROGRESS_MS`.
+- A carrier (`server.shards.carrier`) may move the bytes instead: of reads and writes by ranges of memory. While its clients read, it is called every
+  `PROGRESS_MS`. Its writes move in steps, between the frames of others: for `EAGER_S` after a step that moved something the endpoint does not sleep,
+  then it looks every `PROGRESS_MS`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Container, Iterable
-from typing import Final, NamedTuple
+from typing import Final
 
 import zmq
 
@@ -43,36 +42,33 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import BULK_TRANSFERS_MAX, DEFECT_PAUSE_S, FAREWELL_S, KIB, MIB
 from transferqueue.server.shards.block_checks import BlockChecks
-from transferqueue.server.shards.client_memory import ClientMemory
+from transferqueue.server.shards.carrier import ShardCarrier
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.pulled_write import PulledWrite
-from transferqueue.server.shards.ranged_read import RangedRead
-from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     ExtentTransfer,
     GatherMemory,
     KnownSums,
     ReadTransfer,
+    SteppedWrite,
     WriteTransfer,
 )
 from transferqueue.storage.columns.joined import JOINED_BYTES
-from transferqueue.storage.memory.backing import ArenaBacking, Backing
+from transferqueue.storage.memory.backing import Backing
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.storage.memory.join_buffers import JoinBuffers
 from transferqueue.transport import TcpAddress, Wakeup, parse_address
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.transport.bulk.listener import TcpBulkServer
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, keep_for_good
 from transferqueue.transport.bulk.zeromq import ZmqBulkServer
 from transferqueue.transport.security.zap import KeySet
-from transferqueue.transport.system.threads import STOP_S, still_runs
+from transferqueue.transport.system.threads import STOP_S, keep_for_good, still_runs
 
 _log: Final = logging.getLogger("transferqueue.server")
 _EVERYWHERE: Final = ("*", "0.0.0.0", "[::]")  # noqa: S104  (only if the operator asked for it)
 _DROPPED_BYTES: Final = 64 * KIB
 PROGRESS_MS: Final = 1
-"""How often peers are served that read one-sided, and reads of their memory are looked at."""
+"""How often a carrier is called while it moves bytes."""
 EAGER_S: Final = 0.0005
 """Most reads of 4 MiB end earlier."""
 GATHERED_KEPT_BYTES: Final = 16 * MIB
@@ -108,21 +104,20 @@ class PeerReceiver:
 class ShardTransfers:
     """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call.
 
-    registered: the arena, if clients may read it one-sided. clients: their memory, if this reads it one-sided.
+    carrier: moves bytes of reads and writes that name ranges; None: such transfers are refused.
     """
 
     def __init__(
         self,
         backing: Backing,
         tickets: TicketIssuer,
-        registered: RegisteredArena | None = None,
-        clients: ClientMemory | None = None,
+        carrier: ShardCarrier | None = None,
     ) -> None:
         self.sent_bytes: Final = {"stream": 0, "one_sided": 0}
         """Bytes of reads by what carried them. Only grow."""
         self.received_bytes: Final = {"stream": 0, "one_sided": 0}
         """Bytes of writes by what carried them. Only grow."""
-        self._registered, self._clients = registered, clients
+        self._carrier = carrier
         self.outbox: deque[tuple[bytes, b.Message]] = deque()
         self._backing = backing
         self._tickets = tickets
@@ -202,21 +197,21 @@ class ShardTransfers:
         self.outbox.append((peer, message))
 
     @property
-    def one_sided(self) -> bool:
-        """Whether a client reads one-sided now. From any thread."""
+    def needs_progress(self) -> bool:
+        """Whether a client reads by the carrier now. From any thread."""
         under_way = list(self._transfers.values())  # in one step, since the endpoint's thread changes it
-        return self._registered is not None and any(isinstance(transfer, RangedRead) for transfer in under_way)
+        return any(isinstance(transfer, ReadTransfer) and transfer.needs_progress for transfer in under_way)
 
     @property
-    def pulled_at(self) -> float | None:
-        """When a write of ranges last moved; None: none has anything to read."""
-        pulled = [transfer for transfer in self._transfers.values() if isinstance(transfer, PulledWrite)]
-        return max((transfer.moved_at for transfer in pulled if transfer.is_busy), default=None)
+    def moved_at(self) -> float | None:
+        """When a write by the carrier last moved; None: none has anything to move."""
+        writes = [transfer for transfer in self._transfers.values() if isinstance(transfer, SteppedWrite)]
+        return max((transfer.moved_at for transfer in writes if transfer.is_busy), default=None)
 
     def pull(self) -> None:
-        """Do one step of each write of ranges."""
+        """Do one step of each write by the carrier."""
         for peer, transfer in list(self._transfers.items()):
-            if isinstance(transfer, PulledWrite):
+            if isinstance(transfer, SteppedWrite):
                 try:
                     self._pull(peer, transfer)
                 except TransferQueueError as error:
@@ -224,7 +219,7 @@ class ShardTransfers:
                 except Exception as error:  # noqa: BLE001  (as above)
                     self._fail(peer, transfer.number, error)
 
-    def _pull(self, peer: bytes, write: PulledWrite) -> None:
+    def _pull(self, peer: bytes, write: SteppedWrite) -> None:
         self.received_bytes["one_sided"] += write.step(self.now)
         if (answer := write.acknowledge()) is not None:
             self.outbox.append((peer, b.message(answer)))
@@ -262,8 +257,8 @@ class ShardTransfers:
             self._checked_at = self._tickets.revoked
             for known in self._sums:
                 known.keep_only(self._tickets.admits)
-            if self._clients is not None:
-                self._clients.keep_only(self._tickets.serves)
+            if self._carrier is not None:
+                self._carrier.keep_only(self._tickets.serves)
             self._end_revoked()
 
     def next_deadline(self) -> float | None:
@@ -311,7 +306,7 @@ class ShardTransfers:
             case b.ReadColumns():
                 self._begin(peer, self._read(message))
             case b.WriteRanges():
-                self._begin(peer, self._pulled(message))
+                self._begin(peer, self._write(message))
             case b.WriteRangesFrame():
                 self._name(self._transfer_of(peer, message), message)
             case b.FlowAck():
@@ -324,24 +319,22 @@ class ShardTransfers:
     def _read(self, message: b.ReadColumns) -> ReadTransfer:
         if not isinstance(message, b.ReadRanges):
             return ReadTransfer(message, self._backing, self._tickets, self._sums, self.now, self._gathered)
-        if self._registered is None:
-            raise Impossible(
-                "this shard sends columns over its stream alone, so its memory cannot be read one-sided; start it with --bytes nixl, or "
-                "read over the stream"
-            )
-        return RangedRead(message, self._backing, self._tickets, self._sums, self.now, self._gathered, self._registered)
+        carrier = self._needed_carrier("names no ranges of its memory")
+        return carrier.read(message, self._backing, self._tickets, self._sums, self.now, self._gathered)
 
-    def _pulled(self, message: b.WriteRanges) -> PulledWrite:
-        if self._clients is None:
+    def _write(self, message: b.WriteRanges) -> SteppedWrite:
+        carrier = self._needed_carrier("reads no memory of its clients")
+        return carrier.write(message, self._backing, self._tickets, self._sums.digests, self.now)
+
+    def _needed_carrier(self, so: str) -> ShardCarrier:
+        if self._carrier is None:
             raise Impossible(
-                "this shard takes columns over its stream alone, so it reads no memory of its clients; start it with --bytes nixl, or write over "
-                "the stream"
+                f"this shard moves columns over its stream alone, so it {so}; start it with the client's carrier (--bytes), or use the stream"
             )
-        self._clients.check_usable(message.session, self.now)
-        return PulledWrite(message, self._backing, self._tickets, self._sums.digests, self.now, self._clients)
+        return self._carrier
 
     def _name(self, transfer: ReadTransfer | ExtentTransfer, message: b.WriteRangesFrame) -> None:
-        if not isinstance(transfer, PulledWrite):
+        if not isinstance(transfer, SteppedWrite):
             raise ProtocolError(
                 f"bulk transfer {message.transfer} is no write of ranges, so no further ones belong to it"
             )
@@ -416,21 +409,19 @@ def _prepare(_: bytes, read: ReadTransfer) -> None:
 
 
 class BulkEndpoint:
-    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. registered, clients: see
-    `ShardTransfers`; both are closed with this."""
+    """The bulk endpoint of a backing. Listens once `listen` returns, answers from `start` to `stop`. carrier: see
+    `ShardTransfers`; closed with this."""
 
     def __init__(
         self,
         backing: Backing,
         tickets: TicketIssuer,
         keyring: KeySet | None = None,
-        registered: RegisteredArena | None = None,
-        clients: ClientMemory | None = None,
+        carrier: ShardCarrier | None = None,
     ) -> None:
         self._port: Final = TcpBulkServer() if keyring is None else ZmqBulkServer(keyring)
-        self._registered: Final = registered
-        self._clients: Final = clients
-        self._exchange = ShardTransfers(backing, tickets, registered, clients)
+        self._carrier: Final = carrier
+        self._exchange = ShardTransfers(backing, tickets, carrier)
         self._wakeup = Wakeup()
         tickets.on_close = self._wakeup.set
         self._stopping = self._stands_still = False
@@ -471,10 +462,8 @@ class BulkEndpoint:
             keep_for_good(self)
             return
         self._port.close(FAREWELL_S)
-        if self._registered is not None:
-            self._registered.close()
-        if self._clients is not None:
-            self._clients.close()
+        if self._carrier is not None:
+            self._carrier.close()
         self._wakeup.close()
 
     def _run(self) -> None:
@@ -491,9 +480,9 @@ class BulkEndpoint:
     def _patience_ms(self) -> int | None:
         if self._exchange.busy(self._port.clogged):
             return 0
-        if (pulled_at := self._exchange.pulled_at) is not None:
-            return 0 if time.monotonic() - pulled_at < EAGER_S else PROGRESS_MS
-        if self._exchange.one_sided:
+        if (moved_at := self._exchange.moved_at) is not None:
+            return 0 if time.monotonic() - moved_at < EAGER_S else PROGRESS_MS
+        if self._exchange.needs_progress:
             return PROGRESS_MS
         deadlines = [at for at in (self._exchange.next_deadline(), self._port.next_deadline()) if at is not None]
         return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
@@ -514,12 +503,12 @@ class BulkEndpoint:
             waiting.poll(math.ceil(DEFECT_PAUSE_S * 1000))
 
     def _serve_readers(self, now: float) -> None:
-        if self._registered is not None and self._exchange.one_sided:
+        if self._carrier is not None and self._exchange.needs_progress:
             try:
-                self._registered.agent.progress()
+                self._carrier.progress()
             except Unreachable as error:  # its readers miss their deadlines, and use the stream
                 if not self._stands_still:
-                    _log.warning("one-sided reads stand still: %s", error)
+                    _log.warning("reads by the carrier stand still: %s", error)
                 self._stands_still = True
 
     def _receive(self, now: float) -> None:
@@ -546,20 +535,6 @@ class BulkEndpoint:
             peer, message = self._exchange.outbox.popleft()
             if not self._port.send(peer, message):
                 self._exchange.lost(peer)
-
-
-class OneSidedParts(NamedTuple):
-    """What an endpoint needs for a one-sided carrier; nothing of it: the carrier is the stream."""
-
-    registered: RegisteredArena | None = None
-    clients: ClientMemory | None = None
-
-
-def one_sided_parts(backing: ArenaBacking, carrier: Carrier) -> OneSidedParts:
-    """The arena for one-sided reads, and the way to the memory of clients. `UsageError` if this machine cannot. Takes up to a second."""
-    if not carrier.one_sided:
-        return OneSidedParts()
-    return OneSidedParts(RegisteredArena(backing, NixlAgent(carrier)), ClientMemory(lambda: NixlAgent(carrier)))
 
 
 def _host(address: str) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Final, NamedTuple, Protocol
 
@@ -139,6 +140,8 @@ class ReadTransfer(ShardTransfer):
 
     named_bytes = 0
     """Bytes of the ranges that the last frame names."""
+    needs_progress = False
+    """Whether its client needs `ShardCarrier.progress` meanwhile."""
 
     @property
     def ready(self) -> bool:
@@ -248,6 +251,27 @@ class WriteTransfer(ExtentTransfer):
         `IncomingWrite.commit`."""
         self._commit(nbytes, digest)
         return self.progress() if self._window.due(last=self.done) else None
+
+
+class SteppedWrite(ExtentTransfer):
+    """A write of named ranges, which a carrier reads step by step."""
+
+    moved_at: float
+    """When something last moved, or there was something to move again."""
+    is_busy = False
+    """Whether there is something to move."""
+
+    @abstractmethod
+    def name(self, number: int, ranges: Sequence[b.ByteRange]) -> None:
+        """The client names its next ranges. `Corruption` or `ProtocolError` if they do not belong to this write."""
+
+    @abstractmethod
+    def step(self, now: float) -> int:
+        """Move some bytes; returns how many were stored. An error ends the write."""
+
+    @abstractmethod
+    def acknowledge(self) -> b.FlowAck | None:
+        """The acknowledgement of the frames that are stored, if it is due."""
 
 
 # ---------------------------------------------------------------- columns as frames

@@ -37,7 +37,7 @@ from transferqueue.testing.chaos.proxy import LoopbackHosts, run_proxy
 from transferqueue.testing.chaos.report import Report, report
 from transferqueue.testing.chaos.roles import run_role
 from transferqueue.testing.chaos.server_process import ServerUnderTest
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keys import write_token
 
@@ -179,7 +179,7 @@ class Chaos:
     def _ended(self, process: ManagedProcess, code: int) -> None:
         in_order = code == 0 and (self._draining or process.role == PROXY)
         by_ucx = code == -signal.SIGABRT and _UCX_ABORT in self._why(process.role)
-        if by_ucx and Carrier.chosen() is Carrier.NIXL_TCP:
+        if by_ucx and str(chosen_carrier()) == "nixl:tcp":
             self.faults.append(Fault(time.monotonic(), "abort of UCX", process.role))
             code = -signal.SIGKILL
         if not in_order and code != -signal.SIGKILL:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from transferqueue.testing.chaos.fault_plan import ChaosSettings
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 
 ARENA_BYTES: Final = 64 << 20
 SPILL_ARENA_BYTES: Final = 16 << 20
@@ -41,7 +41,7 @@ class ServerUnderTest:
             *(sys.executable, "-m", "transferqueue.cli", "serve", "--address", self.address, "--supervise"),
             *(self._spilling() if run.spill else self._durable(run)),
             *(() if tcp is None else ("--tcp", tcp, "--keys", str(directory / "keys"))),
-            *(("--plain-bytes",) if tcp is not None and Carrier.chosen().one_sided else ()),
+            *(("--plain-bytes",) if tcp is not None and chosen_carrier() is not None else ()),
         ]
         self._outlives: Final = run.durability.survives_crash
         self._file_bytes: tuple[int, int] | None = None

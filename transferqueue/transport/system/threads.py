@@ -20,3 +20,11 @@ def still_runs(thread: threading.Thread, wait_s: float = STOP_S) -> str:
     if frame is None:
         return ""
     return " < ".join(f"{at.filename}:{at.lineno} in {at.name}" for at in reversed(traceback.extract_stack(frame, 8)))
+
+
+_kept_for_good: Final[list[object]] = []
+
+
+def keep_for_good(*things: object) -> None:
+    """Never free these, though no variable holds them: memory that a transfer under way may still write, and what the transfer needs."""
+    _kept_for_good.extend(things)

@@ -12,14 +12,21 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.client.one_process import AGENTS, Copy, LocalAgent
+from tests.adapters.nixl.one_process import AGENTS, Copy, LocalAgent
 from tests.scale import only_long
 from tests.server.test_bulk import ARENA_BYTES, SESSION, Bench, refused
+from transferqueue.adapters.carriers.nixl.shard import client_memory
+from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
+from transferqueue.adapters.carriers.nixl.shard.client_memory import (
+    BUFFERS_MAX,
+    QUARANTINED_MAX,
+    QUARANTINED_OF_ONE,
+    ClientMemory,
+)
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
 from transferqueue.errors import BY_NAME, Unreachable, UsageError
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES, KIB, MIB
-from transferqueue.server.shards import client_memory
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
-from transferqueue.server.shards.client_memory import BUFFERS_MAX, QUARANTINED_MAX, QUARANTINED_OF_ONE, ClientMemory
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
@@ -37,7 +44,11 @@ class Pulled(Bench):
         self.agents: list[LocalAgent] = []
         self.client = LocalAgent()
         self.memory = ClientMemory(self.open)
-        self.exchange = ShardTransfers(self.backing, self.tickets, None, self.memory)
+        self.exchange = ShardTransfers(
+            self.backing,
+            self.tickets,
+            OneSidedShard(RegisteredArena(self.backing, LocalAgent()), self.memory),
+        )
         self.data = DATA.copy()
         self.address = int(self.data.__array_interface__["data"][0])
         self.client.register(self.address, TOTAL)
@@ -433,7 +444,9 @@ def test_a_session_names_memory_of_its_own(bench: Pulled) -> None:
 def test_a_shard_with_a_stream_alone_says_what_to_do(bench: Pulled) -> None:
     bench.exchange = ShardTransfers(bench.backing, bench.tickets)
     bench.say(bench.put(bench.ranges(0, MIB)))
-    with pytest.raises(BY_NAME["Impossible"], match=r"start it with --bytes nixl, or write over the stream"):
+    with pytest.raises(
+        BY_NAME["Impossible"], match=r"reads no memory of its clients; start it with the client's carrier"
+    ):
         raise refused(bench)
 
 
@@ -497,14 +510,14 @@ def test_a_write_that_names_nothing_yet_is_not_looked_after(bench: Pulled) -> No
     bench.say(bench.put([]))
     bench.exchange.now = 5.0
     bench.turns(3)
-    assert bench.exchange.pulled_at is None, (
+    assert bench.exchange.moved_at is None, (
         "else the endpoint would never sleep while its client makes checksums, or is stopped"
     )
     bench.say(b.WriteRangesFrame(1, 1, bench.ranges(0, 4 * MIB)))
     assert [head.frames for head in bench.turns()] == [2]
     bench.exchange.now = 5.0 + BULK_SILENCE_S
     assert bench.turns(3) == [], "its silence is counted from what it names next"
-    assert bench.exchange.pulled_at is None
+    assert bench.exchange.moved_at is None
 
 
 def test_writes_take_turns_at_the_buffers(bench: Pulled, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -517,7 +530,7 @@ def test_writes_take_turns_at_the_buffers(bench: Pulled, monkeypatch: pytest.Mon
             bench.say(
                 b.WriteRangesFrame(1, frame, bench.ranges(half + frame * MIB, half + (frame + 1) * MIB)), peer=peer
             )
-    monkeypatch.setattr("transferqueue.server.shards.pulled_write.PULL_BYTES", MIB)
+    monkeypatch.setattr("transferqueue.adapters.carriers.nixl.shard.pulled_write.PULL_BYTES", MIB)
     for _ in range(40):
         bench.exchange.pull()
     order = [peer for peer, _, _ in bench.heard()]

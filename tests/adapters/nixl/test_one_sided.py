@@ -15,24 +15,28 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.carried import SESSION, SHARD, CarriedBacking, OverCarrier, ShardEnd
-from tests.client.one_process import AGENTS, LocalAgent
+from tests.adapters.nixl.carried import SESSION, SHARD, CarriedBacking, OverCarrier, ShardEnd
+from tests.adapters.nixl.one_process import AGENTS, LocalAgent
 from tests.scale import only_long
-from transferqueue.client.client import _Carriers
-from transferqueue.client.memory import one_sided, remote
-from transferqueue.client.memory.one_sided import OneSidedMemory, Quarantine, RegisteredPool
+from transferqueue.adapters.carriers.nixl.agent import NixlAgent, Transports, check_machine, load_nixl
+from transferqueue.adapters.carriers.nixl.client import one_sided
+from transferqueue.adapters.carriers.nixl.client.carrier import OneSidedSession
+from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory, Quarantine, RegisteredPool
+from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
+from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemory
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
+from transferqueue.client.client import _carrier_to
+from transferqueue.client.memory import remote
 from transferqueue.client.memory.transfers import RequestedRows
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.server.shards.bulk_endpoint import OneSidedParts
-from transferqueue.server.shards.client_memory import ClientMemory
-from transferqueue.server.shards.registered_arena import RegisteredArena
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import Carrier, NixlAgent, check_carrier, load_nixl, rdma_devices
+from transferqueue.transport.bulk.carriers import chosen_carrier
+from transferqueue.transport.system.rdma import rdma_devices
 from transferqueue.wire import messages as m
 
 PLACE = Range(1, 0, 9 * MIB)
@@ -41,8 +45,8 @@ PLACE = Range(1, 0, 9 * MIB)
 OTHERS = [check for check in BACKING_CHECKS if check is not what_is_forgotten_is_free]
 
 
-def registered(backing: ArenaBacking) -> OneSidedParts:
-    return OneSidedParts(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent))
+def registered(backing: ArenaBacking) -> OneSidedShard:
+    return OneSidedShard(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent))
 
 
 @pytest.fixture
@@ -77,8 +81,7 @@ def test_an_arena_behind_one_sided_reads_is_a_backing(check: Any) -> None:
 def test_what_is_read_one_sided_is_what_was_put(backing: CarriedBacking, agent: LocalAgent) -> None:
     assert is_read(backing)
     assert backing.shard.answer("sent") == {"stream": 0, "one_sided": PLACE.nbytes}
-    assert backing.client.reader is not None
-    assert backing.client.reader.bytes_read == PLACE.nbytes
+    assert backing.carrier.reader.bytes_read == PLACE.nbytes
     reads = agent.reads
     assert is_read(backing)
     assert agent.reads == reads + 2, "a read for each 8 MiB"
@@ -99,9 +102,9 @@ def test_rows_that_lie_apart_are_staged_and_read_in_few_ranges(backing: CarriedB
         assert agent.reads - before == 4, "one for each 2 MiB"
     assert backing.shard.answer("sent") == {"stream": 0, "one_sided": 3 * rows.nbytes}
     assert isinstance(backing.shard, ShardEnd)
-    assert backing.shard.registered is not None
+    assert backing.shard.carrier is not None
     assert backing.shard.answer("used")
-    assert backing.shard.registered.staging.taken == 0
+    assert backing.shard.carrier.registered.staging.taken == 0
 
 
 def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_not_used_before_its_agent_is_gone(
@@ -113,13 +116,13 @@ def test_a_read_that_fails_comes_over_the_stream_and_its_buffer_is_not_used_befo
     agent.before = fail
     monkeypatch.setattr(one_sided, "PAUSE_S", 1e6)
     assert is_read(backing)
-    memory = backing.client.reader.memory  # type: ignore[union-attr]
+    memory = backing.carrier.reader.memory
     assert memory._quarantine.nbytes == PLACE.nbytes
     agent.before = lambda: None
     reads = agent.reads
     assert is_read(backing)
     assert agent.reads == reads, "a moment later the stream is still used"
-    monkeypatch.setattr(backing.client.reader, "_not_before", 0.0)
+    monkeypatch.setattr(backing.carrier.reader, "_not_before", 0.0)
     assert is_read(backing)
     assert agent.reads > reads
     monkeypatch.setattr(one_sided, "QUARANTINE_BYTES_MAX", MIB)
@@ -154,7 +157,7 @@ def test_a_read_that_never_ends_is_left_after_the_silence(
     backing: CarriedBacking, agent: LocalAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(remote, "BULK_SILENCE_S", 0.05)
-    monkeypatch.setattr("tests.client.one_process.Copy.done", lambda self: False)
+    monkeypatch.setattr("tests.adapters.nixl.one_process.Copy.done", lambda self: False)
     assert is_read(backing), "over the stream"
     assert agent.loaded == {}, "the peer was forgotten"
 
@@ -162,7 +165,7 @@ def test_a_read_that_never_ends_is_left_after_the_silence(
 def test_closing_ends_a_read_that_never_ends(backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = threading.Event()
     failed: list[BaseException] = []
-    monkeypatch.setattr("tests.client.one_process.Copy.done", lambda self: bool(begun.set()))
+    monkeypatch.setattr("tests.adapters.nixl.one_process.Copy.done", lambda self: bool(begun.set()))
 
     def read() -> None:
         try:
@@ -179,11 +182,11 @@ def test_closing_ends_a_read_that_never_ends(backing: CarriedBacking, monkeypatc
 
 
 def test_a_shard_that_serves_the_stream_alone_is_asked_once(agent: LocalAgent) -> None:
-    with OverCarrier(lambda: ShardEnd(lambda _: OneSidedParts()), OneSidedMemory(lambda: agent)).open() as opened:
+    with OverCarrier(lambda: ShardEnd(lambda _: None), OneSidedMemory(lambda: agent)).open() as opened:
         opened.ensure(0, 32 * MIB)
         write(opened, PLACE, content(PLACE.nbytes))
         assert is_read(opened)
-        assert not opened.client.reader.usable  # type: ignore[union-attr]
+        assert not opened.carrier.reader.usable
         assert agent.reads == 0
 
 
@@ -201,33 +204,42 @@ def test_a_buffer_is_registered_as_long_as_it_is_kept(agent: LocalAgent) -> None
 
 
 def test_production_refuses_a_machine_without_rdma_and_without_the_package(tmp_path: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr("transferqueue.transport.bulk.one_sided.find_spec", lambda _: None)
+    monkeypatch.setattr("transferqueue.adapters.carriers.nixl.agent.find_spec", lambda _: None)
     with pytest.raises(UsageError, match=r"bytes='nixl' needs the package nixl, .*pip install --no-deps nixl"):
-        check_carrier(Carrier.NIXL)
-    monkeypatch.setattr("transferqueue.transport.bulk.one_sided.find_spec", lambda _: object())
+        check_machine(Transports.RDMA)
+    monkeypatch.setattr("transferqueue.adapters.carriers.nixl.agent.find_spec", lambda _: object())
     for state in ("", "1: DOWN"):
         if state:
             (tmp_path / "mlx5_0/ports/1").mkdir(parents=True)
             (tmp_path / "mlx5_0/ports/1/state").write_text(state)
         with pytest.raises(UsageError, match=r"no RDMA device with an active port .*twice as slow as a stream"):
-            check_carrier(Carrier.NIXL, tmp_path)
-        check_carrier(Carrier.NIXL_TCP, tmp_path)
+            check_machine(Transports.RDMA, tmp_path)
+        check_machine(Transports.TCP, tmp_path)
     (tmp_path / "mlx5_0/ports/1/state").write_text("4: ACTIVE\n")
-    check_carrier(Carrier.NIXL, tmp_path)
+    check_machine(Transports.RDMA, tmp_path)
     assert rdma_devices(tmp_path) == ["mlx5_0"]
-    check_carrier(Carrier.STREAM)
 
 
 def test_a_carrier_is_chosen_by_name_or_by_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRANSFERQUEUE_BYTES", raising=False)
-    assert Carrier.chosen() is Carrier.STREAM
+    assert chosen_carrier() is None
     monkeypatch.setenv("TRANSFERQUEUE_BYTES", "nixl:cma")
-    assert (Carrier.chosen(), Carrier.chosen("stream")) == (Carrier.NIXL_CMA, Carrier.STREAM)
+    assert (str(chosen_carrier()), chosen_carrier("stream")) == ("nixl:cma", None)
     for name in ("rdma", "NIXL"):
-        with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; there are stream, nixl, "):
-            Carrier.chosen(name)
-    assert _Carriers(Carrier.STREAM).memories(encrypted=False) == (None, None)
-    assert _Carriers(Carrier.NIXL).memories(encrypted=True) == (None, None), "nothing would encrypt it"
+        with pytest.raises(UsageError, match=f"bytes='{name}' is no carrier of columns; there are stream, nixl "):
+            chosen_carrier(name)
+    with pytest.raises(
+        UsageError, match="bytes='nixl:udp' is no carrier of columns; those by NIXL are nixl, nixl:tcp, "
+    ):
+        chosen_carrier("nixl:udp")
+
+
+def test_what_is_encrypted_crosses_over_the_stream() -> None:
+    session = OneSidedSession(lambda: OneSidedMemory(LocalAgent), lambda: None)
+    assert _carrier_to(None, encrypted=False) is None
+    assert _carrier_to(session, encrypted=True) is None, "the carrier would not encrypt it"
+    first, second = (_carrier_to(session, encrypted=False) for _ in range(2))
+    assert first.reader.memory is second.reader.memory is not first.writer.memory  # type: ignore[union-attr]
 
 
 def test_what_a_late_read_may_write_is_not_freed_when_the_queue_closes() -> None:
@@ -311,7 +323,7 @@ def test_nixl_is_asked_where_that_costs_nothing_or_the_build_fails(
 def test_a_package_that_cannot_be_loaded_is_named(installed: Callable[[str, str], None]) -> None:
     installed("nixl", "raise ImportError('libucp.so.0: cannot open shared object file')")
     with pytest.raises(UsageError, match=r"nixl:cma.*cannot be loaded.*libucp.so.0"):
-        NixlAgent(Carrier.NIXL_CMA)
+        NixlAgent(Transports.CMA)
 
 
 def test_every_build_that_failed_says_why(installed: Callable[[str, str], None]) -> None:
@@ -322,5 +334,5 @@ def test_every_build_that_failed_says_why(installed: Callable[[str, str], None])
         UsageError,
         match=r"cannot be loaded on this machine \(nixl_cu12: AttributeError: compiled for numpy 1; nixl: RuntimeError: no build of nixl is installed\)",
     ) as raised:
-        NixlAgent(Carrier.NIXL_CMA)
+        NixlAgent(Transports.CMA)
     assert raised.value.__cause__ is not None

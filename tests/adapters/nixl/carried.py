@@ -1,11 +1,12 @@
 """A backing behind a real bulk endpoint and a real client: what the kit of backings checks then is the way between the two.
 
-`python -m tests.client.carried CARRIER` is the shard: it obeys one JSON line after another, and answers each.
+`python -m tests.adapters.nixl.carried CARRIER` is the shard: it obeys one JSON line after another, and answers each.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -15,21 +16,24 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+import pytest
 
+from transferqueue.adapters.carriers.nixl.client.carrier import OneSidedCarrier
+from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory
+from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.client.memory import remote
-from transferqueue.client.memory.one_sided import OneSidedMemory
 from transferqueue.client.memory.transfers import RequestedRows
 from transferqueue.errors import OutOfMemory
 from transferqueue.limits import ALIGNMENT, MIB
 from transferqueue.schema import Field, align
-from transferqueue.server.shards.bulk_endpoint import BulkEndpoint, OneSidedParts, one_sided_parts
+from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.backing import ArenaBacking, IncomingWrite, Range, Reader
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.bulk.tcp import TcpBulkClient
 from transferqueue.wire import messages as m
 
@@ -40,13 +44,12 @@ CAPACITY = 64 * MIB
 class ShardEnd:
     """The shard. register: what its clients may read one-sided, and what it reads of them."""
 
-    def __init__(self, register: Callable[[ArenaBacking], OneSidedParts]) -> None:
+    def __init__(self, register: Callable[[ArenaBacking], OneSidedShard | None]) -> None:
         self.arena = Arena.create(None, CAPACITY)
         self.backing = ArenaBacking(self.arena)
         self.tickets = TicketIssuer(KEY, LiveExtents(), LiveExtents())
-        parts = register(self.backing)
-        self.registered, self.clients = parts
-        self.endpoint = BulkEndpoint(self.backing, self.tickets, None, *parts)
+        self.carrier = register(self.backing)
+        self.endpoint = BulkEndpoint(self.backing, self.tickets, None, self.carrier)
         self.port = self.endpoint.listen(["tcp://127.0.0.1:0"])
         self.endpoint.start()
 
@@ -68,7 +71,7 @@ class ShardEnd:
     def _used(self) -> int:
         """Once the last words of the clients have been heard."""
         deadline = time.monotonic() + 20
-        while self.endpoint._exchange.one_sided:
+        while self.endpoint._exchange.needs_progress:
             assert time.monotonic() < deadline
         return os.stat(self.arena.path).st_blocks * 512
 
@@ -81,7 +84,7 @@ class OtherProcess:
     """The shard in a process of its own."""
 
     def __init__(self, carrier: str) -> None:
-        command = [sys.executable, "-m", "tests.client.carried", carrier]
+        command = [sys.executable, "-m", "tests.adapters.nixl.carried", carrier]
         self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.port = self._line()
 
@@ -105,11 +108,17 @@ class OtherProcess:
 
 def serve(carrier: str) -> None:
     """Be the shard until standard input ends."""
-    shard = ShardEnd(lambda backing: one_sided_parts(backing, Carrier.chosen(carrier)))
+    chosen = chosen_carrier(carrier)
+    shard = ShardEnd(chosen.open_shard if chosen is not None else lambda _: None)
     print(json.dumps(shard.port), flush=True)
     for line in sys.stdin:
         print(json.dumps(shard.answer(*json.loads(line))), flush=True)
     shard.close()
+
+
+def unused() -> OneSidedMemory:
+    """Opens no agent."""
+    return OneSidedMemory(lambda: pytest.fail("the stream should carry this"))
 
 
 class CarriedBacking:
@@ -126,14 +135,18 @@ class CarriedBacking:
         port = shard.port
         self._tickets = TicketIssuer(KEY, LiveExtents(), LiveExtents())
         welcome = m.Welcome(SESSION, 1, "t", "t", {}, 0, bulk_port=port)
+        self.carrier = OneSidedCarrier(memory or unused(), sending or unused())
+        if memory is None:
+            self.carrier.reader._not_before = math.inf
+        if sending is None:
+            self.carrier.writer._not_before = math.inf
         self.client = remote.RemoteMemory(
             lambda told: TcpBulkClient("127.0.0.1", port, told.epoch),
             welcome,
             lambda _: None,
             lambda: None,
             lambda: None,
-            one_sided=memory,
-            sending=sending,
+            carrier=self.carrier,
         )
 
     def ensure(self, offset: int, nbytes: int) -> None:

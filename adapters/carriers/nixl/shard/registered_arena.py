@@ -19,13 +19,13 @@ from typing import Final
 
 import msgspec
 
+from transferqueue.adapters.carriers.nixl.agent import MemoryAgent
+from transferqueue.adapters.carriers.nixl.shard.staging import StagingPool
 from transferqueue.errors import Unreachable
 from transferqueue.limits import ARENA_STEP_BYTES
-from transferqueue.server.shards.staging import StagingPool
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import ArenaBacking
 from transferqueue.storage.memory.private_pages import memory_address
-from transferqueue.transport.bulk.one_sided import MemoryAgent
 from transferqueue.transport.bulk.protocol import METADATA_BYTES_MAX
 
 _log: Final = logging.getLogger("transferqueue.server")

@@ -6,8 +6,8 @@ import ctypes
 import itertools
 from collections.abc import Callable, Sequence
 
+from transferqueue.adapters.carriers.nixl.agent import CopiedRange
 from transferqueue.errors import Unreachable
-from transferqueue.transport.bulk.one_sided import CopiedRange
 
 _NUMBERS = itertools.count(1)
 AGENTS: dict[str, LocalAgent] = {}

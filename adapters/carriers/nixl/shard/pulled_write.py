@@ -11,13 +11,13 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Final
 
+from transferqueue.adapters.carriers.nixl.shard.client_memory import PULL_BYTES, ClientMemory, ClientRead
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import MetadataVersion
 from transferqueue.errors import Corruption, ProtocolError, Unreachable
 from transferqueue.limits import BULK_SILENCE_S, BULK_WINDOW_FRAMES, FRAME_BYTES
-from transferqueue.server.shards.client_memory import PULL_BYTES, ClientMemory, ClientRead
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.registered_arena import MetadataVersion
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.shards.transfers import ExtentTransfer
+from transferqueue.server.shards.transfers import SteppedWrite
 from transferqueue.storage.memory.backing import Backing
 from transferqueue.transport.bulk import protocol as b
 
@@ -25,7 +25,7 @@ PULLS_AHEAD: Final = 2
 """Reads of one write at a time: the second is read while the first is compared and copied."""
 
 
-class PulledWrite(ExtentTransfer):
+class PulledWrite(SteppedWrite):
     """Reads ranges of a client's memory into an extent. clients: the memory of this shard's clients."""
 
     def __init__(
@@ -48,9 +48,6 @@ class PulledWrite(ExtentTransfer):
         self._frame_ends: deque[int] = deque()
         self._named = self._taken = 0
         self.moved_at = now
-        """When a read last began or ended, or there was something to read again."""
-        self.is_busy = False
-        """Whether it has something to read."""
         self.name(0, write.ranges)
 
     def name(self, number: int, ranges: Sequence[b.ByteRange]) -> None:

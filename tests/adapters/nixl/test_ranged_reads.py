@@ -10,8 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from tests.client.one_process import LocalAgent
+from tests.adapters.nixl.one_process import LocalAgent
 from tests.server.test_bulk import ARENA_BYTES, EXTENT, Bench, refused
+from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
+from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemory
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegionUse, RegisteredArena
 from transferqueue.cluster.shard import ShardProcess
 from transferqueue.errors import BY_NAME
 from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
@@ -21,12 +24,11 @@ from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.files import private_arena
 from transferqueue.server.process import assembly
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
-from transferqueue.server.shards.registered_arena import RegionUse, RegisteredArena
 from transferqueue.storage.columns.cut import dense_slices
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import Carrier
+from transferqueue.transport.bulk.carriers import chosen_carrier
 from transferqueue.transport.security import keyring
 
 
@@ -39,7 +41,9 @@ class Named(Bench):
         self.owner = arena
         self.agent = LocalAgent()
         self.registered = RegisteredArena(self.backing, self.agent)
-        self.exchange = ShardTransfers(self.backing, self.tickets, self.registered)
+        self.exchange = ShardTransfers(
+            self.backing, self.tickets, OneSidedShard(self.registered, ClientMemory(LocalAgent))
+        )
 
     def read_ranges(self, at, wanted=None, loaded=("", 0, 0), **changes):
         asked = self.read(at, wanted, **changes)
@@ -208,7 +212,9 @@ def test_who_has_no_ticket_learns_nothing(bench: Named) -> None:
 def test_a_shard_that_registers_nothing_says_what_to_do(bench: Named) -> None:
     bench.exchange = ShardTransfers(bench.backing, bench.tickets)
     bench.say(bench.read_ranges(bench.put(x=np.zeros((4, MIB), np.uint8))))
-    with pytest.raises(BY_NAME["Impossible"], match=r"start it with --bytes nixl, or read over the stream"):
+    with pytest.raises(
+        BY_NAME["Impossible"], match=r"names no ranges of its memory; start it with the client's carrier"
+    ):
         raise refused(bench)
 
 
@@ -251,11 +257,13 @@ def test_only_pages_that_are_there_are_registered_and_a_new_generation_is_loaded
 def test_a_server_refuses_what_cannot_be_read_one_sided(tmp_path: Path) -> None:
     (tmp_path / "keys").mkdir(mode=0o700)
     keyring.add(tmp_path / "keys", "a", "admin")
-    with pytest.raises(BY_NAME["UsageError"], match=r"with keys refused: nothing encrypts .* add --plain-bytes"):
-        assembly._check_one_sided(Carrier.NIXL, private_arena(MIB), keyring.Keyring(tmp_path / "keys"))
+    with pytest.raises(
+        BY_NAME["UsageError"], match=r"with keys refused: nothing encrypts what a carrier moves; add --plain-bytes"
+    ):
+        assembly._check_carrier(chosen_carrier("nixl"), private_arena(MIB), keyring.Keyring(tmp_path / "keys"))
     disk = StateDirectory(tmp_path / "state", Level.DISK, first_epoch=1, arena_bytes=MIB, accept_loss=False)
     with pytest.raises(BY_NAME["UsageError"], match=r"the rows lie in .*state, .* serve with --durability process"):
-        assembly._check_one_sided(Carrier.NIXL, disk, None)
+        assembly._check_carrier(chosen_carrier("nixl"), disk, None)
     disk.close()
 
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.adapters.nixl.test_ranged_reads import Named, frames
 from tests.server.test_bulk import ARENA_BYTES, SESSION, Bench, refused
-from tests.server.test_ranged_reads import Named, frames
+from transferqueue.adapters.carriers.nixl.shard import staging
 from transferqueue.errors import BY_NAME, Unreachable
 from transferqueue.limits import BULK_STALL_S, KIB
-from transferqueue.server.shards import staging
 from transferqueue.storage.memory.arena import Arena
 from transferqueue.transport.bulk import protocol as b
 from transferqueue.wire import messages as m

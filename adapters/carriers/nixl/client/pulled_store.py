@@ -19,7 +19,7 @@ from typing import Final
 import msgspec
 import numpy as np
 
-from transferqueue.client.memory.one_sided import PAUSE_S, OneSidedMemory
+from transferqueue.adapters.carriers.nixl.client.one_sided import PAUSE_S, OneSidedMemory
 from transferqueue.client.memory.transfers import WritingTransfer
 from transferqueue.errors import Impossible, TransferQueueError, Unreachable, UsageError
 from transferqueue.limits import FRAME_BYTES, KIB

@@ -10,17 +10,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.client.carried import CarriedBacking, OverCarrier, ShardEnd
-from tests.client.one_process import AGENTS, Copy, LocalAgent
+from tests.adapters.nixl.carried import CarriedBacking, OverCarrier, ShardEnd
+from tests.adapters.nixl.one_process import AGENTS, Copy, LocalAgent
 from tests.scale import only_long
-from transferqueue.client.memory import pulled_store, remote
-from transferqueue.client.memory.one_sided import OneSidedMemory
+from transferqueue.adapters.carriers.nixl.client import pulled_store
+from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory
+from transferqueue.adapters.carriers.nixl.shard import pulled_write
+from transferqueue.adapters.carriers.nixl.shard.carrier import OneSidedShard
+from transferqueue.adapters.carriers.nixl.shard.client_memory import ClientMemory
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import RegisteredArena
+from transferqueue.client.memory import remote
 from transferqueue.client.session.calls import Deadline
 from transferqueue.errors import DeadlineExceeded, Forked, Unreachable
 from transferqueue.limits import MIB
-from transferqueue.server.shards import pulled_write
-from transferqueue.server.shards.bulk_endpoint import OneSidedParts
-from transferqueue.server.shards.client_memory import ClientMemory
 from transferqueue.storage.memory.backing import ArenaBacking, Range
 from transferqueue.testing.conformance.backings import BACKING_CHECKS, content, what_is_forgotten_is_free, write
 from transferqueue.testing.conformance.report import Verdict, judge
@@ -32,8 +34,8 @@ PLACE = Range(1, 0, 70 * MIB // 8)
 OTHERS = [check for check in BACKING_CHECKS if check is not what_is_forgotten_is_free]
 
 
-def pulling(_: ArenaBacking) -> OneSidedParts:
-    return OneSidedParts(None, ClientMemory(LocalAgent))
+def pulling(backing: ArenaBacking) -> OneSidedShard:
+    return OneSidedShard(RegisteredArena(backing, LocalAgent()), ClientMemory(LocalAgent))
 
 
 @pytest.fixture
@@ -52,8 +54,8 @@ def received(backing: CarriedBacking) -> tuple[int, int]:
 def puller(backing: CarriedBacking) -> LocalAgent:
     """The agent by which the shard reads."""
     assert isinstance(backing.shard, ShardEnd)
-    assert backing.shard.clients is not None
-    agent = backing.shard.clients._agent
+    assert backing.shard.carrier is not None
+    agent = backing.shard.carrier.clients._agent
     assert isinstance(agent, LocalAgent)
     return agent
 
@@ -77,7 +79,7 @@ def test_what_is_put_is_read_out_of_a_buffer_that_the_next_put_uses(backing: Car
     for extent in (1, 2):
         put(backing, Range(extent, (extent - 1) * 9 * MIB, PLACE.nbytes))
     assert received(backing) == (0, 2 * PLACE.nbytes)
-    writer = backing.client.writer
+    writer = backing.carrier.writer
     assert writer is not None
     assert writer.bytes_pulled == 2 * PLACE.nbytes
     assert writer.memory.buffers.version == (0, 1), "one buffer was registered, once"
@@ -99,7 +101,7 @@ def test_a_read_that_fails_leaves_the_put_to_the_stream(
     puller(backing).before = lambda: None
     put(backing)
     assert received(backing) == (2 * PLACE.nbytes, PLACE.nbytes), "a moment later the stream is still used"
-    monkeypatch.setattr(backing.client.writer, "_not_before", 0.0)
+    monkeypatch.setattr(backing.carrier.writer, "_not_before", 0.0)
     put(backing)
     assert received(backing) == (2 * PLACE.nbytes, 2 * PLACE.nbytes)
 
@@ -111,7 +113,7 @@ def test_bytes_that_change_on_the_way_are_not_believed(backing: CarriedBacking) 
 
     def flip() -> None:
         if not flipped:
-            (region,) = backing.client.writer.memory.agent.regions.values()  # type: ignore[union-attr, attr-defined]
+            (region,) = backing.carrier.writer.memory.agent.regions.values()  # type: ignore[union-attr, attr-defined]
             memory = (np.ctypeslib.ctypes.c_ubyte * 1).from_address(region[0] + 64)
             flipped.append(memory[0])
             memory[0] ^= 1
@@ -130,7 +132,7 @@ def test_a_shard_that_does_not_read_is_left_after_the_silence(
         stopped.setattr(Copy, "done", lambda _: False)
         put(backing)
     assert received(backing) == (PLACE.nbytes, PLACE.nbytes)
-    monkeypatch.setattr(backing.client.writer, "_not_before", 0.0)
+    monkeypatch.setattr(backing.carrier.writer, "_not_before", 0.0)
     put(backing)
     assert received(backing) == (PLACE.nbytes, 2 * PLACE.nbytes), "its reads have ended, so it is loaded afresh"
 
@@ -155,11 +157,10 @@ def test_closing_ends_a_put_that_is_not_read(backing: CarriedBacking, monkeypatc
 
 
 def test_a_shard_that_takes_the_stream_alone_is_asked_once() -> None:
-    with OverCarrier(lambda: ShardEnd(lambda _: OneSidedParts()), None, OneSidedMemory(LocalAgent)).open() as opened:
+    with OverCarrier(lambda: ShardEnd(lambda _: None), None, OneSidedMemory(LocalAgent)).open() as opened:
         opened.ensure(0, 10 * MIB)
         put(opened)
-        assert opened.client.writer is not None
-        assert opened.client.writer.take(MIB) is None
+        assert opened.carrier.writer.take(MIB) is None
         assert received(opened) == (PLACE.nbytes, 0)
 
 
@@ -187,11 +188,10 @@ def test_the_caller_s_deadline_ends_a_put_that_is_not_read(
 
 
 def test_the_first_frame_leaves_before_the_next_ones_are_hashed(backing: CarriedBacking) -> None:
-    assert backing.client.writer is not None
-    data = backing.client.writer.take(3 * protocol.RANGES_FRAME_BYTES)
+    data = backing.carrier.writer.take(3 * protocol.RANGES_FRAME_BYTES)
     assert data is not None
     granted = m.Granted(1, 0, 0, len(data))
-    messages = iter(pulled_store.PulledStore(1, 7, 1, granted, 0, data.data, backing.client.writer).opening())
+    messages = iter(pulled_store.PulledStore(1, 7, 1, granted, 0, data.data, backing.carrier.writer).opening())
     next(messages)
     data[:] = 7
     (second,) = protocol.to_shard(next(messages)[0]).ranges[:1]
@@ -212,8 +212,7 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
         except BaseException as error:  # noqa: BLE001
             failed.append(error)
 
-    assert backing.client.writer is not None
-    with backing.client.writer.memory._guard:
+    with backing.carrier.writer.memory._guard:
         writing = threading.Thread(target=write_it)
         writing.start()
         writing.join(5)

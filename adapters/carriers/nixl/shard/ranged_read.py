@@ -10,11 +10,11 @@ import math
 from collections.abc import Iterator
 from typing import Final
 
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import MetadataVersion, RegionUse, RegisteredArena
+from transferqueue.adapters.carriers.nixl.shard.staging import STAGED_FRAME_BYTES, StagedRead
 from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, PAGE_BYTES
 from transferqueue.server.shards.block_checks import PartCheck
 from transferqueue.server.shards.frame_digests import FrameDigests
-from transferqueue.server.shards.registered_arena import MetadataVersion, RegionUse, RegisteredArena
-from transferqueue.server.shards.staging import STAGED_FRAME_BYTES, StagedRead
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.shards.transfers import (
     FrameContent,
@@ -73,6 +73,8 @@ class RangedRead(ReadTransfer):
     def needs_memory(self) -> bool:
         """Always: its client reads what the frames name."""
         return True
+
+    needs_progress = True
 
     overdue = f"nothing was heard of it, or none of its frames was taken, for {BULK_STALL_S:g} s"
 

@@ -23,13 +23,14 @@ from typing import Final
 
 import numpy as np
 
+from transferqueue.adapters.carriers.nixl.agent import CopiedRange, MemoryAgent, PendingRead
+from transferqueue.adapters.carriers.nixl.shard.registered_arena import MetadataVersion
 from transferqueue.errors import Corruption, Unreachable, UsageError
 from transferqueue.limits import BULK_CONNECTIONS_MAX, KIB, MIB
-from transferqueue.server.shards.registered_arena import MetadataVersion
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent, PendingRead, keep_for_good
+from transferqueue.transport.system.threads import keep_for_good
 
 _log: Final = logging.getLogger("transferqueue.server")
 PULL_BYTES: Final = 4 * MIB

@@ -8,13 +8,13 @@ from typing import Final
 
 import numpy as np
 
-from transferqueue.client.memory.one_sided import ShardReader
+from transferqueue.adapters.carriers.nixl.agent import CopiedRange
+from transferqueue.adapters.carriers.nixl.client.one_sided import ShardReader
 from transferqueue.client.memory.transfers import FetchTransfer, RequestedRows
 from transferqueue.errors import Corruption
 from transferqueue.schema import Field
 from transferqueue.storage.memory.private_pages import memory_address
 from transferqueue.transport.bulk import protocol as b
-from transferqueue.transport.bulk.one_sided import CopiedRange
 
 
 class RangedFetch(FetchTransfer):

@@ -2,8 +2,8 @@
 
 ::
 
-    mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master (`mooncake`)
-    file:///var/tmp/rows                 files in a private directory, such as one on a fast disk (`directory`)
+    mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master (`adapters.stores.mooncake`)
+    file:///var/tmp/rows                 files in a private directory, such as one on a fast disk (`adapters.stores.directory`)
     scheme://...                         what entry point ``transferqueue.stores`` registers under that scheme: a callable
                                          of the address and of this machine's name, which gives an `ObjectStore`
 
@@ -16,23 +16,25 @@ from __future__ import annotations
 
 import hashlib
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Final
 
-from transferqueue.cluster.stores.directory import DirectoryStore
-from transferqueue.cluster.stores.mooncake import MooncakeStore
 from transferqueue.errors import UsageError, listing
+from transferqueue.lazy import Plugins
 from transferqueue.storage.memory.object_store import ObjectBacking, ObjectStore
 from transferqueue.transport import FileLock, runtime_directory
 from transferqueue.transport.system.private_files import private_directory
 
-Opener = Callable[[str, str], ObjectStore]
-"""Opens a store, from its address and this machine's name as other machines see it."""
-GROUP: Final = "transferqueue.stores"
-_OWN: Final[dict[str, Opener]] = {"file": DirectoryStore, "mooncake": MooncakeStore}
+STORES: Final = Plugins(
+    "transferqueue.stores",
+    {
+        "file": "transferqueue.adapters.stores.directory:DirectoryStore",
+        "mooncake": "transferqueue.adapters.stores.mooncake:MooncakeStore",
+    },
+)
+"""Each opens a store, from its address and this machine's name as other machines see it."""
 _NAME_BYTES: Final = 8
 
 
@@ -40,11 +42,11 @@ def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
     """Open the store at `address`. host: this machine's name as other machines see it. `UsageError` for an invalid address, `Unreachable`
     if the store does not answer within its own deadline."""
     scheme, separator, _ = address.partition("://")
-    opener = _OWN.get(scheme) or next((entry.load() for entry in entry_points(group=GROUP, name=scheme)), None)
-    if not separator or opener is None:
-        known = listing([*_OWN, *(entry.name for entry in entry_points(group=GROUP))])
-        raise UsageError(f"store {address!r} is none; give scheme://..., where the scheme is one of {known}")
-    store: ObjectStore = opener(address, host)
+    if not separator or scheme not in STORES.places:
+        raise UsageError(
+            f"store {address!r} is none; give scheme://..., where the scheme is one of {listing(STORES.places)}"
+        )
+    store: ObjectStore = STORES.load(scheme)(address, host)
     return store
 
 

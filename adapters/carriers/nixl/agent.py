@@ -5,14 +5,13 @@ Rules:
 1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what is registered; whoever
    has loaded it can read **and write** all of it, with no further check. So it goes only to who has shown a ticket, and only where columns
    may cross without encryption.
-2. The setting `TRANSFERQUEUE_BYTES` (`serve --bytes`, `shard --bytes`) says what carries columns: ``stream``, a connection of the bulk protocol, or
-   ``nixl``. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma`` (between
-   processes of one host) are for tests.
+2. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma`` (between processes of one
+   host) are for tests.
 3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
    are under way (`MemoryAgent.progress`).
 4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
    memory that a read which did not succeed could still write. It is not freed before the agent that began the read is gone (`MemoryAgent.close`), or
-   the process ends (`keep_for_good`).
+   the process ends (`transport.system.threads.keep_for_good`).
 5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a queue of its network card. All of
    these belong to its agent and end with it. So nothing that an agent began to read writes anything once it is gone, whatever its peers do then
    (docs/decisions/0064).
@@ -41,72 +40,36 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 
 from transferqueue.errors import Unreachable, UsageError
+from transferqueue.lazy import install_line
+from transferqueue.transport.system.rdma import DEVICES, rdma_devices
 
-BYTES_VARIABLE: Final = "TRANSFERQUEUE_BYTES"
-DEVICES: Final = Path("/sys/class/infiniband")
-"""Where the kernel lists RDMA devices, RoCE included."""
 INSTALL: Final = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+"""Without what the wheels ask for: torch, and a second build. Nothing here uses either."""
 _BUILDS: Final = ("nixl_cu12", "nixl_cu13", "nixl_rocm")
 _DONE: Final = "DONE"
 _PENDING: Final = "PROC"
 
 
-class Carrier(enum.StrEnum):
-    """What carries columns between a client and a shard whose memory it cannot map."""
+class Transports(enum.StrEnum):
+    """What NIXL may use, by the setting that says so."""
 
-    STREAM = "stream"
-    NIXL = "nixl"
-    NIXL_TCP = "nixl:tcp"
-    NIXL_CMA = "nixl:cma"
-
-    @classmethod
-    def chosen(cls, text: str | None = None) -> Carrier:
-        """The carrier of this name; None: the one that `TRANSFERQUEUE_BYTES` names, else the stream. `UsageError` if there is none.
-
-        >>> Carrier.chosen("nixl").one_sided, Carrier.chosen("stream").one_sided
-        (True, False)
-        """
-        name = text if text is not None else os.environ.get(BYTES_VARIABLE) or cls.STREAM
-        if name not in list(cls):
-            raise UsageError(
-                f"bytes={name!r} is no carrier of columns; there are {', '.join(cls)} (--bytes, or {BYTES_VARIABLE} in the environment)"
-            )
-        return cls(name)
-
-    @property
-    def one_sided(self) -> bool:
-        """Whether memory is read one-sided."""
-        return self is not Carrier.STREAM
+    RDMA = "nixl"
+    TCP = "nixl:tcp"
+    CMA = "nixl:cma"
 
 
-_TRANSPORTS: Final = {Carrier.NIXL: "^tcp", Carrier.NIXL_TCP: "tcp,self", Carrier.NIXL_CMA: "cma,tcp,self"}
+_UCX_TLS: Final = {Transports.RDMA: "^tcp", Transports.TCP: "tcp,self", Transports.CMA: "cma,tcp,self"}
 """What UCX may use, unless `UCX_TLS` says it. CMA needs TCP for the first contact."""
 
 
-def rdma_devices(directory: Path = DEVICES) -> list[str]:
-    """The RDMA devices of this machine that have an active port, by name."""
-    if not directory.is_dir():
-        return []
-    return sorted(device.name for device in directory.iterdir() if _is_active(device))
-
-
-def _is_active(device: Path) -> bool:
-    try:
-        return any("ACTIVE" in state.read_text() for state in device.glob("ports/*/state"))
-    except OSError:  # the device has just gone, or this user may not look
-        return False
-
-
-def check_carrier(carrier: Carrier, directory: Path = DEVICES) -> None:
-    """`UsageError` if this machine cannot read memory one-sided as `carrier` says. The stream is always there."""
-    if not carrier.one_sided:
-        return
+def check_machine(transports: Transports, directory: Path = DEVICES) -> None:
+    """`UsageError` if this machine lacks the package, or an RDMA device where one is needed."""
     if find_spec("nixl") is None:
         raise UsageError(
-            f"bytes={str(carrier)!r} needs the package nixl, which is not installed here: {INSTALL}, or serve and connect with bytes "
-            "'stream'"
+            f"bytes={str(transports)!r} needs the package nixl, which is not installed here: {install_line('nixl')}, or without torch and "
+            f"a second build {INSTALL}; or serve and connect with bytes 'stream'"
         )
-    if carrier is Carrier.NIXL and not rdma_devices(directory):
+    if transports is Transports.RDMA and not rdma_devices(directory):
         raise UsageError(
             f"bytes='nixl' reads memory over RDMA, and this machine has no RDMA device with an active port ({directory}): over TCP "
             "such reads are twice as slow as a stream, so use bytes 'stream' here; tests may use 'nixl:tcp' or 'nixl:cma'"
@@ -163,20 +126,12 @@ class MemoryAgent(Protocol):
         something lets a read of it go, it may not be. Call it again then."""
 
 
-_kept_for_good: Final[list[object]] = []
-
-
-def keep_for_good(*things: object) -> None:
-    """Free these no more, though nobody holds them: memory that a read may still write, and the agent of that read (rule 4)."""
-    _kept_for_good.extend(things)
-
-
 class NixlAgent:
-    """An agent of NIXL. `UsageError` as of `check_carrier`; takes up to half a second."""
+    """An agent of NIXL. `UsageError` as of `check_machine`; takes up to half a second."""
 
-    def __init__(self, carrier: Carrier) -> None:
-        check_carrier(carrier)
-        self._nixl = _nixl(carrier)
+    def __init__(self, transports: Transports) -> None:
+        check_machine(transports)
+        self._nixl = _nixl(transports)
         self.name: str = f"tq-{os.getpid()}-{secrets.token_hex(8)}"
         sync = self._nixl.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
         settings = self._nixl.nixl_agent_config(backends=["UCX"], enable_prog_thread=False, sync_mode=sync)
@@ -184,7 +139,7 @@ class NixlAgent:
             self._opened: Any = self._nixl.nixl_agent(self.name, settings)
         except Exception as error:
             raise UsageError(
-                f"bytes={str(carrier)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look with `ucx_info -d`"
+                f"bytes={str(transports)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look with `ucx_info -d`"
             ) from error
         self._gone: Final = weakref.ref(self._opened.agent)
         self._loaded: set[str] = set()
@@ -324,10 +279,10 @@ def _is_installed(name: str) -> bool:
         return False
 
 
-def _nixl(carrier: Carrier) -> Any:
+def _nixl(transports: Transports) -> Any:
     """The package, told which transports it may use: UCX reads the environment when its first agent is made."""
-    os.environ.setdefault("UCX_TLS", _TRANSPORTS[carrier])
-    if carrier is not Carrier.NIXL_TCP:
+    os.environ.setdefault("UCX_TLS", _UCX_TLS[transports])
+    if transports is not Transports.TCP:
         os.environ.setdefault("UCX_PROTO_EMULATION_ENABLE", "n")  # rule 6
     # By default both write to standard output, where a server says "ready". UCX warns of each request that ends with its agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
@@ -336,7 +291,7 @@ def _nixl(carrier: Carrier) -> Any:
         api = load_nixl()
     except ImportError as error:
         raise UsageError(
-            f"bytes={str(carrier)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
+            f"bytes={str(transports)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
             f"says: {INSTALL}"
         ) from error
 

@@ -24,12 +24,12 @@ from typing import Final
 
 import numpy as np
 
+from transferqueue.adapters.carriers.nixl.agent import CopiedRange, MemoryAgent
 from transferqueue.errors import Corruption, Impossible, TransferQueueError, Unreachable
 from transferqueue.limits import RECEIVED_KEPT_BYTES
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.buffer_pool import BufferPool
 from transferqueue.storage.memory.private_pages import memory_address
-from transferqueue.transport.bulk.one_sided import CopiedRange, MemoryAgent
 from transferqueue.transport.bulk.protocol import RangesFrame
 
 _log: Final = logging.getLogger("transferqueue.client")

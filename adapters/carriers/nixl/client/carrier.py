@@ -1,0 +1,85 @@
+"""The client's part of the carrier (`client.memory.carrier`): which transfer reads, which writes, and from when on after a failure."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from transferqueue.adapters.carriers.nixl.client.one_sided import OneSidedMemory, ShardReader
+from transferqueue.adapters.carriers.nixl.client.pulled_store import PulledStore, ShardWriter
+from transferqueue.adapters.carriers.nixl.client.ranged_fetch import RangedFetch
+from transferqueue.client.memory.transfers import RequestedRows
+from transferqueue.errors import TransferQueueError
+from transferqueue.schema import Field
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.wire import messages as m
+
+
+class OneSidedCarrier:
+    """To and from one shard. received: memory that reads write; sent: memory that the shard may read. Safe from any thread."""
+
+    def __init__(
+        self, received: OneSidedMemory, sent: OneSidedMemory, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.reader: Final = ShardReader(received, clock)
+        """Reads the shard's memory."""
+        self.writer: Final = ShardWriter(sent, clock)
+        """Lets the shard read what is put."""
+
+    def begin_read(self) -> bool:
+        """See `MemoryCarrier`."""
+        return self.reader.begin()
+
+    def end_read(self) -> None:
+        """See `MemoryCarrier`."""
+        self.reader.end()
+
+    def fetch(
+        self,
+        number: int,
+        session: int,
+        shard: int,
+        fields: Mapping[str, Field],
+        parts: Sequence[RequestedRows],
+        check: Callable[[float], None],
+    ) -> RangedFetch:
+        """See `MemoryCarrier`."""
+        return RangedFetch(number, session, shard, fields, parts, self.reader, check)
+
+    def read_failed(self, error: TransferQueueError) -> None:
+        """See `MemoryCarrier`."""
+        self.reader.refused(error)
+
+    def write_buffer(self, nbytes: int) -> U8 | None:
+        """See `MemoryCarrier`."""
+        return self.writer.take(nbytes)
+
+    def store(
+        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview
+    ) -> PulledStore:
+        """See `MemoryCarrier`."""
+        return PulledStore(number, session, epoch, granted, at, data, self.writer)
+
+    def write_failed(self, error: TransferQueueError) -> None:
+        """See `MemoryCarrier`."""
+        self.writer.refused(error)
+
+
+class OneSidedSession:
+    """What the shards of one session share: memory that reads write, and memory that shards read. make: makes either. check: called once
+    before; `UsageError` if this machine cannot."""
+
+    def __init__(self, make: Callable[[], OneSidedMemory], check: Callable[[], object]) -> None:
+        self._make, self._check = make, check
+        self._guard = threading.Lock()
+        self._memories: tuple[OneSidedMemory, OneSidedMemory] | None = None
+
+    def memory(self) -> OneSidedCarrier:
+        """See `SessionCarrier`."""
+        with self._guard:
+            if self._memories is None:
+                self._check()
+                self._memories = self._make(), self._make()
+            return OneSidedCarrier(*self._memories)

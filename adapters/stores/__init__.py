@@ -1,0 +1,1 @@
+"""Other stores that can keep a shard's bytes (`transferqueue.cluster.stores`)."""

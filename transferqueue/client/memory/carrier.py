@@ -1,0 +1,56 @@
+"""The client's part of a carrier (`transport.bulk.carriers`): moves the bytes of transfers instead of the stream."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from transferqueue.client.memory.transfers import ClientTransfer, FetchTransfer, RequestedRows
+from transferqueue.errors import TransferQueueError
+from transferqueue.schema import Field
+from transferqueue.storage.elements.dtypes import U8
+from transferqueue.wire import messages as m
+
+
+class MemoryCarrier(Protocol):
+    """Carries columns between this process and the memory of one shard. Safe from any thread."""
+
+    def begin_read(self) -> bool:
+        """Whether the next read may use the carrier. If so, call `end_read` after it."""
+
+    def end_read(self) -> None:
+        """The read is over, whether it succeeded or failed."""
+
+    def fetch(
+        self,
+        number: int,
+        session: int,
+        shard: int,
+        fields: Mapping[str, Field],
+        parts: Sequence[RequestedRows],
+        check: Callable[[float], None],
+    ) -> FetchTransfer:
+        """A transfer that reads these columns. check: to be called every moment with the seconds since the carrier began to move bytes; it
+        raises if the transfer should end."""
+
+    def read_failed(self, error: TransferQueueError) -> None:
+        """A transfer of `fetch` failed, and the stream carries its bytes. Decide when `begin_read` is true again."""
+
+    def write_buffer(self, nbytes: int) -> U8 | None:
+        """Memory for a put of `nbytes` which the carrier can move. None: it had better cross over the stream."""
+
+    def store(
+        self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview
+    ) -> ClientTransfer:
+        """A transfer that writes `data`, a buffer of `write_buffer`, to byte `at` of the arena, inside a granted extent. The data must not
+        change before the transfer is `done`. epoch: the life of the server."""
+
+    def write_failed(self, error: TransferQueueError) -> None:
+        """A transfer of `store` failed, and the stream carries its bytes. Decide when `write_buffer` gives memory again."""
+
+
+class SessionCarrier(Protocol):
+    """What a carrier keeps for one session, whose shards share it. Safe from any thread."""
+
+    def memory(self) -> MemoryCarrier:
+        """The carrier to one more shard. `UsageError` if it cannot work on this machine."""

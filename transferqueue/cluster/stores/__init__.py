@@ -1,1 +1,0 @@
-"""Other stores for the bytes of a shard."""
