@@ -1,7 +1,7 @@
 """The drop-in's Prometheus endpoint: ``GET /metrics`` at the loopback address of the server's machine.
 
-An answer has this package's metrics, and beside them those of the original that mean something here, by the original's names, so
-that its dashboard shows them. All are computed at the scrape.
+An answer has the same text as `/metrics` of ``serve --web``, and beside it those metrics of the original that mean something here, by the
+original's names, so that its dashboard shows them. `observe.prometheus` writes both, at the scrape.
 
 Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only if the
 configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that send
@@ -13,7 +13,7 @@ from __future__ import annotations
 import socket
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -23,8 +23,7 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of
 from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.observe.answers.stats import Stats, parse
-from transferqueue.observe.prometheus import CONTENT_TYPE, exposition
-from transferqueue.text import visible
+from transferqueue.observe.prometheus import CONTENT_TYPE, Family, Sample, exposition
 
 HOST: Final = "127.0.0.1"
 PATIENCE_S: Final = 10.0
@@ -33,28 +32,26 @@ OPEN_MAX: Final = 16
 
 Consumed = Callable[[], Mapping[str, Mapping[str, int]]]
 """Returns how many samples each task has consumed, by partition."""
-Samples = list[tuple[dict[str, str], float]]
-
-_STORAGE_UNIT: Final = {"storage_unit_id": "server"}
+_STORAGE_UNIT: Final = (("storage_unit_id", "server"),)
 
 
-def original_names(stats: Stats, consumed: Mapping[str, Mapping[str, int]]) -> Iterator[str]:
-    """Yield the metrics of the original, in the text format. All are gauges, as there.
+def original_names(stats: Stats, consumed: Mapping[str, Mapping[str, int]]) -> Iterator[Family]:
+    """Yield the metrics of the original. All are gauges, as there.
 
     Progress is a part of the samples that the partition has now, from 0 to 1; a partition without samples has none.
     """
     tables = {name: table for held, table in stats.tables.items() if (name := partition_of(held)) is not None}
     resident = {name: table.rows_resident for name, table in tables.items()}
     active, capacity = sum(resident.values()), max((table.rows_limit for table in tables.values()), default=0)
-    progress = [
-        ({"partition_id": name, "task_name": task}, min(1.0, count / resident[name]))
+    progress: list[Sample] = [
+        ((("partition_id", name), ("task_name", task)), min(1.0, count / resident[name]))
         for name, tasks in consumed.items()
         for task, count in tasks.items()
         if resident.get(name)
     ]
-    by_partition: Samples = [({"partition_id": name}, rows) for name, rows in resident.items()]
-    yield _gauge("controller_uptime_seconds", "Age of the server.", [({}, stats.server.uptime_s)])
-    yield _gauge("partitions_total", "Partitions.", [({}, len(tables))])
+    by_partition: list[Sample] = [((("partition_id", name),), rows) for name, rows in resident.items()]
+    yield _gauge("controller_uptime_seconds", "Age of the server.", [((), stats.server.uptime_s)])
+    yield _gauge("partitions_total", "Partitions.", [((), len(tables))])
     yield _gauge("partition_samples_total", "Samples of a partition.", by_partition)
     yield _gauge("partition_consumption_progress", "Part of the samples that a task has consumed.", progress)
     yield _gauge("storage_active_keys_total", "Samples of all partitions.", [(_STORAGE_UNIT, active)])
@@ -62,16 +59,8 @@ def original_names(stats: Stats, consumed: Mapping[str, Mapping[str, int]]) -> I
         yield _gauge("storage_capacity_total", "Samples that a partition may hold.", [(_STORAGE_UNIT, capacity)])
 
 
-def _gauge(name: str, told: str, samples: Samples) -> str:
-    lines = [f"# HELP tq_{name} {told}\n# TYPE tq_{name} gauge\n"]
-    for labels, value in samples:
-        named = ",".join(f'{label}="{_escaped(text)}"' for label, text in labels.items())
-        lines.append(f"tq_{name}{{{named}}} {float(value)!r}\n" if named else f"tq_{name} {float(value)!r}\n")
-    return "".join(lines)
-
-
-def _escaped(text: str) -> str:
-    return visible(text).replace("\\", r"\\").replace('"', r"\"")
+def _gauge(name: str, help: str, samples: Sequence[Sample]) -> Family:  # noqa: A002
+    return Family(name, "gauge", help, samples, prefix="tq")
 
 
 class Metrics:
@@ -169,8 +158,8 @@ class _Answer(BaseHTTPRequestHandler):
             return
         try:
             stats = parse("stats", self.shown.stats(), Stats)
-            theirs = "".join(original_names(stats, type(self).consumption())).encode()
-            self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(stats) + theirs)
+            theirs = original_names(stats, type(self).consumption())
+            self._answer(HTTPStatus.OK, CONTENT_TYPE, exposition(stats, theirs))
         except TransferQueueError as error:
             self._answer(HTTPStatus.SERVICE_UNAVAILABLE, "text/plain", f"{error}\n".encode())
 

@@ -1,4 +1,4 @@
-"""Write the statistics of a deployment as Prometheus text. Pure: from `Stats` to bytes.
+"""Write the statistics of a deployment as Prometheus text, the only writer of that format here. Pure: from `Stats` to bytes.
 
 Rules:
 
@@ -29,17 +29,18 @@ Sample = tuple[Labels, float | None]
 
 
 class Family(NamedTuple):
-    """A metric without its prefix: its type, its help, and a sample for each set of labels."""
+    """A metric: its name without the prefix, its type, its help, and a sample for each set of labels."""
 
     name: str
     kind: Kind
     help: str
     samples: Iterable[Sample]
+    prefix: str = "transferqueue"
 
 
-def exposition(stats: Stats) -> bytes:
-    """`stats` in the Prometheus text format, UTF-8."""
-    families = (*_server(stats), *_tables(stats), *_tasks(stats), *_channels(stats))
+def exposition(stats: Stats, more: Iterable[Family] = ()) -> bytes:
+    """`stats` in the Prometheus text format, UTF-8. more: families that an adapter adds, under a prefix of its own."""
+    families = (*_server(stats), *_tables(stats), *_tasks(stats), *_channels(stats), *more)
     return "".join(line for family in families for line in _lines(family)).encode()
 
 
@@ -268,7 +269,7 @@ def _one(name: str, kind: Kind, text: str, value: float) -> Family:
 
 
 def _lines(family: Family) -> Iterator[str]:
-    name = f"transferqueue_{family.name}" + ("_total" if family.kind == "counter" else "")
+    name = f"{family.prefix}_{family.name}" + ("_total" if family.kind == "counter" else "")
     yield f"# HELP {name} {family.help}\n# TYPE {name} {family.kind}\n"
     for labels, value in family.samples:
         if value is not None:
