@@ -14,17 +14,15 @@ endpoints, implemented over another engine.
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
-from transferqueue.adapters.engines.openai import CONNECTIONS_MAX, OpenAIGenerator, Running
+from transferqueue.adapters.engines.http_engine import CONNECTIONS_MAX, ResendingEngine, Running, ServerEngine
 from transferqueue.adapters.protocols import (
     GENERATE_S,
-    PAUSE_S,
     Completion,
     Completions,
     Pause,
@@ -33,13 +31,10 @@ from transferqueue.adapters.protocols import (
     Unsupported,
     WeightSource,
 )
-from transferqueue.adapters.weights import check_fits, checkpoint_specs
-from transferqueue.errors import DeadlineExceeded, PeerError, ProtocolError
-
-_ANSWER_S = 60.0
+from transferqueue.errors import PeerError, ProtocolError
 
 
-class SglangServer(OpenAIGenerator):
+class SglangServer(ServerEngine, ResendingEngine):
     """A generator (`protocols.Generator`) over a running SGLang server.
 
     url: of the server, without ``/v1``. weights: an empty folder for new versions, which the server sees under the same
@@ -58,22 +53,14 @@ class SglangServer(OpenAIGenerator):
         checkpoint: Path | str | None = None,
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
-        super().__init__(url, "", api_key=api_key, version=version, connections_max=connections_max)
         self._folder = Path(weights)
-        try:
-            self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
 
-    async def _greet(self, checkpoint: Path | str | None) -> None:
-        self._control = asyncio.Lock()
-        served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
+    async def _learn(self, served: Mapping[str, Any]) -> str:
         info = await self._endpoint.ask("GET", "/get_model_info")
-        self._context_max = served.get("max_model_len")
-        self._wanted = checkpoint_specs(Path(checkpoint or info["model_path"]))
         version = str(info.get("weight_version", ""))
         self._version = int(version) if version.isdecimal() else self._version
+        return str(info["model_path"])
 
     # ------------------------------------------------------------ completions
 
@@ -110,17 +97,6 @@ class SglangServer(OpenAIGenerator):
 
     # ------------------------------------------------------------ control
 
-    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients. Completions
-        that are kept are requested
-        again after the pause, with their tokens so far.
-        """
-        try:
-            self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
-        except DeadlineExceeded:
-            self.resume()
-            raise
-
     async def _pause(self, mode: Pause) -> None:
         async with self._control:
             await self._halt(mode)
@@ -133,28 +109,14 @@ class SglangServer(OpenAIGenerator):
         if mode is Pause.WAIT:
             await self._endpoint.ask("POST", "/pause_generation", {"mode": "abort"})
 
-    def resume(self) -> None:
-        """End the pause."""
-        if not self._beside.closed:
-            self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
-
     async def _resume(self) -> None:
         async with self._control:
             await self._endpoint.ask("POST", "/continue_generation", {})
             await self._pauses.end()
 
-    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Load new weights between two tokens (`protocols.Generator.update_weights`).
-
-        Raises `Unsupported` if the served model's tensors are unknown here.
-        """
+    def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
         from safetensors.torch import save_file
 
-        if not self._wanted:
-            raise Unsupported(
-                "the tensors of the served model are not known here; name a directory with them: checkpoint=…"
-            )
-        check_fits(source, self._wanted)
         place = self._folder / f"version-{version}"
         place.mkdir(parents=True, exist_ok=True)
         try:

@@ -21,7 +21,8 @@ from typing import Any, Final, Self
 from aiohttp import web
 
 from transferqueue.adapters.engines.background_loop import BackgroundLoop
-from transferqueue.adapters.engines.openai import Endpoint, SampledTokens, events
+from transferqueue.adapters.engines.http_engine import Endpoint, events
+from transferqueue.adapters.engines.openai import SampledTokens
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.stages.trajectory import FIELDS, Trajectory
 from transferqueue.errors import PeerError, TransferQueueError, UsageError

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -22,13 +21,11 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from transferqueue.adapters.engines.background_loop import BackgroundLoop
-from transferqueue.adapters.engines.completion import check_request, completed, context, seed_of, tokens_left
+from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
+from transferqueue.adapters.engines.loop_engine import LoopEngine
 from transferqueue.adapters.protocols import (
-    GENERATE_S,
     PAUSE_S,
     Completion,
-    Completions,
     Pause,
     Prompt,
     Sampling,
@@ -36,14 +33,14 @@ from transferqueue.adapters.protocols import (
 )
 from transferqueue.adapters.vllm import plugin as vllm_plugin
 from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
-from transferqueue.errors import DeadlineExceeded, Disconnected
+from transferqueue.errors import Disconnected
 
 T = TypeVar("T")
 
 _START_S: Final = 300.0
 
 
-class VllmGenerator:
+class VllmGenerator(LoopEngine):
     """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``.
 
     model: a directory or name that vLLM loads. version: of the weights that it loads at start. engine:
@@ -60,42 +57,23 @@ class VllmGenerator:
             "weight_transfer_config": {"backend": vllm_plugin.BACKEND},
             **engine,
         }
-        self._beside = BackgroundLoop("vllm")
+        super().__init__("vllm", version)
+        self._control = asyncio.Lock()
         self._ids = itertools.count()
-        self._version = version
         self._wanted = checkpoint_specs(Path(model))
         self._channel: tuple[str, str] | None = None
         self._relay = WeightHandoff()
         self._paused = False
         try:
-            self._engine, self._limit = self._wait(self._start(arguments), _START_S, "the engine did not start")
+            self._engine, self._context_max = self._wait(self._start(arguments), _START_S, "the engine did not start")
         except BaseException:
             self._beside.close()
             raise
 
     async def _start(self, arguments: Mapping[str, Any]) -> tuple[AsyncLLM, int]:
-        self._control = asyncio.Lock()
         engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments))
         await engine.update_weight_version(str(self._version))
         return engine, engine.model_config.max_model_len
-
-    @property
-    def version(self) -> int:
-        """Version of the weights that the next token will be drawn with."""
-        return self._version
-
-    # ------------------------------------------------------------ completions
-
-    def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
-        """Yield each completion when it is finished (`protocols.Generator.generate`)."""
-        self._beside.check()
-        check_request(prompts, sampling, self._limit)
-        jobs = [
-            partial(self._complete, index, sample, prompt, sampling)
-            for index, prompt in enumerate(prompts)
-            for sample in range(prompt.samples)
-        ]
-        return self._beside.as_finished(jobs, timeout_s)
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
         """Generate one completion; vLLM batches concurrent ones, and aborts one whose task is cancelled."""
@@ -118,24 +96,10 @@ class VllmGenerator:
 
     # ------------------------------------------------------------ control
 
-    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`)."""
-
-        async def pause() -> None:
-            async with self._control:
-                await self._engine.pause_generation(mode=mode.value, clear_cache=True)
-                self._paused = True
-
-        try:
-            self._wait(pause(), timeout_s, f"pause ({mode.value}) was not in force")
-        except DeadlineExceeded:
-            self.resume()
-            raise
-
-    def resume(self) -> None:
-        """End the pause."""
-        if not self._beside.closed:
-            self._wait(self._resume(), PAUSE_S, "resume was not answered")
+    async def _pause(self, mode: Pause) -> None:
+        async with self._control:
+            await self._engine.pause_generation(mode=mode.value, clear_cache=True)
+            self._paused = True
 
     async def _resume(self) -> None:
         async with self._control:

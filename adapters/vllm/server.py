@@ -18,20 +18,18 @@ from pathlib import Path
 from typing import Any, Final
 
 from transferqueue.adapters.engines.completion import completed, context, seed_of, tokens_left
-from transferqueue.adapters.engines.openai import CONNECTIONS_MAX, OpenAIGenerator
+from transferqueue.adapters.engines.http_engine import CONNECTIONS_MAX, ServerEngine
 from transferqueue.adapters.protocols import (
     ABORT,
-    PAUSE_S,
     Completion,
     Pause,
     Prompt,
     Sampling,
-    Unsupported,
     WeightSource,
 )
 from transferqueue.adapters.vllm.plugin import BACKEND
-from transferqueue.adapters.weights import WeightHandoff, check_fits, checkpoint_specs
-from transferqueue.errors import DeadlineExceeded, ProtocolError
+from transferqueue.adapters.weights import WeightHandoff
+from transferqueue.errors import ProtocolError
 
 SERVER_ARGUMENTS: Final = (
     "--enable-scale-out",
@@ -41,7 +39,6 @@ SERVER_ARGUMENTS: Final = (
     json.dumps({"backend": BACKEND}),
 )
 SERVER_ENVIRONMENT: Final = {"VLLM_SERVER_DEV_MODE": "1"}
-_ANSWER_S: Final = 60.0
 ABORTED_S: Final = 5.0
 """Time limit for the answer to an aborted request. The server answers these at once; a request without an answer by then arrived
 after the pause and waits there.
@@ -49,7 +46,7 @@ after the pause and waits there.
 _GENERATE: Final = "/inference/v1/generate"
 
 
-class VllmServer(OpenAIGenerator):
+class VllmServer(ServerEngine):
     """A generator (`protocols.Generator`) over a running vLLM server.
 
     url: of the server, without ``/v1``. version: of the weights that the server was started with; a server that has
@@ -68,27 +65,19 @@ class VllmServer(OpenAIGenerator):
         checkpoint: Path | str | None = None,
         connections_max: int = CONNECTIONS_MAX,
     ) -> None:
-        super().__init__(url, "", api_key=api_key, version=version, connections_max=connections_max)
         self._relay = WeightHandoff()
         self._channel: tuple[str, str] | None = None
         self._held = False
         self._asked: set[asyncio.Future[Any]] = set()
-        try:
-            self._beside.wait(self._greet(checkpoint), _ANSWER_S, f"{url} did not answer")
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(url, api_key=api_key, version=version, checkpoint=checkpoint, connections_max=connections_max)
 
-    async def _greet(self, checkpoint: Path | str | None) -> None:
-        self._control = asyncio.Lock()
-        served = (await self._endpoint.ask("GET", "/v1/models"))["data"][0]
-        self._model, self._context_max = served["id"], served.get("max_model_len")
-        self._wanted = checkpoint_specs(Path(checkpoint or served.get("root") or self._model))
+    async def _learn(self, served: Mapping[str, Any]) -> str:
         server_version = (await self._endpoint.ask("GET", "/weight_info"))["weight_version"]
         if server_version.isdecimal():
             self._version = int(server_version)
         else:
             await self._endpoint.ask("POST", "/update_weight_version", {"new_version": str(self._version)})
+        return str(served.get("root") or served["id"])
 
     # ------------------------------------------------------------ completions
 
@@ -127,14 +116,6 @@ class VllmServer(OpenAIGenerator):
 
     # ------------------------------------------------------------ control
 
-    def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
-        """Stop drawing tokens (`protocols.Generator.pause`). This pauses the server for all its clients."""
-        try:
-            self._beside.wait(self._pause(mode), timeout_s, f"pause ({mode.value}) was not in force")
-        except DeadlineExceeded:
-            self.resume()
-            raise
-
     async def _pause(self, mode: Pause) -> None:
         async with self._control:
             running = self._asked.copy() if mode is Pause.ABORT else set()
@@ -145,27 +126,14 @@ class VllmServer(OpenAIGenerator):
                 for request in overtaken:
                     request.cancel()
 
-    def resume(self) -> None:
-        """End the pause."""
-        if not self._beside.closed:
-            self._beside.wait(self._resume(), PAUSE_S, "resume was not answered")
-
     async def _resume(self) -> None:
         async with self._control:
             await self._endpoint.ask("POST", "/resume")
             self._held = False
 
-    def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
-        """Load new weights between two tokens (`protocols.Generator.update_weights`).
-
-        The server's workers read weights of a channel directly; other weights are published once to a queue that this adapter embeds
-        on this machine. Raises `Unsupported` if the served model's tensors are unknown here.
-        """
-        if not self._wanted:
-            raise Unsupported(
-                "the tensors of the served model are not known here; name a directory with them: checkpoint=…"
-            )
-        check_fits(source, self._wanted)
+    def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
+        """The server's workers read weights of a channel directly; other weights are published once to a queue that this adapter embeds on
+        this machine."""
         place, version_there = self._relay.place(source)
         updating = self._update(place, version_there, version, timeout_s)
         self._beside.wait(updating, timeout_s, f"weights of version {version} were not loaded")
