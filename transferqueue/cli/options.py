@@ -32,6 +32,24 @@ def arena_bytes_option(help_text: str) -> Any:
     return typer.Option("--arena-bytes", metavar="SIZE", show_default=False, help=help_text)
 
 
+ArenaBytesOption = Annotated[
+    str | None,
+    arena_bytes_option(
+        "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
+    ),
+]
+CarrierOption = Annotated[
+    str | None,
+    typer.Option(
+        "--bytes",
+        metavar="CARRIER",
+        show_default=False,
+        help="What carries columns to and from clients elsewhere: stream (a connection), or a carrier beside it, such as nixl (over RDMA, one-sided; "
+        "needs the extra nixl and an RDMA device). A carrier encrypts nothing. Default: $TRANSFERQUEUE_BYTES, else stream.",
+    ),
+]
+
+
 def size_in_bytes(text: str | None) -> int | None:
     """A size such as ``64GiB`` in bytes, None where no size is given. `UsageError` if it is not a size."""
     from transferqueue.limits import parse_bytes

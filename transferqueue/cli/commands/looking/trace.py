@@ -10,6 +10,7 @@ import typer
 
 from transferqueue.cli.connection import address_of
 from transferqueue.cli.options import AddressArgument, AddressOption
+from transferqueue.cli.running import ended_like_ctrl_c
 from transferqueue.cli.screens.terminal import say
 
 if TYPE_CHECKING:
@@ -60,12 +61,10 @@ def trace(
 
 def _look_until_stopped(follower: RowFollower, interval_s: float) -> None:
     """Look again and again, and once more at the end. SIGTERM ends it as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        while True:
-            time.sleep(interval_s)
+    with ended_like_ctrl_c(signal.SIGTERM):
+        try:
+            while True:
+                time.sleep(interval_s)
+                follower.look()
+        except KeyboardInterrupt:
             follower.look()
-    except KeyboardInterrupt:
-        follower.look()
-    finally:
-        signal.signal(signal.SIGTERM, before)

@@ -17,9 +17,10 @@ import typer
 from transferqueue.cli.connection import ADDRESS_VARIABLE
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import (
+    ArenaBytesOption,
+    CarrierOption,
     SpillBytesOption,
     SpillDirOption,
-    arena_bytes_option,
     directory_option,
     runtime_option,
     size_in_bytes,
@@ -57,12 +58,6 @@ TcpOption = Annotated[
     list[str] | None,
     typer.Option("--tcp", metavar="HOST:PORT", show_default=False, help="Listen here too; repeatable."),
 ]
-ArenaBytesOption = Annotated[
-    str | None,
-    arena_bytes_option(
-        "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
-    ),
-]
 RuntimeOption = Annotated[
     Path | None,
     runtime_option(
@@ -83,16 +78,6 @@ PlainBytesOption = Annotated[
         "--plain-bytes",
         help="With keys too, send columns to other machines unencrypted: several times as fast, for networks on which "
         "nobody listens. Calls stay encrypted, and only who was given a ticket in one gets bytes.",
-    ),
-]
-CarrierOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bytes",
-        metavar="CARRIER",
-        show_default=False,
-        help="How clients elsewhere may fetch columns: stream (a connection), or nixl too (over RDMA, one-sided; needs the package nixl, an "
-        "RDMA device, and no encryption). Default: $TRANSFERQUEUE_BYTES, else stream.",
     ),
 ]
 DurabilityOption = Annotated[

@@ -12,9 +12,10 @@ from transferqueue.cli.connection import single_address_of
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
 from transferqueue.cli.options import (
     AddressOption,
+    ArenaBytesOption,
+    CarrierOption,
     SpillBytesOption,
     SpillDirOption,
-    arena_bytes_option,
     size_in_bytes,
 )
 from transferqueue.cli.screens.terminal import say_ready
@@ -49,12 +50,6 @@ JoinOption = Annotated[
         help="The server: ipc://path, tcp://host:port or a join token. Default: as of all commands.",
     ),
 ]
-ArenaBytesOption = Annotated[
-    str | None,
-    arena_bytes_option(
-        "Ceiling of the memory for rows, such as 64GiB. Default: 8GiB, less where shared memory has less.",
-    ),
-]
 StoreOption = Annotated[
     str,
     typer.Option(
@@ -63,16 +58,6 @@ StoreOption = Annotated[
         show_default=False,
         help="Keep the bytes in another store: mooncake://host:port of a Mooncake master, file:///directory, or what a "
         "package registers. Default: shared memory of this machine. --arena-bytes is then the most that is kept there.",
-    ),
-]
-CarrierOption = Annotated[
-    str | None,
-    typer.Option(
-        "--bytes",
-        metavar="CARRIER",
-        show_default=False,
-        help="How others may fetch columns: stream (a connection), or nixl too (over RDMA, one-sided; columns then cross unencrypted). "
-        "Default: $TRANSFERQUEUE_BYTES, else stream.",
     ),
 ]
 HostOption = Annotated[
