@@ -175,23 +175,3 @@ def test_the_network_check_names_active_devices_and_what_a_missing_library_hides
     (check,) = network.network_checks(tmp_path)
     assert check.verdict == "warn"
     assert "libraries" in check.remedy
-
-
-def test_a_nixl_that_cannot_be_loaded_is_to_mend_and_the_reason_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "nixl-1.5.1.dist-info").mkdir()
-    (tmp_path / "nixl-1.5.1.dist-info" / "METADATA").write_text("Metadata-Version: 2.1\nName: nixl\nVersion: 1.5.1\n")
-    (tmp_path / "nixl").mkdir()
-    (tmp_path / "nixl" / "__init__.py").touch()
-    api = tmp_path / "nixl" / "_api.py"
-    api.write_text("raise OSError('libucp.so.0: cannot open shared object file')")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
-    check = network.carrier("nixl:cma")
-    assert (check.verdict, check.found) == (
-        "fail",
-        "nixl:cma: nixl 1.5.1 cannot be loaded: nixl: OSError: libucp.so.0: cannot open shared object file",
-    )
-    api.write_text("")
-    assert network.carrier("nixl:cma").verdict == "ok"

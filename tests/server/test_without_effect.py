@@ -62,24 +62,11 @@ def test_an_arena_keeps_its_size_and_whoever_asks_for_another_is_told(tmp_path, 
     assert "its arena stays at 1048576 bytes, and arena_bytes=2097152 changes nothing" in warned
 
 
-@pytest.mark.parametrize(
-    ("options", "rule"),
-    [
-        ({"keys": Path("/keys")}, "keys '/keys' refused: clients at tcp addresses need them, and this server has none"),
-        ({"carrier": "nixl"}, "bytes='nixl' refused: clients at tcp addresses use it"),
-    ],
-)
-def test_what_is_about_tcp_is_refused_where_there_is_none(options, rule, tmp_path):
+def test_keys_are_refused_where_there_is_no_tcp_address(tmp_path):
+    rule = "keys '/keys' refused: clients at tcp addresses need them, and this server has none"
     with pytest.raises(UsageError, match=rf"^{rule}.*; give --tcp too, or leave --"):
-        serve(f"ipc://{tmp_path}/q.sock", on_ready=print, **options)
+        serve(f"ipc://{tmp_path}/q.sock", on_ready=print, keys=Path("/keys"))
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("environment", ["stream", "nixl"])
-def test_what_the_environment_says_is_for_those_with_tcp(environment, tmp_path, monkeypatch, logged):
-    monkeypatch.setenv("TRANSFERQUEUE_BYTES", environment)
-    serve_for_a_moment(tmp_path)
-    assert logged() == []
 
 
 def test_plain_bytes_without_keys_are_warned_of(tmp_path, logged):
