@@ -17,7 +17,8 @@ def other_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other_carriers-1.dist-info").mkdir()
     (tmp_path / "other_carriers-1.dist-info" / "METADATA").write_text("Name: other-carriers\nVersion: 1\n")
     (tmp_path / "other_carriers-1.dist-info" / "entry_points.txt").write_text(
-        "[transferqueue.carriers]\npigeon = other_carriers:Pigeon\nnixl = other_carriers:Pigeon\nlost = no_such_module:Lost\n"
+        "[transferqueue.carriers]\npigeon = other_carriers:Pigeon\nnixl = other_carriers:Pigeon\n"
+        "lost = no_such_module:Lost\n"
     )
     (tmp_path / "other_carriers.py").write_text(
         "class Pigeon:\n    def __init__(self, setting):\n        self.setting = setting\n"

@@ -1,4 +1,5 @@
-"""Names that are looked up at first use: names of other modules, old names of renamed objects, plug-ins. What installs a library that is missing."""
+"""Names that are looked up at first use: names of other modules, old names of renamed objects, plug-ins. What installs
+a library that is missing."""
 
 from __future__ import annotations
 
@@ -152,8 +153,8 @@ class Plugins:
 
     Args:
         group: The entry points at which other packages register theirs.
-        ours: Those of this package: for each name a place, ``module:attribute``. They win over entry points of the same name, so that a
-            name means the same in every installation.
+        ours: Those of this package: for each name a place, ``module:attribute``. They win over entry points of the same
+            name, so that a name means the same in every installation.
     """
 
     group: str

@@ -1,4 +1,5 @@
-"""Base of the generators over HTTP: requests that raise the queue's errors, pauses on this side, and servers that take weights."""
+"""Base of the generators over HTTP: requests that raise the queue's errors, pauses on this side, and servers that take
+weights."""
 
 from __future__ import annotations
 
@@ -53,7 +54,8 @@ class Endpoint:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Send one request and yield its successful response. It has no time limit of its own.
 
-        Raises `UsageError` for 4xx and `PeerError` for 5xx, with the server's text; `Unreachable` and `Disconnected` for network errors.
+        Raises `UsageError` for 4xx and `PeerError` for 5xx, with the server's text; `Unreachable` and `Disconnected`
+        for network errors.
         """
         try:
             async with self._open().request(method, self.url + path, json=body) as answer:
@@ -175,15 +177,16 @@ class HttpEngine(LoopEngine):
 
 
 class ResendingEngine(HttpEngine):
-    """A generator that pauses on this side: new requests wait, and running ones are awaited or cut. Those that were to be kept are sent again
-    after the pause, with their tokens so far."""
+    """A generator that pauses on this side: new requests wait, and running ones are awaited or cut. Those that were to
+    be kept are sent again after the pause, with their tokens so far."""
 
     def __init__(self, url: str, *, api_key: str | None, version: int, connections_max: int) -> None:
         super().__init__(url, api_key=api_key, version=version, connections_max=connections_max)
         self._pauses = Pauses()
 
     async def _complete(self, index: int, sample: int, prompt: Prompt, sampling: Sampling) -> Completion:
-        """Generate one completion: in one request, or in several if pauses come between; each continues the one before."""
+        """Generate one completion: in one request, or in several if pauses come between; each continues its
+        predecessor."""
         while True:
             async with self._pauses.running() as running:
                 part = await self._part(index, sample, prompt, sampling, running)
@@ -207,9 +210,10 @@ class ServerEngine(HttpEngine):
 
     Args:
         url: Of the server, without ``/v1``.
-        version: Of the weights that the server was started with; a server that has loaded newer weights keeps their version.
-        checkpoint: A directory with the model's tensors, to check new weights against; None: the one that the server reports, if it exists
-            here.
+        version: Of the weights that the server was started with; a server that has loaded newer weights keeps their
+            version.
+        checkpoint: A directory with the model's tensors, to check new weights against; None: the one that the server
+            reports, if it exists here.
     """
 
     def __init__(
@@ -239,7 +243,8 @@ class ServerEngine(HttpEngine):
 
     @abstractmethod
     async def _learn(self, served: Mapping[str, Any]) -> str:
-        """Take over the version that the server reports; return the directory of its model. served: its entry of ``/v1/models``."""
+        """Take over the version that the server reports; return the directory of its model. served: its entry of
+        ``/v1/models``."""
 
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Load new weights between two tokens (`protocols.Generator.update_weights`).

@@ -1,4 +1,5 @@
-"""Base of the generators over asynchronous engines, in this process or behind HTTP: a coroutine for each completion, on a loop in a background thread."""
+"""Base of the generators over asynchronous engines, in this process or behind HTTP: a coroutine for each completion, on
+a loop in a background thread."""
 
 from __future__ import annotations
 

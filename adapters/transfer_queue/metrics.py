@@ -1,7 +1,8 @@
 """The drop-in's Prometheus endpoint: ``GET /metrics`` at the loopback address of the server's machine.
 
-An answer has the same text as `/metrics` of ``serve --web``, and beside it those metrics of the original that mean something here, by the
-original's names, so that its dashboard shows them. `observe.prometheus` writes both, at the scrape.
+An answer has the same text as `/metrics` of ``serve --web``, and beside it those metrics of the original that mean
+something here, by the original's names, so that its dashboard shows them. `observe.prometheus` writes both, at the
+scrape.
 
 Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only if the
 configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that send

@@ -132,8 +132,8 @@ class VllmServer(ServerEngine):
             self._held = False
 
     def _send_weights(self, source: WeightSource, version: int, timeout_s: float) -> None:
-        """The server's workers read weights of a channel directly; other weights are published once to a queue that this adapter embeds on
-        this machine."""
+        """The server's workers read weights of a channel directly; other weights are published once to a queue that
+        this adapter embeds on this machine."""
         place, version_there = self._relay.place(source)
         updating = self._update(place, version_there, version, timeout_s)
         self._beside.wait(updating, timeout_s, f"weights of version {version} were not loaded")

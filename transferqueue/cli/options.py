@@ -44,8 +44,9 @@ CarrierOption = Annotated[
         "--bytes",
         metavar="CARRIER",
         show_default=False,
-        help="What carries columns to and from clients elsewhere: stream (a connection), or a carrier beside it, such as nixl (over RDMA, one-sided; "
-        "needs the extra nixl and an RDMA device). A carrier encrypts nothing. Default: $TRANSFERQUEUE_BYTES, else stream.",
+        help="What carries columns to and from clients elsewhere: stream (a connection), or a carrier beside it, such "
+        "as nixl (over RDMA, one-sided; needs the extra nixl and an RDMA device). A carrier encrypts nothing. "
+        "Default: $TRANSFERQUEUE_BYTES, else stream.",
     ),
 ]
 

@@ -221,7 +221,8 @@ def remote_memory(
     on_close: Callable[[], object] = lambda: None,
     carrier: SessionCarrier | None = None,
 ) -> RemoteMemory:
-    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carrier: None: as a stream."""
+    """The coordinator's own memory, over the bulk endpoint of its host. on_close: see `RemoteMemory`. carrier: to use
+    instead of the stream."""
     return RemoteMemory(
         lambda welcome: _line(place.host, welcome.bulk_port, welcome.epoch, None if welcome.bulk_plain else keys),
         welcome,

@@ -57,11 +57,12 @@ class ShardProcess:
     ``with``.
 
     arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for its bytes, see
-    `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this machine's address as other
-    machines see it; None: the address from which this machine reaches the coordinator. carrier: of columns, see
-    `transport.bulk.carriers.chosen_carrier`; None: what the environment says. Bytes are encrypted on the network, except over loopback, or where a
-    carrier moves them. spill: where cold blocks go when the arena fills; None: nowhere. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After
-    an error nothing is left.
+    `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this
+    machine's address as other machines see it; None: the address from which this machine reaches the coordinator.
+    carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says. Bytes are
+    encrypted on the network, except over loopback, or where a carrier moves them. spill: where cold blocks go when the
+    arena fills; None: nowhere. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises
+    the coordinator's refusal. After an error nothing is left.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 ::
 
-    mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master (`adapters.stores.mooncake`)
-    file:///var/tmp/rows                 files in a private directory, such as one on a fast disk (`adapters.stores.directory`)
+    mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master
+    file:///var/tmp/rows                 files in a private directory, such as one on a fast disk
     scheme://...                         what entry point ``transferqueue.stores`` registers under that scheme: a callable
                                          of the address and of this machine's name, which gives an `ObjectStore`
 

@@ -1,4 +1,4 @@
-"""Write the statistics of a deployment as Prometheus text, the only writer of that format here. Pure: from `Stats` to bytes.
+"""Write the statistics of a deployment as Prometheus text, for all endpoints. Pure: from `Stats` to bytes.
 
 Rules:
 

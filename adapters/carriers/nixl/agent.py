@@ -5,8 +5,8 @@ Rules:
 1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what is registered; whoever
    has loaded it can read **and write** all of it, with no further check. So it goes only to who has shown a ticket, and only where columns
    may cross without encryption.
-2. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma`` (between processes of one
-   host) are for tests.
+2. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma``
+   (between processes of one host) are for tests.
 3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
    are under way (`MemoryAgent.progress`).
 4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
@@ -66,8 +66,8 @@ def check_machine(transports: Transports, directory: Path = DEVICES) -> None:
     """`UsageError` if this machine lacks the package, or an RDMA device where one is needed."""
     if find_spec("nixl") is None:
         raise UsageError(
-            f"bytes={str(transports)!r} needs the package nixl, which is not installed here: {install_line('nixl')}, or without torch and "
-            f"a second build {INSTALL}; or serve and connect with bytes 'stream'"
+            f"bytes={str(transports)!r} needs the package nixl, which is not installed here: {install_line('nixl')}, "
+            f"or without torch and a second build {INSTALL}; or serve and connect with bytes 'stream'"
         )
     if transports is Transports.RDMA and not rdma_devices(directory):
         raise UsageError(
@@ -139,7 +139,8 @@ class NixlAgent:
             self._opened: Any = self._nixl.nixl_agent(self.name, settings)
         except Exception as error:
             raise UsageError(
-                f"bytes={str(transports)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look with `ucx_info -d`"
+                f"bytes={str(transports)!r}: NIXL made no agent on this machine ({error}); use bytes 'stream', or look "
+                "with `ucx_info -d`"
             ) from error
         self._gone: Final = weakref.ref(self._opened.agent)
         self._loaded: set[str] = set()
@@ -291,8 +292,8 @@ def _nixl(transports: Transports) -> Any:
         api = load_nixl()
     except ImportError as error:
         raise UsageError(
-            f"bytes={str(transports)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes 'stream', or install it as it "
-            f"says: {INSTALL}"
+            f"bytes={str(transports)!r}: the package nixl cannot be loaded on this machine ({error}); use bytes "
+            f"'stream', or install it as it says: {INSTALL}"
         ) from error
 
     _exit_without_unloading()

@@ -65,7 +65,7 @@ class NixlCarrier:
 
 
 def _load_failure() -> str:
-    """Why a process cannot load NIXL; "" if it can. In a process of its own, since NIXL and what it brings stay in one."""
+    """Why a process cannot load NIXL; "" if it can. In a process of its own, since a loaded NIXL stays."""
     try:
         done = subprocess.run(
             [sys.executable, "-c", _LOAD], check=False, capture_output=True, text=True, timeout=LOAD_S

@@ -30,8 +30,8 @@ class MemoryCarrier(Protocol):
         parts: Sequence[RequestedRows],
         check: Callable[[float], None],
     ) -> FetchTransfer:
-        """A transfer that reads these columns. check: to be called every moment with the seconds since the carrier began to move bytes; it
-        raises if the transfer should end."""
+        """A transfer that reads these columns. check: to be called every moment with the seconds since the carrier
+        began to move bytes; it raises if the transfer should end."""
 
     def read_failed(self, error: TransferQueueError) -> None:
         """A transfer of `fetch` failed, and the stream carries its bytes. Decide when `begin_read` is true again."""
@@ -42,11 +42,12 @@ class MemoryCarrier(Protocol):
     def store(
         self, number: int, session: int, epoch: int, granted: m.Granted, at: int, data: memoryview
     ) -> ClientTransfer:
-        """A transfer that writes `data`, a buffer of `write_buffer`, to byte `at` of the arena, inside a granted extent. The data must not
-        change before the transfer is `done`. epoch: the life of the server."""
+        """A transfer that writes `data`, a buffer of `write_buffer`, to byte `at` of the arena, inside a granted
+        extent. The data must not change before the transfer is `done`. epoch: the life of the server."""
 
     def write_failed(self, error: TransferQueueError) -> None:
-        """A transfer of `store` failed, and the stream carries its bytes. Decide when `write_buffer` gives memory again."""
+        """A transfer of `store` failed, and the stream carries its bytes. Decide when `write_buffer` gives memory
+        again."""
 
 
 class SessionCarrier(Protocol):

@@ -2,8 +2,8 @@
 
 A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
 this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
-connection alone (`transport.bulk` has the rules). Where a carrier is chosen (`client.memory.carrier`), it moves the bytes; if that fails, the stream
-carries them.
+connection alone (`transport.bulk` has the rules). Where a carrier is chosen (`client.memory.carrier`), it moves the
+bytes; if that fails, the stream carries them.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ ASK_S: Final = 1.0
 
 
 _CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, InternalError, UsageError)
-"""After these a transfer by the carrier is tried over the stream, which says what is wrong if that was not the carrier."""
+"""After these a transfer by the carrier is tried again over the stream, whose error names any other cause."""
 
 
 class RemoteMemory:

@@ -40,11 +40,12 @@ class ServerProcess:
     address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is closed with
     this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a keyring; with a keyring every
     tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the
-    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what columns may cross by,
-    besides the stream; `UsageError` if it cannot work here, or if columns are to be encrypted or lie on a disk. snapshots: the directory of all
-    snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its
-    deployment it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. spill: where
-    cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no file is left.
+    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what
+    columns may cross by, besides the stream; `UsageError` if it cannot work here, or if columns are to be encrypted or
+    lie on a disk. snapshots: the directory of all snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the
+    working directory. index: which of the coordinators of its deployment it is. busy_poll_s: for how long its loop
+    polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. spill: where cold blocks go when the arena
+    fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no file is left.
     """
 
     def __init__(
@@ -150,8 +151,8 @@ class ServerProcess:
 def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, keyring: Keyring | None) -> None:
     if keyring is not None:
         raise UsageError(
-            f"bytes={str(carrier)!r} with keys refused: nothing encrypts what a carrier moves; add --plain-bytes where nobody "
-            "listens on the network, or serve with --bytes stream"
+            f"bytes={str(carrier)!r} with keys refused: nothing encrypts what a carrier moves; add --plain-bytes "
+            "where nobody listens on the network, or serve with --bytes stream"
         )
     if isinstance(storage, StateDirectory) and storage.checksums:
         raise UsageError(

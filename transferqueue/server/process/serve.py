@@ -54,8 +54,8 @@ def serve(
 
     address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime directory.
     tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands; None: the user's directory if an
-    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, see
-    `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
+    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`.
+    carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
     durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
     cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
     ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls
@@ -183,8 +183,8 @@ def _check_without_tcp(keys: Path | None, carrier: Carrier | None) -> None:
         )
     if carrier is not None:
         raise UsageError(
-            f"bytes={str(carrier)!r} refused: clients at tcp addresses use it, and this server has none (clients at its socket file map its "
-            "memory); give --tcp too, or leave --bytes out"
+            f"bytes={str(carrier)!r} refused: clients at tcp addresses use it, and this server has none (clients at "
+            "its socket file map its memory); give --tcp too, or leave --bytes out"
         )
 
 

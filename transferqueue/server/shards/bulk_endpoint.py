@@ -12,9 +12,9 @@ protocol. In addition:
 - For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is clogged. The
   transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
-- A carrier (`server.shards.carrier`) may move the bytes instead: of reads and writes by ranges of memory. While its clients read, it is called every
-  `PROGRESS_MS`. Its writes move in steps, between the frames of others: for `EAGER_S` after a step that moved something the endpoint does not sleep,
-  then it looks every `PROGRESS_MS`.
+- A carrier (`server.shards.carrier`) may move the bytes instead: of reads and writes by ranges of memory. While its
+  clients read, it is called every `PROGRESS_MS`. Its writes move in steps, between the frames of others: for `EAGER_S`
+  after a step that moved something the endpoint does not sleep, then it looks every `PROGRESS_MS`.
 """
 
 from __future__ import annotations
@@ -329,7 +329,8 @@ class ShardTransfers:
     def _needed_carrier(self, so: str) -> ShardCarrier:
         if self._carrier is None:
             raise Impossible(
-                f"this shard moves columns over its stream alone, so it {so}; start it with the client's carrier (--bytes), or use the stream"
+                f"this shard moves columns over its stream alone, so it {so}; start it with the client's carrier "
+                "(--bytes), or use the stream"
             )
         return self._carrier
 

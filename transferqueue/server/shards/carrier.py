@@ -24,13 +24,14 @@ class ShardCarrier(Protocol):
         now: float,
         memory: GatherMemory,
     ) -> ReadTransfer:
-        """A transfer that names ranges of memory to the client, which reads them. Arguments and errors as of `ReadTransfer`."""
+        """A transfer that names ranges of memory to the client, which reads them. Arguments and errors as of
+        `ReadTransfer`."""
 
     def write(
         self, write: b.WriteRanges, backing: Backing, tickets: TicketIssuer, digests: FrameDigests, now: float
     ) -> SteppedWrite:
-        """A transfer that reads the client's memory. Arguments and errors as of `ExtentTransfer`; `Unreachable` if the stream should carry the bytes
-        for now."""
+        """A transfer that reads the client's memory. Arguments and errors as of `ExtentTransfer`; `Unreachable` if the
+        stream should carry the bytes for now."""
 
     def progress(self) -> None:
         """Serve the clients that read now (`ReadTransfer.needs_progress`). `Unreachable` if that fails."""

@@ -1,12 +1,15 @@
-"""What carries columns between a client and a shard whose memory it cannot map: the stream of the bulk protocol, or a plug-in beside it.
+"""What carries columns between a client and a shard whose memory it cannot map: the stream of the bulk protocol, or a
+plug-in beside it.
 
-A package registers a carrier in its ``pyproject.toml``, under the name that users give to ``--bytes``; ``nixl`` comes with this package::
+A package registers a carrier in its ``pyproject.toml``, under the name that users give to ``--bytes``; ``nixl`` comes
+with this package::
 
     [project.entry-points."transferqueue.carriers"]
     mine = "transferqueue_mine:MyCarrier"
 
-A carrier moves the bytes of reads and writes whose requests and acknowledgements cross over a connection of the bulk protocol
-(`protocol.ReadRanges`, `protocol.WriteRanges`). Where it fails the stream carries the bytes. Nothing encrypts what it moves.
+A carrier moves the bytes of reads and writes whose requests and acknowledgements cross over a connection of the bulk
+protocol (`protocol.ReadRanges`, `protocol.WriteRanges`). Where it fails the stream carries the bytes. Nothing encrypts
+what it moves.
 """
 
 from __future__ import annotations
@@ -25,8 +28,9 @@ CARRIERS: Final = Plugins(
 
 
 class Carrier(Protocol):
-    """A plug-in that moves columns beside the stream. Constructed with the whole setting, such as ``nixl`` or ``nixl:tcp``, of which the
-    part before the colon names the plug-in; `UsageError` for a setting that it does not know. Its `str` is the setting."""
+    """A plug-in that moves columns beside the stream. Constructed with the whole setting, such as ``nixl`` or
+    ``nixl:tcp``, of which the part before the colon names the plug-in; `UsageError` for a setting that it does not
+    know. Its `str` is the setting."""
 
     def describe(self) -> str:
         """What it uses on this machine, for `doctor`; may take seconds. `UsageError` if it cannot work here."""
@@ -35,8 +39,8 @@ class Carrier(Protocol):
         """Its part in one client session, a `client.memory.carrier.SessionCarrier`."""
 
     def open_shard(self, backing: Any) -> Any:
-        """Its part in a shard with this `ArenaBacking`, a `server.shards.carrier.ShardCarrier`; may take a second. `UsageError` if it cannot
-        work here."""
+        """Its part in a shard with this `ArenaBacking`, a `server.shards.carrier.ShardCarrier`; may take a second.
+        `UsageError` if it cannot work here."""
 
 
 def chosen_carrier(setting: str | None = None) -> Carrier | None:
@@ -58,7 +62,8 @@ def chosen_carrier(setting: str | None = None) -> Carrier | None:
     name, places = setting.partition(":")[0], CARRIERS.places
     if name not in places:
         raise UsageError(
-            f"bytes={setting!r} is no carrier of columns; there are {', '.join([STREAM, *places])} (--bytes, or {BYTES_VARIABLE} in the environment)"
+            f"bytes={setting!r} is no carrier of columns; there are {', '.join([STREAM, *places])} (--bytes, or "
+            f"{BYTES_VARIABLE} in the environment)"
         )
     carrier: Carrier = CARRIERS.load(name)(setting)
     return carrier

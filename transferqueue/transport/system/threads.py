@@ -26,5 +26,6 @@ _kept_for_good: Final[list[object]] = []
 
 
 def keep_for_good(*things: object) -> None:
-    """Never free these, though no variable holds them: memory that a transfer under way may still write, and what the transfer needs."""
+    """Never free these, though no variable holds them: memory that a transfer under way may still write, and what the
+    transfer needs."""
     _kept_for_good.extend(things)

@@ -1,4 +1,5 @@
-"""The client's part of the carrier (`client.memory.carrier`): which transfer reads, which writes, and from when on after a failure."""
+"""The client's part of the carrier (`client.memory.carrier`): which transfer reads, which writes, and from when on
+after a failure."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from transferqueue.wire import messages as m
 
 
 class OneSidedCarrier:
-    """To and from one shard. received: memory that reads write; sent: memory that the shard may read. Safe from any thread."""
+    """To and from one shard. received: memory that reads write; sent: memory that the shard may read. Safe from any
+    thread."""
 
     def __init__(
         self, received: OneSidedMemory, sent: OneSidedMemory, clock: Callable[[], float] = time.monotonic
@@ -68,8 +70,8 @@ class OneSidedCarrier:
 
 
 class OneSidedSession:
-    """What the shards of one session share: memory that reads write, and memory that shards read. make: makes either. check: called once
-    before; `UsageError` if this machine cannot."""
+    """What the shards of one session share: memory that reads write, and memory that shards read. make: makes either.
+    check: called once before; `UsageError` if this machine cannot."""
 
     def __init__(self, make: Callable[[], OneSidedMemory], check: Callable[[], object]) -> None:
         self._make, self._check = make, check
