@@ -1,6 +1,6 @@
-"""Key-value caches of transformers with room to grow, and joining rows of several caches into one.
+"""Key-value caches with room to grow, and joining rows of several caches into one.
 
-transformers' dynamic layer copies the whole cache for each token. A `GrowingLayer` writes a token in place; it copies only when its room is used up. Rows
+transformers' dynamic layer copies the whole cache for each token. `GrowingStates` writes a token in place; it copies only when its room is used up. Rows
 are aligned at their last token, so that rows of any length are one batch: a shorter row has padding on its left, which the attention mask hides.
 """
 
@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 from torch import Tensor
-from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
 
 ROOM_TOKENS: Final = 64
 """Least room of a new buffer, in tokens beyond those that it begins with."""
@@ -20,8 +18,11 @@ Part = tuple[Any, Tensor, int]
 """A cache, places of rows in it, and how many of their last tokens are copied."""
 
 
-class GrowingLayer(DynamicLayer):  # type: ignore[misc]
+class GrowingStates:
     """One layer: ``keys`` and ``values`` are views ``[rows, heads, tokens, width]`` of buffers with room for more tokens."""
+
+    keys: Tensor
+    values: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,9 +30,7 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         """Append the states of new tokens; return all of them."""
-        start: int = self.get_seq_length()
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
+        start = self.keys.shape[-2] if self._buffers else 0
         end = start + key_states.shape[-2]
         if not self._buffers or self._buffers[0].shape[-2] < end:
             self._make_room(key_states, value_states, end)
@@ -39,44 +38,41 @@ class GrowingLayer(DynamicLayer):  # type: ignore[misc]
             buffer[:, :, start:end] = states
         return self._show(end)
 
-    def begin(self, parts: Sequence[tuple[DynamicLayer, Tensor, int]], tokens: int) -> None:
+    def begin(self, parts: Sequence[tuple[Any, Tensor, int]], tokens: int) -> None:
         """Take rows of other layers, in order, with their last token at the end of `tokens`."""
         columns = [[(getattr(layer, name)[rows], last) for layer, rows, last in parts] for name in ("keys", "values")]
-        self.lazy_initialization(columns[0][0][0], columns[1][0][0])
         self._buffers = [_aligned(states, tokens) for states in columns]
         self._show(tokens)
 
     def _make_room(self, key_states: Tensor, value_states: Tensor, end: int) -> None:
         start, capacity = end - key_states.shape[-2], max(end + ROOM_TOKENS, 2 * (end - key_states.shape[-2]))
-        used, self._buffers = (self.keys, self.values), [_zeros(s, capacity) for s in (key_states, value_states)]
-        if start:
-            for buffer, states in zip(self._buffers, used, strict=True):
-                buffer[:, :, :start] = states
+        used = (self.keys, self.values) if start else ()
+        self._buffers = [_zeros(states, capacity) for states in (key_states, value_states)]
+        for buffer, states in zip(self._buffers, used, strict=False):
+            buffer[:, :, :start] = states
 
     def _show(self, end: int) -> tuple[Tensor, Tensor]:
         self.keys, self.values = (buffer[:, :, :end] for buffer in self._buffers)
         return self.keys, self.values
 
 
-def growing_cache(config: Any) -> Any | None:
-    """Return an empty cache of `GrowingLayer`; None for a model whose layers keep something else (sliding windows, recurrent states)."""
-    layers = DynamicCache(config=config).layers
-    if not layers or any(type(layer) is not DynamicLayer for layer in layers):
-        return None
-    cache = DynamicCache(config=config)
-    cache.layers = [GrowingLayer() for _ in layers]
-    return cache
+class GrowingCache:
+    """The cache of a model with so many `layers`."""
+
+    def __init__(self, layers: int) -> None:
+        self.layers = [GrowingStates() for _ in range(layers)]
+
+    def update(self, key_states: Tensor, value_states: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Append the states of new tokens in a layer; return all of them."""
+        return self.layers[layer].update(key_states, value_states)
 
 
-def joined(config: Any, parts: Sequence[Part]) -> tuple[Any, int]:
-    """Return a cache of the rows of `parts`, in order, and its number of tokens: that of the longest part. Copies each row once."""
+def joined(empty: Any, parts: Sequence[Part]) -> tuple[Any, int]:
+    """Fill an empty cache with the rows of `parts`, in order; return it and its number of tokens: that of the longest part. Copies each row once."""
     tokens = max(last for _, _, last in parts)
-    cache = growing_cache(config)
-    if cache is None:
-        raise TypeError(f"caches of {type(config).__name__} cannot be joined")
-    for number, layer in enumerate(cache.layers):
+    for number, layer in enumerate(empty.layers):
         layer.begin([(part.layers[number], rows, last) for part, rows, last in parts], tokens)
-    return cache, tokens
+    return empty, tokens
 
 
 def _zeros(like: Tensor, tokens: int) -> Tensor:

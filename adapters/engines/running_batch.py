@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from transferqueue.adapters.engines.completion import seed_of
-from transferqueue.adapters.engines.key_value_cache import Part, growing_cache, joined
+from transferqueue.adapters.engines.key_value_cache import Part, joined
 from transferqueue.adapters.engines.sampling import RowDraws, draw_by
 from transferqueue.adapters.protocols import LENGTH, STOP, Completion, Prompt, Sampling
 
@@ -109,7 +109,7 @@ class RunningBatch:
 
     def __init__(self, model: Any, rows_max: int) -> None:
         self._model, self._rows_max = model, rows_max
-        self._joins = growing_cache(model.config) is not None
+        self._joins = _empty_cache(model) is not None
         self._waiting: deque[Row] = deque()
         self._cached: _Cached | None = None
         self._version: int | None = None
@@ -177,7 +177,7 @@ class RunningBatch:
     def _drop_finished(self, cached: _Cached) -> None:
         part, rows, lengths_R = cached.part()
         if self._joins:
-            cache, width = joined(self._model.config, [part])
+            cache, width = joined(_empty_cache(self._model), [part])
         else:
             cache, width = cached.cache, cached.width
             cache.batch_select_indices(part[1])
@@ -194,7 +194,7 @@ class RunningBatch:
         begun = _Cached([], None, lengths_C, ids_CT.shape[1])
         mask_CT = begun.mask()
         positions_CT = (mask_CT.long().cumsum(1) - 1).clamp(min=0)
-        empty = growing_cache(self._model.config) if self._joins else None
+        empty = _empty_cache(self._model) if self._joins else None
         logits_CV, begun.cache = self._forward(ids_CT, mask_CT, positions_CT, empty)
         cached = self._with_new(rows, begun, index_R)
         at = range(len(cached.rows) - len(rows), len(cached.rows))
@@ -212,7 +212,7 @@ class RunningBatch:
         if self._cached is not None:
             part, before, lengths_B = self._cached.part()
             parts, lengths = [part, *parts], [lengths_B, *lengths]
-        cache, width = joined(self._model.config, parts)
+        cache, width = joined(_empty_cache(self._model), parts)
         self._cached = _Cached([*before, *rows], cache, torch.cat(lengths), width)
         return self._cached
 
@@ -250,6 +250,15 @@ class RunningBatch:
                     finished.append((row, row.completion(reason)))
                     cached.rows[place] = None
         return finished
+
+
+def _empty_cache(model: Any) -> Any | None:
+    """Return an empty growing cache for `model`; None for one whose layers keep something else (sliding windows, recurrent states)."""
+    if (own := getattr(model, "new_cache", None)) is not None:
+        return own()
+    from transferqueue.adapters.engines.transformers_cache import growing_cache
+
+    return growing_cache(model.config)
 
 
 def _distribution(placed: tuple[int, Row]) -> tuple[float, float]:

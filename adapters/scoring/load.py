@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Unsupported
 from transferqueue.adapters.scoring.plan import plan_for
 from transferqueue.errors import NotFound, UsageError, listing
@@ -25,11 +26,15 @@ def load_causal_lm(
     revision: str = "",
     trust_remote_code: bool = False,
 ) -> Any:
-    """Load a causal language model of transformers, in evaluation mode, for `response_logprobs`.
+    """Load a causal language model of transformers, or the built-in one, in evaluation mode, for `response_logprobs`.
 
     path: a directory, or an id that transformers downloads. dtype: of all weights. device: "auto" is a GPU if there is one.
     Raises `NotFound` if there is no model at `path`, and `UsageError` if its files lack weights, or for an unknown dtype.
     """
+    if is_builtin(path):
+        from transferqueue.adapters.builtin.model import BuiltinModel
+
+        return BuiltinModel.from_pretrained(path).to(torch_device(device), torch_dtype(dtype)).eval()
     model, missing = _loaded("AutoModelForCausalLM", path, dtype, device, revision, trust_remote_code)
     _check_complete(path, missing)
     return _prepared(model)

@@ -7,6 +7,7 @@ or a recurrent layer is not. So `plan_for` runs the model on two short rows, thr
    there is no rounding to allow for, but in a mixture of experts, which groups tokens of all rows by expert.
 2. The second row alone. Its outputs must be the same but for rounding, so the model counts positions as it is told.
 
+A model that says ``shares_prompts`` is not tried: it takes rows that share their prompts, with a mask of its own (`rows.shared_rows`).
 A model that does not pass is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal.
 """
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from transferqueue.adapters.protocols import Unsupported
-from transferqueue.adapters.scoring.rows import ForwardRows, forward_rows
+from transferqueue.adapters.scoring.rows import ForwardRows, forward_rows, shared_rows
 from transferqueue.errors import UsageError
 
 _PLAN: Final = "transferqueue_plan"
@@ -37,11 +38,13 @@ _LEAK: Final = 0.1
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with nothing done to them after."""
+    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with nothing done to them after.
+    shared: rows of one prompt share it."""
 
     packed: bool
     reason: str = ""
     own_head: bool = False
+    shared: bool = False
 
 
 def plan_for(model: nn.Module) -> ScoringPlan:
@@ -76,10 +79,12 @@ def device_of(model: nn.Module) -> torch.device:
 
 def inputs(rows: ForwardRows) -> dict[str, Any]:
     """Return the keyword arguments of the model's forward."""
-    from transferqueue.adapters.scoring.attention import ARGUMENT
-
+    if rows.sight_BTT is not None:
+        return {"input_ids": rows.ids_BT, "position_ids": rows.positions_BT, "sight": rows.sight_BTT}
     if rows.packed is None:
         return {"input_ids": rows.ids_BT, "use_cache": False}
+    from transferqueue.adapters.scoring.attention import ARGUMENT
+
     return {
         "input_ids": rows.ids_BT,
         "position_ids": rows.positions_BT,
@@ -99,13 +104,11 @@ def limits_of(model: Any) -> tuple[int | None, int | None]:
 def lay_out(model: nn.Module, prompts: Any, responses: Any) -> ForwardRows:
     """Lay out rows as the model's plan says, on its device. Raises as `forward_rows`."""
     vocabulary, length_max = limits_of(unwrapped(model))
+    place = device_of(model)
+    if plan_for(model).shared:
+        return shared_rows(prompts, responses, device=place, vocabulary=vocabulary, length_max=length_max)
     return forward_rows(
-        prompts,
-        responses,
-        packed=is_packed(model),
-        device=device_of(model),
-        vocabulary=vocabulary,
-        length_max=length_max,
+        prompts, responses, packed=is_packed(model), device=place, vocabulary=vocabulary, length_max=length_max
     )
 
 
@@ -120,6 +123,8 @@ def _check_whole(model: nn.Module) -> None:
 
 
 def _found(model: Any) -> ScoringPlan:
+    if getattr(model, "shares_prompts", False):
+        return ScoringPlan(packed=True, own_head=True, shared=True)
     reason = _refusal(model)
     if not reason:
         reason = _tried_packed(model)

@@ -1,172 +1,200 @@
-"""The main job, made small: both modes, with and without a reference stage, and its end by Ctrl-C."""
+"""The demo's job, made small: its modes and options, the death of a process, and its end by Ctrl-C."""
+
+from __future__ import annotations
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("torch", exc_type=ImportError)
+pytest.importorskip("reasoning_gym")
+import msgspec
 
 from tests.scale import only_long
 from tests.workflows.test_flow import ROOT, wait_gone
-from tests.workflows.test_report import KEYS
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.flow.events import Event, Figures
-from transferqueue.workflows.flow.flow import Flow
-from transferqueue.workflows.grpo.job import JobSettings, stages
-from transferqueue.workflows.grpo.learning.settings import LearningSettings
-from transferqueue.workflows.grpo.run import RunOutcome, run_demo
+from transferqueue.workflows.job import names
+from transferqueue.workflows.job.demo import check_task, demo_job
+from transferqueue.workflows.job.graph import stages
+from transferqueue.workflows.job.run.folder import RunFolder
+from transferqueue.workflows.job.run.run import JobOutcome, RunningJob, run_job
+from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.read import checked
+from transferqueue.workflows.job.tiny_model.make import make, write_data
 
-SMALL = LearningSettings(
-    dataset="spell_backward",
-    steps=4,
-    prompts_per_step=8,
-    warmup_steps=4,
-    warmup_rows=16,
-    width=32,
-    heads=2,
-    layers=1,
-    hidden=32,
-    evaluation_samples=1,
-)
-
-
-def run(settings: JobSettings, directory: Path) -> RunOutcome:
-    outcome = run_demo(settings, directory=directory)
-    assert list(json.loads((directory / "summary.json").read_text())) == KEYS
-    assert all(path.stat().st_size for path in outcome.files)
-    assert outcome.summary.rows_put == outcome.summary.rows_done == 4 * 64
-    assert outcome.summary.steps == 4
-    return outcome
+STEPS, PROMPTS, GROUP = 4, 8, 8
+ROWS = STEPS * PROMPTS * GROUP
 
 
 @pytest.fixture(scope="module")
-def synchronous(tmp_path_factory: pytest.TempPathFactory) -> RunOutcome:
-    """A synchronous run with a reference stage, of the other problem set."""
-    learning = replace(SMALL, kl_weight=0.05, dataset="chain_sum")
-    settings = JobSettings(learning=learning, mode="sync", max_staleness=0, depth=0)
-    return run(settings, tmp_path_factory.mktemp("synchronous"))
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that has learned nothing yet, and questions."""
+    return make_small(tmp_path_factory.mktemp("inputs"))
 
 
-@pytest.mark.slow
-def test_synchronous_rows_are_never_stale(synchronous: RunOutcome) -> None:
-    assert synchronous.summary.staleness_histogram == {"0": 256}
+def make_small(folder: Path, task: str = "spell_backward") -> Path:
+    """Write inputs of a small job."""
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    make(folder / "model", kind="builtin", **small)
+    write_data(folder / "data", task=task, train=64, test=16)
+    return folder
 
 
-@pytest.mark.long
-@pytest.mark.slow
-def test_asynchronous_rows_stay_within_their_bound(tmp_path: Path) -> None:
-    outcome = run(JobSettings(learning=SMALL, rollouts=2), tmp_path)
-    assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
-    assert sum(outcome.summary.staleness_histogram.values()) == 256
-
-
-@pytest.mark.long
-@pytest.mark.slow
-def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(tmp_path: Path) -> None:
-    outcome = run(JobSettings(learning=SMALL, mode="delayed"), tmp_path)
-    found = outcome.summary
-    assert found.staleness_histogram == {"0": 64, "1": 192}
-    assert sum(found.staleness_in_flight.values()) == sum(found.staleness_in_queue.values()) == 256
-    behind = sum(
-        int(lag) * rows for part in (found.staleness_in_flight, found.staleness_in_queue) for lag, rows in part.items()
+def small_job(inputs: Path, **options: Any) -> Job:
+    """The demo's job with few rows, evaluated on few questions."""
+    job = demo_job(inputs, **{"task": "spell_backward", "steps": STEPS, **options})
+    replace = msgspec.structs.replace
+    return replace(
+        job,
+        trainer=replace(job.trainer, prompts_per_step=PROMPTS),
+        evaluation=replace(job.evaluation, rows=16, samples=1),
+        queue=replace(job.queue, memory_gib=0.0625),
     )
-    assert behind == 192
-    assert found.swaps
+
+
+def run(job: Job, directory: Path, **arguments: Any) -> JobOutcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OMP_NUM_THREADS", "1")
+        outcome = run_job(job, folder=RunFolder(directory), **arguments)
+    assert outcome.summary.steps == STEPS
+    assert outcome.audit.put == outcome.audit.done + outcome.audit.dropped_rows
+    assert outcome.audit.done == ROWS
+    assert all(path.stat().st_size for path in outcome.files)
+    return outcome
+
+
+@pytest.mark.slow
+def test_synchronous_rows_are_never_stale_and_kl_brings_a_reference(inputs: Path, tmp_path: Path) -> None:
+    outcome = run(small_job(inputs, mode="sync", kl=0.05), tmp_path / "run")
+    assert outcome.summary.staleness == {"0": ROWS}
+    trace = json.loads((tmp_path / "run" / "timeline.json").read_text())["traceEvents"]
+    assert "reference-0" in {event["args"].get("name") for event in trace}
+    assert (tmp_path / "run" / "job.toml").exists()
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_asynchronous_rows_stay_within_their_bound(inputs: Path, tmp_path: Path) -> None:
+    outcome = run(small_job(inputs, rollouts=2), tmp_path / "run")
+    assert set(outcome.summary.staleness) <= {"0", "1"}
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_delayed_rows_are_one_version_behind_but_for_those_of_the_first_step(inputs: Path, tmp_path: Path) -> None:
+    found = run(small_job(inputs, mode="delayed"), tmp_path / "run").summary
+    assert found.staleness == {"0": 64, "1": 192}
+    parts = (found.staleness_in_flight, found.staleness_in_queue)
+    assert [sum(part.values()) for part in parts] == [ROWS, ROWS]
+    assert sum(int(behind) * rows for part in parts for behind, rows in part.items()) == 192
+    assert found.swaps.count
     assert found.publish_lag_s > 0
 
 
 @pytest.mark.slow
-def test_kl_brings_a_reference_stage(synchronous: RunOutcome) -> None:
-    (timeline,) = (path for path in synchronous.files if path.name == "timeline.json")
-    trace = json.loads(timeline.read_text())["traceEvents"]
-    assert "reference-0" in {event["args"].get("name") for event in trace}
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"mode": "sync", "over_sample": 1.5, "rollouts": 2}, id="over-sampling"),
+        pytest.param({"budget": 2, "rollouts": 2}, id="in parts", marks=pytest.mark.long),
+        pytest.param({"filter_equal": True}, id="groups replaced", marks=pytest.mark.long),
+        pytest.param({"mode": "sync", "over_sample": 1.5, "filter_equal": True}, id="both", marks=pytest.mark.long),
+    ],
+)
+def test_a_job_trains_on_exactly_its_rows(options: dict[str, Any], inputs: Path, tmp_path: Path) -> None:
+    outcome = run(small_job(inputs, **options), tmp_path / "run")
+    assert set(outcome.summary.staleness) <= {"0", "1"}
+    if not options.get("filter_equal"):
+        assert outcome.audit.dropped == {}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", only_long("rollout", "train"))
-def test_the_job_survives_the_death_of_a_process(stage: str, tmp_path: Path) -> None:
-    """Killed at the second step: the trainer between publishing weights and acknowledging the rows they come from."""
-    flows: list[Flow] = []
+def test_the_job_survives_the_death_of_a_process(stage: str, inputs: Path, tmp_path: Path) -> None:
+    pids: dict[str, int] = {}
 
     def kill(label: str, event: Event) -> None:
-        if isinstance(event, Figures) and event.values.get("step") == 2 and len(flows) == 1:
-            flows.append(flows[0])
-            os.kill(flows[0].pids()[f"{stage}-0"], signal.SIGKILL)
+        if isinstance(event, Figures) and event.kind == "step" and event.values["step"] == 2 and pids:
+            os.kill(pids.pop(f"{stage}-0"), signal.SIGKILL)
+            pids.clear()
 
-    settings = JobSettings(learning=SMALL)
-    outcome = run_demo(settings, directory=tmp_path, observe=kill, started=flows.append)
-    assert len(flows) == 2
-    assert (outcome.audit.put, outcome.audit.done) == (256, 256)
-    assert set(outcome.summary.staleness_histogram) <= {"0", "1"}
+    def started(running: RunningJob) -> None:
+        pids.update(running.pids)
+
+    outcome = run(small_job(inputs, budget=2), tmp_path / "run", observe=kill, started=started)
+    assert outcome.audit.put == ROWS
+    assert not pids
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGINT, *only_long(signal.SIGTERM)])
 def test_ctrl_c_ends_everything_within_three_seconds(number: signal.Signals, tmp_path: Path) -> None:
-    runtime = tmp_path / "runtime"
     demo = subprocess.Popen(
         [sys.executable, "-m", "transferqueue.cli", "demo", "--steps", "5", "--out", str(tmp_path / "run")],
         cwd=ROOT,
-        env=os.environ | {"TRANSFERQUEUE_RUNTIME": str(runtime)},
+        env=os.environ | {"TRANSFERQUEUE_RUNTIME": str(tmp_path / "runtime")},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
     assert demo.stdout is not None
-    assert demo.stdout.readline().startswith("5 processes: prompts-0, ")
+    assert demo.stdout.readline() == "warm-up of the model\n"
+    assert demo.stdout.readline().startswith("run in ")
+    assert demo.stdout.readline().startswith("6 processes: prompts-0, ")
     children = children_of(demo.pid)
-    assert len(children) == 5
+    assert len(children) == 7
     demo.send_signal(number)
     assert wait_gone([*children, demo.pid], 3.0) == []
     assert demo.wait() == 130
-    demo.communicate()
-    assert [path for path in runtime.rglob("*") if not path.is_dir()] == []
+    assert "go on with: transferqueue train --resume" in demo.communicate()[1]
 
 
 def children_of(pid: int) -> list[int]:
     """Children of a process."""
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
-def test_settings_that_contradict_each_other_are_refused() -> None:
-    with pytest.raises(Impossible, match="mode sync with depth=1"):
-        JobSettings(mode="sync")
-    with pytest.raises(Impossible, match="mode async with depth=0"):
-        JobSettings(depth=0)
-    with pytest.raises(Impossible, match="mode delayed with depth=1 and max_staleness=2"):
-        JobSettings(mode="delayed", max_staleness=2)
-    with pytest.raises(Impossible, match="mode delayed with engine vllm"):
-        JobSettings(mode="delayed", engine="vllm")
-    with pytest.raises(UsageError, match="rollouts=0"):
-        JobSettings(rollouts=0)
+def test_options_that_contradict_each_other_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Impossible, match="a synchronous job has 0 of both"):
+        checked(demo_job(tmp_path, mode="sync", max_staleness=1))
+    with pytest.raises(Impossible, match="a one-step delay is 1 of both"):
+        checked(demo_job(tmp_path, mode="delayed", max_staleness=2))
+    with pytest.raises(Impossible, match=r"over_sample=1.25 with mode='async'"):
+        checked(demo_job(tmp_path, over_sample=1.25))
+    with pytest.raises(UsageError, match="no settings for the data set 'sudoku'; there are chain_sum, spell_backward"):
+        check_task("sudoku")
 
 
-def test_every_field_that_a_stage_needs_is_given_before_it() -> None:
-    for kl_weight in (0.0, 0.1):
-        given = {"prompt_ids", "problem"}
-        settings = JobSettings(learning=replace(SMALL, kl_weight=kl_weight))
-        order = sorted(stages(settings), key=lambda stage: stage.task.name == "train")
-        for stage in order:
-            assert set(stage.task.needs) <= given, stage.task.name
-            given |= set(stage.task.gives)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("module", "unwanted"),
-    [
-        ("stages.problem_stages", {"torch"}),
-        ("stages.advantage_stage", {"torch", "reasoning_gym"}),
-        ("job", {"torch", "reasoning_gym"}),
-    ],
-)
-def test_a_process_loads_no_more_than_its_stage_needs(module: str, unwanted: set[str]) -> None:
-    code = f"import sys, transferqueue.workflows.grpo.{module}, transferqueue.workflows.flow.processes.stage_process; print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert unwanted & set(loaded.stdout.split()) == set()
+def test_every_option_has_its_place_in_the_job(tmp_path: Path) -> None:
+    job = checked(
+        demo_job(
+            tmp_path,
+            seed=7,
+            steps=9,
+            max_staleness=3,
+            engine="vllm",
+            rollouts=2,
+            kl=0.1,
+            weight_max=2.0,
+            budget=2,
+            filter_equal=True,
+            log=("tensorboard",),
+        )
+    )
+    assert (job.seed, job.steps, job.pacing.max_staleness, job.pacing.depth) == (7, 9, 3, 3)
+    assert (job.engine[0].kind, job.engine[0].count, job.sampling.budget) == ("vllm", 2, 2)
+    assert (job.algorithm.kl, job.algorithm.old, job.algorithm.tis_max, job.algorithm.filter_equal) == (
+        0.1,
+        "trainer",
+        2.0,
+        True,
+    )
+    assert job.log.to == ("jsonl", "tensorboard")
+    assert names.REFERENCE in [stage.task.name for stage in stages(job)]

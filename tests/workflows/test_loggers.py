@@ -67,7 +67,7 @@ def test_a_library_that_is_not_here_is_told_with_the_way_to_have_it() -> None:
 
 def test_the_supervisor_adds_the_age_of_each_queue() -> None:
     pytest.importorskip("torch", exc_type=ImportError)
-    from transferqueue.workflows.grpo.run import aged
+    from transferqueue.workflows.job.run.run import aged
 
     with tq.connect() as queue:
         table = queue.create_table("t", tasks=[tq.Task("rollout", needs=["x"]), tq.Task("train", needs=["y"])])

@@ -1,7 +1,7 @@
 """Stops of generation around a change of weights, from made-up spans."""
 
 from transferqueue.workflows.flow.events import TimeSpan
-from transferqueue.workflows.grpo.weight_swaps import Swaps, measure, publish_lag_s
+from transferqueue.workflows.flow.reports.weight_swaps import Swaps, publish_lag_s, swaps_of
 
 
 def span(name: str, start: float, end: float) -> TimeSpan:
@@ -11,14 +11,14 @@ def span(name: str, start: float, end: float) -> TimeSpan:
 def test_the_longest_stop_is_of_any_process_and_waiting_is_told_apart() -> None:
     first = [span("work", 0, 1), span("wait", 1, 3), span("swap", 3, 3.25), span("work", 3, 5)]
     second = [span("work", 0, 1), span("swap", 1, 1.5), span("work", 1, 2)]
-    assert measure([first, second]) == Swaps(count=2, swap_s_max=0.5, gap_s_max=2.25, request_s=1.0)
+    assert swaps_of([first, second]) == Swaps(count=2, swap_s_max=0.5, gap_s_max=2.25, request_s=1.0)
 
 
 def test_the_first_weights_interrupt_nothing() -> None:
-    assert measure([[span("swap", 0, 1), span("work", 0, 2)]]) == Swaps(
+    assert swaps_of([[span("swap", 0, 1), span("work", 0, 2)]]) == Swaps(
         count=0, swap_s_max=0.0, gap_s_max=0.0, request_s=2.0
     )
-    assert measure([]).request_s == 0.0
+    assert swaps_of([]).request_s == 0.0
 
 
 def test_the_publish_lag_is_of_each_process_that_loaded_a_version_that_the_trainer_published() -> None:

@@ -6,9 +6,20 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
-from transferqueue.cli.screens.terminal import console
+from rich.console import Console
+from rich.text import Text
+
+from transferqueue.cli.screens.terminal import console, say
+
+if TYPE_CHECKING:
+    from transferqueue.workflows.job.run.folder import RunFolder
+    from transferqueue.workflows.job.run.run import JobOutcome, RunningJob
+    from transferqueue.workflows.job.settings.job import Job
+    from transferqueue.workflows.job.settings.plan import PlanFile
 
 
 @contextmanager
@@ -39,3 +50,42 @@ def last_words_shown() -> Iterator[None]:
         if error.last_words:
             console(stderr=True).print(error.last_words, soft_wrap=True)
         raise
+
+
+@contextmanager
+def resumable(folder: RunFolder) -> Iterator[None]:
+    """Say how to go on with a run that ended early."""
+    try:
+        yield
+    except BaseException:
+        if folder.starts() and not folder.finished:
+            say(
+                f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: --discard instead of "
+                "--resume)",
+                err=True,
+            )
+        raise
+
+
+def run_watched(
+    job: Job,
+    folder: RunFolder,
+    screen: Console,
+    *,
+    code: Path | None = None,
+    page: bool = False,
+    plan: PlanFile | None = None,
+) -> JobOutcome:
+    """Run a job, and show its progress on `screen`; arguments as of `run_job`."""
+    from transferqueue.cli.screens.train import watched
+    from transferqueue.workflows.job.run.run import run_job
+
+    with ended_like_ctrl_c(signal.SIGTERM), resumable(folder), watched(screen, job.steps) as watch, last_words_shown():
+
+        def started(running: RunningJob) -> None:
+            screen.print(Text.assemble(("run in", "dim"), f" {running.folder}"), soft_wrap=True)
+            if running.link:
+                screen.print(Text.assemble(("page", "dim"), f" {running.link}"), soft_wrap=True)
+            watch.started(running.labels)
+
+        return run_job(job, folder=folder, code=code, page=page, plan=plan, observe=watch, started=started)

@@ -2,6 +2,7 @@
 
 | kind | adapter | slots | weights |
 |---|---|---|---|
+| builtin | the same, over `adapters.builtin.BuiltinModel` | rows that run at once | copied into the module |
 | transformers | `adapters.engines.TransformersGenerator` | rows that run at once | copied into the module |
 | vllm | `adapters.vllm.VllmGenerator` | ``max_num_seqs`` | its workers read the channel |
 | vllm_server | `adapters.vllm.VllmServer` | requests sent at once | its workers read the channel |
@@ -18,8 +19,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from transferqueue.adapters.builtin import is_builtin
 from transferqueue.adapters.protocols import Generator
-from transferqueue.errors import Impossible, UsageError
+from transferqueue.errors import Impossible, UsageError, listing
 from transferqueue.lazy import install_line
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
@@ -70,19 +72,39 @@ def model_directory(settings: EngineSettings, job: Job) -> str:
 # ---------------------------------------------------------------- one function a kind
 
 
-def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
-    import torch
-    from transformers import AutoModelForCausalLM
+def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
+    from transferqueue.adapters.builtin.model import BuiltinModel
 
-    from transferqueue.adapters.engines.transformers import TransformersGenerator
+    directory = model_directory(settings, job)
+    if not is_builtin(directory):
+        raise UsageError(
+            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set kind="transformers" or "vllm"'
+        )
+    return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job, dict(settings.options))
+
+
+def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
+    from transformers import AutoModelForCausalLM
 
     if settings.tensor_parallel != 1:
         raise UsageError(
             f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; set it to 1, or kind="vllm"'
         )
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
-    device = options.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    place = {"device": options.pop("device")} if "device" in options else {}
     model = AutoModelForCausalLM.from_pretrained(model_directory(settings, job), **options)
+    return _in_this_process(model, settings, job, place)
+
+
+def _in_this_process(model: Any, settings: EngineSettings, job: Job, options: dict[str, Any]) -> Generator:
+    """Generate with `model` here. options: ``device``, and no other."""
+    import torch
+
+    from transferqueue.adapters.engines.transformers import TransformersGenerator
+
+    device = options.pop("device", "cuda" if torch.cuda.is_available() else "cpu")
+    if options:
+        raise TypeError(f"{listing(options)} is no option of it; it has device")
     apart = job.trainer.order == "ordinal"
     return TransformersGenerator(model.to(device), version=BEGINNING, rows_max=settings.slots, shared_batch=not apart)
 
@@ -139,6 +161,7 @@ def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
 
 
 _OPEN: Final[Mapping[EngineKind, Callable[[EngineSettings, Job, str], Generator]]] = {
+    "builtin": _builtin,
     "transformers": _transformers,
     "vllm": _vllm,
     "vllm_server": _vllm_server,
@@ -146,6 +169,7 @@ _OPEN: Final[Mapping[EngineKind, Callable[[EngineSettings, Job, str], Generator]
     "openai": _openai,
 }
 _EXTRA: Final[Mapping[EngineKind, str]] = {
+    "builtin": "demo",
     "transformers": "train",
     "vllm": "vllm",
     "vllm_server": "http",

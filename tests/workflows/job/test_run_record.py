@@ -1,13 +1,14 @@
 """What a run writes while it goes on, what a resumed run reads back, and what the summary says of both."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.workflows.job.jobs import job
-from transferqueue.errors import AddressInUse, NotFound, UsageError
-from transferqueue.workflows.flow.events import PUBLISH, WAIT, WORK, Failure, Figures, TimeSpan
+from transferqueue.errors import AddressInUse, InternalError, NotFound, UsageError
+from transferqueue.workflows.flow.events import PUBLISH, SWAP, WAIT, WORK, Failure, Figures, TimeSpan
 from transferqueue.workflows.flow.reports.audit import Audit
 from transferqueue.workflows.job.run import folder as folders
 from transferqueue.workflows.job.run.folder import RunFolder, new_folder, unfinished_folder
@@ -54,6 +55,24 @@ def test_figures_of_a_run_add_up_to_its_summary(tmp_path):
     text = summary.text()
     for words in ("0.250 → 0.750  (+0.500)", "trainer idle", "25%", "32 / 30 / 2 equal", "grpo, async, seed 0"):
         assert words in text
+
+
+def test_a_summary_says_where_staleness_comes_from_and_how_long_generation_stood_still(tmp_path):
+    record = filled(tmp_path, [1])
+    record.add("train-0", TimeSpan(name=PUBLISH, start=11.0, end=11.5, version=1))
+    record.add("rollout-0", TimeSpan(name=SWAP, start=11.5, end=11.75, version=1))
+    parts = {"staleness_in_flight": {"0": 8}, "staleness_in_queue": {"0": 6, "1": 2}}
+    summary = summarize(record, job("grpo"), AUDIT, starts=1, seconds=9.0, table=parts)
+    assert (summary.staleness_in_flight, summary.staleness_in_queue) == tuple(parts.values())
+    assert (summary.publish_lag_s, summary.swaps.count, summary.swaps.swap_s_max) == (0.25, 1, 0.25)
+    assert "250.0 ms at most to take weights" in summary.text()
+
+
+@pytest.mark.parametrize("change", [{"live": 8}, {"done": 15}, {"dropped": {"equal": 1}}, {"put": 25}], ids=str)
+def test_rows_that_do_not_balance_are_an_error(change):
+    AUDIT.check_finished("t")
+    with pytest.raises(InternalError, match="does not balance"):
+        replace(AUDIT, **change).check_finished("t")
 
 
 def test_each_reward_term_has_its_mean(tmp_path):

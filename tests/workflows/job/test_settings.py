@@ -71,7 +71,7 @@ REFUSED = [
     (GRPO, "trainer.ranks=two", "trainer.ranks='two': give int, got str"),
     (GRPO, "trainer.ranks=2.5", "trainer.ranks=2.5: give int, got float"),
     (GRPO, "pacing.mode=asynch", "pacing.mode='asynch': give sync, delayed, async; async?"),
-    (GRPO, "engine.0.kind=vlm", "engine.0.kind='vlm': give transformers, vllm, .* ; vllm?"),
+    (GRPO, "engine.0.kind=vlm", "engine.0.kind='vlm': give builtin, transformers, vllm, .* ; vllm?"),
     (GRPO, "sampling.temperature=0", "sampling.temperature=0.0: give more than 0"),
     (GRPO, "trainer.lr=-1e-6", "trainer.lr=-1e-06: give more than 0"),
     (GRPO, "trainer.lr=nan", "trainer.lr=nan: give more than 0"),

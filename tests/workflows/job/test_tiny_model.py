@@ -91,7 +91,7 @@ def test_no_test_question_is_trained(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_the_answer_is_rewarded_and_nothing_else(task: str) -> None:
-    question, answer, _ = next(problems(task, "test", seed=3))
+    question, answer, *_ = next(problems(task, "test", seed=3))
     rewards = exact([answer, f" {answer}\n", question, ""], answer=[answer] * 4)
     assert rewards == [1.0, 1.0, float(question == answer), 0.0]
     with pytest.raises(UsageError, match="1 completions for 2 answers"):

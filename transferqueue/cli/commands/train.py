@@ -4,26 +4,20 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from transferqueue.cli.options import folder_to_write
-from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown
+from transferqueue.cli.running import ended_like_ctrl_c, last_words_shown, run_watched
 from transferqueue.cli.screens.terminal import console, say, show_json
+from transferqueue.cli.screens.train import show_outcome
 
 if TYPE_CHECKING:
-    from transferqueue.cli.screens.demo import Watch
     from transferqueue.workflows.job.run.folder import RunFolder
-    from transferqueue.workflows.job.run.run import JobOutcome, RunningJob
     from transferqueue.workflows.job.settings.job import Job
-    from transferqueue.workflows.job.settings.plan import PlanFile
 
 EXAMPLES = (
     (
@@ -140,17 +134,11 @@ def train(
         return
     settings, folder, code = _chosen(job, changes, resume=resume, out=out)
     screen = console(stderr=as_json)
-    with (
-        ended_like_ctrl_c(signal.SIGTERM),
-        _resumable(folder),
-        _watched(screen, settings) as watch,
-        last_words_shown(),
-    ):
-        outcome = _run(settings, folder, code, watch, screen, page=_with_page(page, screen), plan=planned)
+    outcome = run_watched(settings, folder, screen, code=code, page=_with_page(page, screen), plan=planned)
     if as_json:
         show_json(outcome.summary)
     else:
-        _show(outcome, screen)
+        show_outcome(outcome, screen)
 
 
 def _chosen(
@@ -210,27 +198,6 @@ def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str,
     say(f"site {site}: the job has ended; logs in {folder}")
 
 
-def _run(
-    settings: Job,
-    folder: RunFolder,
-    code: Path | None,
-    watch: Watch,
-    screen: Console,
-    *,
-    page: bool,
-    plan: PlanFile | None,
-) -> JobOutcome:
-    from transferqueue.workflows.job.run.run import run_job
-
-    def started(running: RunningJob) -> None:
-        screen.print(Text.assemble(("run in", "dim"), f" {running.folder}"), soft_wrap=True)
-        if running.link:
-            screen.print(Text.assemble(("page", "dim"), f" {running.link}"), soft_wrap=True)
-        watch.started(running.pids)
-
-    return run_job(settings, folder=folder, code=code, page=page, plan=plan, observe=watch, started=started)
-
-
 def _show_dry_run(job: Path | None, changes: list[str], *, as_json: bool) -> None:
     from transferqueue.errors import UsageError
     from transferqueue.workflows.job.run.dry_run import dry_run
@@ -259,41 +226,3 @@ def _is_installed() -> bool:
     from importlib.util import find_spec
 
     return find_spec("starlette") is not None and find_spec("uvicorn") is not None
-
-
-@contextmanager
-def _resumable(folder: RunFolder) -> Iterator[None]:
-    """Say how to go on with a run that ended early."""
-    try:
-        yield
-    except BaseException:
-        if folder.starts() and not folder.finished:
-            say(
-                f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: --discard instead of --resume)",
-                err=True,
-            )
-        raise
-
-
-@contextmanager
-def _watched(to: Console, settings: Job) -> Iterator[Watch]:
-    from transferqueue.cli.screens.demo import Bar, Lines
-    from transferqueue.cli.screens.train import JobFigures
-
-    if not to.is_terminal:
-        yield Lines(to, settings.steps, JobFigures())
-        return
-    with Bar(to, settings.steps, JobFigures()) as bar:
-        yield bar
-
-
-def _show(outcome: JobOutcome, to: Console) -> None:
-    """Print the summary as a table, and where the files are."""
-    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
-    for name, value in outcome.summary.rows():
-        table.add_row(Text(name, style="dim"), Text(value))
-    to.print()
-    to.print(table)
-    to.print()
-    for path in outcome.files:
-        to.print(Text.assemble(("wrote", "dim"), f" {path}"), soft_wrap=True)

@@ -1,24 +1,45 @@
-"""The progress of a training job: the figures of the latest steps, for the bar or the lines of `transferqueue.cli.screens.demo`."""
+"""The progress and the end of a training job: a bar with the latest figures at a terminal, else a line every ten steps; then a table."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 
-from transferqueue.cli.screens.demo import Latest
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
 from transferqueue.observe.units import plural
 
 if TYPE_CHECKING:
-    from transferqueue.workflows.flow.events import Event
+    from collections.abc import Iterable
+    from types import TracebackType
 
+    from transferqueue.workflows.flow.events import Event
+    from transferqueue.workflows.job.run.run import JobOutcome
+
+LINE_EVERY_STEPS: Final = 10
 _MEAN_STEPS: Final = 10
 _MEASURES: Final = ("reward", "kl", "loss")
 
 
-class JobFigures(Latest):
+class Watch(Protocol):
+    """Receives every event of a run."""
+
+    def __call__(self, label: str, event: Event) -> None:
+        """Take in an event of process ``label``."""
+
+    def started(self, labels: Iterable[str]) -> None:
+        """The processes with these labels run now."""
+
+
+class JobFigures:
     """The latest figures of a job: reward or loss, staleness, rows a second, and how long the trainer waits."""
 
     def __init__(self) -> None:
-        super().__init__()
+        self.step = 0
         self.phase = "starting: models load"
         self._steps: list[tuple[float, dict[str, Any]]] = []
 
@@ -72,3 +93,88 @@ def _evaluation(values: dict[str, Any]) -> str:
     )
     at = f"after step {values['step']}" if values.get("when") == "during" else values.get("when", "")
     return f"held-out, {at}: {measured or 'nothing measured'}, {plural(values.get('rows', 0), 'row')}"
+
+
+class Lines:
+    """Plain lines, for a pipe or a file."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._console, self._steps, self._figures = console, steps, JobFigures()
+
+    def started(self, labels: Iterable[str]) -> None:
+        """Name the processes."""
+        self._console.print(_processes(labels), soft_wrap=True)
+
+    def __call__(self, label: str, event: Event) -> None:
+        """Print a line if ``event`` is an evaluation or every tenth step."""
+        if not self._figures.add(event):
+            return
+        if getattr(event, "kind", "") == "evaluation":
+            self._console.print(self._figures.phase)
+        elif self._figures.step % LINE_EVERY_STEPS == 0:
+            self._console.print(f"step {self._figures.step}/{self._steps}  {self._figures.text()}", soft_wrap=True)
+
+
+class Bar:
+    """A live bar; evaluations stay above it as lines."""
+
+    def __init__(self, console: Console, steps: int) -> None:
+        self._figures = JobFigures()
+        self._progress = Progress(
+            SpinnerColumn(),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            TextColumn("{task.description}", markup=False),
+            console=console,
+            transient=True,
+        )
+        self._task = self._progress.add_task(self._figures.text(), total=steps)
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def started(self, labels: Iterable[str]) -> None:
+        """Name the processes, above the bar."""
+        self._progress.console.print(_processes(labels), soft_wrap=True)
+
+    def __call__(self, label: str, event: Event) -> None:
+        """Show what ``event`` changed."""
+        if not self._figures.add(event):
+            return
+        if getattr(event, "kind", "") == "evaluation":
+            self._progress.console.print(self._figures.phase)
+        self._progress.update(self._task, completed=self._figures.step, description=self._figures.text())
+
+
+def _processes(labels: Iterable[str]) -> str:
+    names = list(labels)
+    return f"{plural(len(names), 'process')}: {', '.join(names)}"
+
+
+@contextmanager
+def watched(to: Console, steps: int) -> Iterator[Watch]:
+    """Show the progress of a run of so many steps."""
+    if not to.is_terminal:
+        yield Lines(to, steps)
+        return
+    with Bar(to, steps) as bar:
+        yield bar
+
+
+def show_outcome(outcome: JobOutcome, to: Console) -> None:
+    """Print the summary as a table, and where the files are."""
+    table = Table(show_header=False, box=None, padding=(0, 2, 0, 0))
+    for name, value in outcome.summary.rows():
+        table.add_row(Text(name, style="dim"), Text(value))
+    to.print()
+    to.print(table)
+    to.print()
+    for path in outcome.files:
+        to.print(Text.assemble(("wrote", "dim"), f" {path}"), soft_wrap=True)

@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from transferqueue.adapters.builtin import is_builtin
+from transferqueue.adapters.builtin.tokenizer import CharacterTokenizer
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.lazy import install_line
 from transferqueue.limits import MIB
@@ -22,7 +24,7 @@ Message = Mapping[str, Any]
 
 
 class TextTokenizer(Protocol):
-    """What is used of a tokenizer of transformers."""
+    """What is used of a tokenizer of transformers, or of the built-in model's."""
 
     chat_template: Any
     eos_token_id: int | None
@@ -57,6 +59,8 @@ def load_tokenizer(model: ModelSettings) -> TextTokenizer:
 def _load(model: ModelSettings) -> TextTokenizer:
     path = model.tokenizer or model.path
     _check_path(path)
+    if is_builtin(path):
+        return CharacterTokenizer()
     kind = _known_class(path) or _auto_class()
     try:
         tokenizer: TextTokenizer = kind.from_pretrained(

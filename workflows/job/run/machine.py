@@ -11,6 +11,7 @@ from transferqueue.lazy import install_line
 from transferqueue.workflows.job.settings.job import EngineKind, Job
 
 _ENGINE_PACKAGES: Final[dict[EngineKind, tuple[str, str]]] = {
+    "builtin": ("torch", "demo"),
     "transformers": ("torch", "train"),
     "vllm": ("vllm", "vllm"),
 }

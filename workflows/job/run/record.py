@@ -134,6 +134,14 @@ class RunRecord:
             if span.name in (WAIT, WORK) and not self.started_s:
                 self.started_s = span.start
 
+    def spans_of(self, *tasks: str) -> list[list[TimeSpan]]:
+        """Return the spans of each process of some tasks, in the order in which they ended."""
+        found: dict[str, list[TimeSpan]] = {}
+        for label, span in self._spans:
+            if label.rpartition("-")[0] in tasks:
+                found.setdefault(label, []).append(span)
+        return list(found.values())
+
     def trained_s(self) -> float:
         """Seconds from the trainer's first wait for rows to its last step, of this start of the run."""
         first = self.steps[self.new_steps[0]] if self.new_steps else {}

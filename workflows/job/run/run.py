@@ -23,10 +23,10 @@ import msgspec
 
 import transferqueue as tq
 from transferqueue.workflows.elastic.scaler import Scaler
-from transferqueue.workflows.flow.events import Event
+from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, Observe
 from transferqueue.workflows.flow.reports.audit import Audit, audit
-from transferqueue.workflows.flow.reports.loggers import logged, logger_named
+from transferqueue.workflows.flow.reports.loggers import STEP, logged, logger_named
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
@@ -49,10 +49,11 @@ RESTARTS_MAX: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:
-    """A run that has just started: its folder, the labels and process ids of its processes, and the link of the page ("": none)."""
+    """A run that has just started: its folder, the labels of its processes, their ids, and the link of the page ("": none)."""
 
     folder: Path
     address: str
+    labels: list[str]
     pids: dict[str, int]
     server: list[int]
     link: str
@@ -106,7 +107,7 @@ def run_job(
                     job,
                     folder,
                     environment,
-                    _both(record, hear),
+                    _both(record, hear, table),
                     lambda flow: started(_running(folder, flow, queue, server)),
                 )
             audited = audit(table)
@@ -118,6 +119,7 @@ def run_job(
                 starts=len(folder.starts()),
                 seconds=time.monotonic() - began,
                 predicted=folder.predicted(),
+                table=table.stats(),
             )
             files = _write_files(folder.path, record, summary)
         if server is not None:
@@ -193,18 +195,28 @@ def _snapshots(job: Job, queue: tq.Queue, observe: Observe) -> Iterator[Observe]
         yield hear
 
 
-def _both(record: RunRecord, observe: Observe) -> Observe:
+def _both(record: RunRecord, observe: Observe, table: tq.Table) -> Observe:
     def hear(label: str, event: Event) -> None:
+        event = aged(event, table)
         record.add(label, event)
         observe(label, event)
 
     return hear
 
 
+def aged(event: Event, table: tq.Table) -> Event:
+    """Add `queue_age_s` to the metrics of a step: for each task, how long ago its next row was put; None if no row waits."""
+    if not isinstance(event, Figures) or event.kind != STEP:
+        return event
+    ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}
+    return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
+
+
 def _running(folder: RunFolder, flow: Flow, queue: tq.Queue, server: RunServer | None) -> RunningJob:
     return RunningJob(
         folder=folder.path,
         address=queue.address,
+        labels=[*flow.pids()],
         pids=flow.pids(),
         server=[] if server is None else server.pids(),
         link="" if server is None else server.link,

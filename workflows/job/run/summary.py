@@ -9,6 +9,7 @@ from typing import Any, Final
 import msgspec
 
 from transferqueue.workflows.flow.reports.audit import Audit
+from transferqueue.workflows.flow.reports.weight_swaps import NO_SWAPS, Swaps, publish_lag_s, swaps_of
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.run.elastic import ElasticSummary, elastic_summary
 from transferqueue.workflows.job.run.record import RunRecord
@@ -37,6 +38,8 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     ranker: each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
     reward_terms: mean score of each reward term, before its weight, over the rows that were scored in the first and in the last tenth of this start's versions.
     aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and ``tokens`` that such rows had.
+    staleness_in_flight: the part of staleness up to the put, in versions since a row's first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication
+    until a generating process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
     elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
 
@@ -74,6 +77,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     elastic: ElasticSummary | None = None
     step_s: float | None = None
     predicted: Predicted | None = None
+    staleness_in_flight: dict[str, int] = {}
+    staleness_in_queue: dict[str, int] = {}
+    publish_lag_s: float = 0.0
+    swaps: Swaps = NO_SWAPS
 
     def rows(self) -> list[tuple[str, str]]:
         """Return names and values of a table for people."""
@@ -90,6 +97,10 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
             ("trainer idle", "not told" if self.trainer_idle is None else f"{self.trainer_idle:.0%}"),
             ("busy", busy or "not told"),
             ("rows by staleness", _counts(self.staleness)),
+            ("  of it in flight", _counts(self.staleness_in_flight)),
+            ("  of it in the queue", _counts(self.staleness_in_queue)),
+            ("published → applied", _milliseconds(self.publish_lag_s, "median")),
+            *([("generation stood still", self.swaps.text())] if self.swaps.count else []),
             (
                 "trainer − engine log-probs",
                 _difference(self.logprob_difference, self.logprob_difference_later),
@@ -113,9 +124,17 @@ class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def summarize(
-    record: RunRecord, job: Job, audit: Audit, *, starts: int, seconds: float, predicted: Predicted | None = None
+    record: RunRecord,
+    job: Job,
+    audit: Audit,
+    *,
+    starts: int,
+    seconds: float,
+    predicted: Predicted | None = None,
+    table: Mapping[str, Any] | None = None,
 ) -> RunSummary:
-    """Summarise a finished run; `audit` is of its table. predicted: by its plan."""
+    """Summarise a finished run; `audit` and `table` (its statistics) are of its table. predicted: by its plan."""
+    generators, trainers = record.spans_of(names.ROLLOUT, names.PLAY), record.spans_of(names.TRAIN)
     trained_s = record.trained_s()
     measure, before, after = evaluated(record.evaluations)
     first, last = _ends(record.steps)
@@ -143,6 +162,10 @@ def summarize(
         logprob_difference=_mean(list(record.each(DIFFERENCE))),
         logprob_difference_later=_mean(list(record.each(f"{DIFFERENCE}_later"))),
         staleness=record.staleness(),
+        staleness_in_flight=(table or {}).get("staleness_in_flight", {}),
+        staleness_in_queue=(table or {}).get("staleness_in_queue", {}),
+        publish_lag_s=publish_lag_s(generators, trainers),
+        swaps=swaps_of(generators),
         rows_put=audit.put,
         rows_done=audit.done,
         rows_dropped=dict(audit.dropped),

@@ -12,7 +12,7 @@ from typing import Any, Literal, dataclass_transform
 import msgspec
 
 AlgorithmKind = Literal["grpo", "dr_grpo", "rloo", "reinforce_pp", "dapo", "gspo", "ppo", "distill", "sft"]
-EngineKind = Literal["transformers", "vllm", "vllm_server", "sglang_server", "openai"]
+EngineKind = Literal["builtin", "transformers", "vllm", "vllm_server", "sglang_server", "openai"]
 Mode = Literal["sync", "delayed", "async"]
 
 
@@ -22,7 +22,7 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ModelSettings(_Table):
-    """The policy. path: a Hugging Face directory or id. tokenizer: a path (empty: the model's). chat_template: a file (empty: the tokenizer's)."""
+    """The policy. path: a Hugging Face directory or id, or the directory of a built-in model. tokenizer: a path (empty: the model's). chat_template: a file (empty: the tokenizer's)."""
 
     path: str
     revision: str = ""

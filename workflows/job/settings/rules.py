@@ -27,6 +27,8 @@ from transferqueue.workflows.job.settings.sizes import (
 
 _FUNCTION: Final = re.compile(r"(?:[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*|.+\.py):[A-Za-z_]\w*")
 _SERVED: Final = ("vllm_server", "sglang_server", "openai")
+_APART: Final = ("builtin", "transformers")
+"""Engines of one device, which can compute each request apart from all others."""
 _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
@@ -276,9 +278,9 @@ def _engines(job: Job) -> None:
             raise UsageError(
                 f"engine.{place}.url={engine.url!r} with kind={engine.kind!r}, which runs here; kinds with a url are {', '.join(_SERVED)}"
             )
-        if engine.kind == "transformers" and engine.tensor_parallel > 1:
+        if engine.kind in _APART and engine.tensor_parallel > 1:
             raise UsageError(
-                f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="transformers", which uses one device; set kind="vllm"'
+                f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one device; set kind="vllm"'
             )
     classes = {engine.serves for engine in job.engine}
     if len(classes) == 1 and classes != {"any"}:
@@ -291,7 +293,7 @@ def _order(job: Job) -> None:
     if job.trainer.order != "ordinal" or job.algorithm.kind == "sft":
         return
     for place, engine in enumerate(job.engine):
-        if engine.kind != "transformers":
+        if engine.kind not in _APART:
             raise UsageError(
                 f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so that a run does not repeat bit for bit; '
                 'set trainer.order="ready", or kind="transformers"'

@@ -89,12 +89,14 @@ def evaluate(context: Context) -> Iterator[Callable[[], None]]:
 def evaluation_engine(job: Job) -> EngineSettings:
     """Return the engine that evaluates: one of this process, since new weights of a shared server would change what is trained on.
 
-    It is transformers, with the options of the job's first such engine; vLLM for a model that needs several devices.
+    It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a model that needs several devices.
     """
     slots = max(engine.slots for engine in job.engine)
     here = [engine for engine in job.engine if engine.kind in ("transformers", "vllm")]
     if here and here[0].tensor_parallel > 1:
         return msgspec.structs.replace(here[0], count=1)
+    if any(engine.kind == "builtin" for engine in job.engine):
+        return EngineSettings(kind="builtin", slots=slots)
     options = next((engine.options for engine in here if engine.kind == "transformers"), {})
     return EngineSettings(kind="transformers", slots=slots, options=options)
 

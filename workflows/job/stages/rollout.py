@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any, Final
 
 import transferqueue as tq
@@ -131,13 +133,9 @@ def stop_ids(tokenizer: Any, job: Job, directory: str) -> tuple[int, ...]:
 
 
 def _generation_ends(directory: str) -> list[int | None]:
-    """The end tokens of ``generation_config.json``: chat models often have several."""
-    from transformers import GenerationConfig
-
-    try:
-        ends = GenerationConfig.from_pretrained(directory).eos_token_id
-    except OSError:
-        return []  # a model without that file
+    """The end tokens of ``generation_config.json``: chat models often have several. A model may lack that file."""
+    path = Path(directory) / "generation_config.json"
+    ends = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
     return list(ends) if isinstance(ends, list | tuple) else [ends]
 
 

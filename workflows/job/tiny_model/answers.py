@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 
 from transferqueue.errors import NotFound
-from transferqueue.workflows.job.tiny_model.tasks import TaskQuestion
+from transferqueue.workflows.job.tiny_model.task_question import TaskQuestion
 
 Answers = Callable[[Sequence[TaskQuestion]], list[list[int]]]
 """Gives the tokens of one answer to each question; with its end token, unless it was cut."""
@@ -30,7 +30,7 @@ def right_answers(tokenizer: Any) -> Answers:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     """Return the tokens of an answer, with its end token."""
-    return [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+    return [*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
 
 
 class MistakenAnswers:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, Literal, NamedTuple
 
 import torch
 
+from transferqueue.adapters.builtin.tokenizer import CharacterTokenizer
 from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.workflows.job.tiny_model import warmup
 from transferqueue.workflows.job.tiny_model.answers import Answers, DrawnAnswers, MistakenAnswers, right_answers
+from transferqueue.workflows.job.tiny_model.task_question import TaskQuestion
 from transferqueue.workflows.job.tiny_model.tasks import TASKS, problems
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
-Kind = Literal["qwen3", "classifier", "value"]
+Kind = Literal["builtin", "qwen3", "classifier", "value"]
 
 
 class _Recipe(NamedTuple):
@@ -36,6 +38,7 @@ class _Recipe(NamedTuple):
 
 
 KINDS: Final[Mapping[str, _Recipe]] = {
+    "builtin": _Recipe("BuiltinModel", warmup.answer_loss, warmup.expected_reward, 0.35, "expected reward"),
     "qwen3": _Recipe("AutoModelForCausalLM", warmup.answer_loss, warmup.expected_reward, 0.35, "expected reward"),
     "classifier": _Recipe(
         "AutoModelForSequenceClassification", warmup.judge_loss, warmup.judge_accuracy, 0.93, "accuracy", judged=True
@@ -50,7 +53,7 @@ KINDS: Final[Mapping[str, _Recipe]] = {
         drawn_alone=True,
     ),
 }
-"""qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
+"""builtin: a policy that needs no library of Hugging Face (`adapters.builtin`). qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
 
 
 def config(tokenizer: Any, **changes: Any) -> Any:
@@ -85,18 +88,17 @@ def make(
     until: float | None = None,
     seed: int = 0,
     policy: str | Path | None = None,
+    lr: float = warmup.LEARNING_RATE,
     **changes: Any,
 ) -> float:
     """Write a model and its tokenizer into `directory`; return its held-out figure (0.0 without a warm-up).
 
     steps: most steps of the warm-up, each of 64 rows. until: held-out figure at which it ends earlier; of a policy, the expected
     reward at temperature 1. policy: a directory whose model draws answers for a reward model (every second one) or a critic (all): they then
-    know its own mistakes. changes: of the configuration. Weights are float32 and a function of the arguments.
+    know its own mistakes. lr: learning rate of the warm-up. changes: of the configuration. Weights are float32 and a function of the arguments.
     Raises `NotFound` for an unknown kind, task or policy and `UsageError` for a negative number of steps and for a policy that learns from
     another, before anything is written.
     """
-    import transformers
-
     if kind not in KINDS:
         raise NotFound(f'kind "{kind}" is unknown; there are {listing(KINDS)}')
     if task not in TASKS:
@@ -107,16 +109,44 @@ def make(
         raise UsageError(
             f'policy={str(policy)!r} with kind "{kind}": only a judge learns from drawn answers; leave it out'
         )
-    recipe, tokenizer = KINDS[kind], build_tokenizer()
+    recipe = KINDS[kind]
+    tokenizer, model = _new(kind, seed, changes)
     answers = _answers(recipe, tokenizer, policy, seed)
+    figure = 0.0
+    if steps:
+        figure = warmup.warm_up(
+            model,
+            tokenizer,
+            task,
+            loss=recipe.loss,
+            measure=recipe.measure,
+            answers=answers,
+            steps=steps,
+            until=recipe.until if until is None else until,
+            seed=seed,
+            lr=lr,
+        )
+    model.save_pretrained(directory)
+    if kind != "builtin":
+        tokenizer.save_pretrained(directory)
+    return figure
+
+
+def _new(kind: Kind, seed: int, changes: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return a tokenizer, and a model with random weights."""
+    if kind == "builtin":
+        from transferqueue.adapters.builtin.model import BuiltinModel, ModelShape
+
+        return CharacterTokenizer(), BuiltinModel(ModelShape(**changes), seed=seed)
+    import transformers
+
+    tokenizer = build_tokenizer()
     own: dict[str, Any] = {} if kind == "qwen3" else {"num_labels": 1, "tie_word_embeddings": False}
     own |= {"classifier_dropout": 0.0} if kind == "value" else {}
     torch.manual_seed(seed)
-    model = getattr(transformers, recipe.architecture).from_config(config(tokenizer, **{**own, **changes}))
-    figure = _trained(model, tokenizer, recipe, answers, task, steps, until, seed) if steps else 0.0
-    model.save_pretrained(directory)
-    tokenizer.save_pretrained(directory)
-    return figure
+    return tokenizer, getattr(transformers, KINDS[kind].architecture).from_config(
+        config(tokenizer, **{**own, **changes})
+    )
 
 
 def _answers(recipe: _Recipe, tokenizer: Any, policy: str | Path | None, seed: int) -> Answers:
@@ -126,47 +156,24 @@ def _answers(recipe: _Recipe, tokenizer: Any, policy: str | Path | None, seed: i
     return mistaken if policy is None else DrawnAnswers(policy, mistaken, alone=recipe.drawn_alone)
 
 
-def _trained(
-    model: Any,
-    tokenizer: Any,
-    recipe: _Recipe,
-    answers: Answers,
-    task: str,
-    steps: int,
-    until: float | None,
-    seed: int,
-) -> float:
-    return warmup.warm_up(
-        model,
-        tokenizer,
-        task,
-        loss=recipe.loss,
-        measure=recipe.measure,
-        answers=answers,
-        steps=steps,
-        until=recipe.until if until is None else until,
-        seed=seed,
-    )
-
-
 def write_data(directory: str | Path, *, task: str = "sort", train: int = 4096, test: int = 256, seed: int = 0) -> None:
-    """Write ``train.jsonl`` and ``test.jsonl``: one object a line, with question and answer. No question is twice in a file or in both."""
+    """Write ``train.jsonl`` and ``test.jsonl``: one object a line, with question, answer and the task's other columns. No question is twice in a file or in both."""
     if task not in TASKS:
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
     place = Path(directory)
     place.mkdir(parents=True, exist_ok=True)
     for split, rows in (("train", train), ("test", test)):
         distinct = _distinct(task, split, rows, seed + 1)
-        lines = [json.dumps({"question": question, "answer": distinct[question]}) + "\n" for question in distinct]
+        lines = [json.dumps({"question": q.question, "answer": q.answer, **q.columns}) + "\n" for q in distinct]
         (place / f"{split}.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def _distinct(task: str, split: Any, rows: int, seed: int) -> dict[str, str]:
+def _distinct(task: str, split: Any, rows: int, seed: int) -> Iterable[TaskQuestion]:
     """Draw until there are `rows` different questions. Raises `UsageError` if the task seems to have fewer."""
-    distinct: dict[str, str] = {}
+    distinct: dict[str, TaskQuestion] = {}
     for problem in islice(problems(task, split, seed=seed), 20 * rows):
         if not problem.history:
-            distinct[problem.question] = problem.answer
+            distinct[problem.question] = problem
         if len(distinct) == rows:
-            return distinct
+            return distinct.values()
     raise UsageError(f'task "{task}" has only about {len(distinct)} {split} questions, not {rows}; ask for fewer')

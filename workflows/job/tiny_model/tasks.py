@@ -9,23 +9,13 @@ import random
 import string
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Final, Literal, NamedTuple
+from typing import Any, Final, Literal
 
 from transferqueue.errors import NotFound, UsageError, listing
+from transferqueue.workflows.job.tiny_model.gym_tasks import DRAWS
+from transferqueue.workflows.job.tiny_model.task_question import TaskQuestion
 
 Split = Literal["train", "test"]
-
-
-class TaskQuestion(NamedTuple):
-    """A question and its answer, as text. history: messages between the two, each a role and a text."""
-
-    question: str
-    answer: str
-    history: tuple[tuple[str, str], ...] = ()
-
-    def chat(self) -> list[dict[str, str]]:
-        """The messages before the answer, as a chat template takes them."""
-        return [{"role": role, "content": text} for role, text in (("user", self.question), *self.history)]
 
 
 def _sum(draws: random.Random) -> TaskQuestion:
@@ -68,8 +58,9 @@ TASKS: Final[dict[str, Callable[[random.Random], TaskQuestion]]] = {
     "sum": _sum,
     "count": _count,
     "tool": _tool,
+    **DRAWS,
 }
-"""Draws a problem, by the name of its task."""
+"""Draws a problem, by the name of its task; the last two are of reasoning-gym (extra ``demo``)."""
 
 _TEST_SHARE: Final = 0.2
 
@@ -83,7 +74,7 @@ def problems(task: str, split: Split, *, seed: int = 0) -> Iterator[TaskQuestion
     """Yield problems of `task` without end, the same for the same seed. Raises `NotFound` for an unknown task.
 
     >>> next(problems("sort", "train", seed=1))
-    TaskQuestion(question='sort 222393', answer='222339', history=())
+    TaskQuestion(question='sort 222393', answer='222339', history=(), columns={})
     """
     if task not in TASKS:
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')

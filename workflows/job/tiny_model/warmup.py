@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812  (torch's own name for it)
 
 from transferqueue.workflows.job.tiny_model.answers import Answers, ids_of
-from transferqueue.workflows.job.tiny_model.tasks import TaskQuestion, problems
+from transferqueue.workflows.job.tiny_model.task_question import TaskQuestion
+from transferqueue.workflows.job.tiny_model.tasks import problems
 
 ROWS: Final = 64
 """Rows of a training step."""
@@ -23,7 +24,7 @@ _HELD_OUT_ROWS: Final = 256
 _CHECK_EVERY: Final = 10
 _STEPS_AT_ONCE: Final = 16
 """Steps whose answers are made together."""
-_LEARNING_RATE: Final = 3e-3
+LEARNING_RATE: Final = 3e-3
 _RISE_STEPS: Final = 10
 
 
@@ -44,10 +45,10 @@ class PaddedRows(NamedTuple):
 
 
 def rows_of(tokenizer: Any, questions: Sequence[TaskQuestion], answers: Sequence[Sequence[int]]) -> PaddedRows:
-    """Return questions and the tokens of their answers as chats."""
+    """Return questions and the tokens of their answers; as chats, if the tokenizer has a template."""
     parts = []
     for question, response in zip(questions, answers, strict=True):
-        prompt = tokenizer.apply_chat_template(question.chat(), add_generation_prompt=True, return_dict=False)
+        prompt = _prompt(tokenizer, question)
         parts.append((prompt, response, _right_so_far(response, ids_of(tokenizer, question.answer))))
     width = max(len(prompt) + len(response) for prompt, response, _ in parts)
     ids_RT = torch.full((len(parts), width), tokenizer.pad_token_id)
@@ -58,6 +59,12 @@ def rows_of(tokenizer: Any, questions: Sequence[TaskQuestion], answers: Sequence
         is_response_RT[row, here] = True
         right_RT[row, here] = torch.tensor(right)
     return PaddedRows(ids_RT, is_response_RT, right_RT)
+
+
+def _prompt(tokenizer: Any, question: TaskQuestion) -> list[int]:
+    if not tokenizer.chat_template:
+        return list(tokenizer(question.question)["input_ids"])
+    return list(tokenizer.apply_chat_template(question.chat(), add_generation_prompt=True, return_dict=False))
 
 
 def _right_so_far(response: Sequence[int], truth: Sequence[int]) -> list[float]:
@@ -132,6 +139,7 @@ def warm_up(
     steps: int,
     until: float,
     seed: int = 0,
+    lr: float = LEARNING_RATE,
 ) -> float:
     """Train `model` in place for at most `steps` steps, until `measure` of held-out rows reaches `until`; return that figure.
 
@@ -140,14 +148,12 @@ def warm_up(
     questions = list(islice(problems(task, "test", seed=seed), _HELD_OUT_ROWS))
     held_out = rows_of(tokenizer, questions, answers(questions))
     train = _batches(tokenizer, problems(task, "train", seed=seed), answers)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=_LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0.0, fused=True
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
     for step in range(steps):
         if step % _CHECK_EVERY == 0 and measure(model, held_out) >= until:
             break
         for group in optimizer.param_groups:
-            group["lr"] = _LEARNING_RATE * min(1.0, (step + 1) / _RISE_STEPS)
+            group["lr"] = lr * min(1.0, (step + 1) / _RISE_STEPS)
         optimizer.zero_grad()
         loss(model, next(train)).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import median
+from typing import Final
 
 from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, TimeSpan
 
@@ -30,13 +31,23 @@ class Swaps:
     gap_s_max: float
     request_s: float
 
+    def text(self) -> str:
+        """Return one line."""
+        return (
+            f"{1000 * self.swap_s_max:.1f} ms at most to take weights ({1000 * self.gap_s_max:.1f} with waiting for rows); "
+            f"a request takes {1000 * self.request_s:.1f} ms"
+        )
 
-def measure(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
+
+NO_SWAPS: Final = Swaps(count=0, swap_s_max=0.0, gap_s_max=0.0, request_s=0.0)
+
+
+def swaps_of(processes: Iterable[Sequence[TimeSpan]]) -> Swaps:
     """Measure the changes of weights of ``processes``, the spans of each in the order in which they ended.
 
     >>> spans = [TimeSpan(name="work", start=0.0, end=2.0), TimeSpan(name="swap", start=2.5, end=2.6)]
     >>> spans += [TimeSpan(name="work", start=2.5, end=5.0)]
-    >>> measure([spans])
+    >>> swaps_of([spans])
     Swaps(count=1, swap_s_max=0.1, gap_s_max=0.6, request_s=2.25)
     """
     processes = list(processes)

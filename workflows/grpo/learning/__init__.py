@@ -1,1 +1,0 @@
-"""Problems, settings, warm-up, the learner and evaluation."""

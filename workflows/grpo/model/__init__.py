@@ -1,1 +1,0 @@
-"""A small transformer and how it generates."""
