@@ -153,3 +153,26 @@ def test_after_the_deadline_a_job_is_killed_and_its_rows_are_done_by_others(queu
     assert removed[0].result(0).how == "killed"
     assert [event.values["how"] for _, event in told if getattr(event, "kind", "") == REMOVED] == ["killed"]
     assert queue.stats()["tables"]["t"]["tasks"]["double"]["done"] == 32
+
+
+def test_jobs_that_work_only_together_are_started_again_together(queue, address, tmp_path):
+    """The first waits for ever when the second is killed: it is ended, and both begin again; `prepare` is called when none lives."""
+    settings = {"marks": str(tmp_path)}
+    factory = f"{HERE}:works_only_together"
+    pair = [
+        StageJob(name="pair", table="t", factory=factory, settings=settings, loop=True, together="both", instance=at)
+        for at in range(2)
+    ]
+    lives, prepared = [], []
+
+    def observe(label, event):
+        if isinstance(event, Figures) and event.kind == "life":
+            lives.append((event.values["instance"], event.values["life"]))
+
+    def prepare(together):
+        prepared.append(together)
+
+    with RayFlow(address, pair, observe=observe, options={"pair": WORKERS}, prepare=prepare) as flow:
+        flow.run()
+    assert set(lives) >= {(0, 1), (1, 0), (1, 1)}
+    assert prepared == ["both", "both"]

@@ -32,7 +32,7 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
@@ -355,14 +355,14 @@ class Flow:
 
     def _start_again(self, dead: ChildProcess) -> None:
         """Start a process again, and with it those that work only together with it, also those of its name that had finished."""
-        others = self._others(dead.job)
+        others = started_with(dead.job, self._jobs, self._children)
         running = [child for job in others if (child := self._children.get(job.label)) is not None]
         for child in running:
             child.signal(signal.SIGKILL)
         for child in running:
             self._ended_with(child)
             self._forget(child)
-        if dead.job.together and len(others) + 1 == sum(job.together == dead.job.together for job in self._jobs):
+        if is_whole(dead.job, others, self._jobs):
             self._prepare(dead.job.together)
         self._start(dead.job, dead.restarts + 1)
         for job in others:
@@ -370,15 +370,19 @@ class Flow:
                 self._labels.setdefault(job.label, job)
             self._start(job, dead.restarts + 1)
 
-    def _others(self, dead: StageJob) -> list[StageJob]:
-        """What must start again with `dead`: all that work only together with it. If those of another name have finished, what they did stays, and
-        only those of its own name must.
-        """
-        others = [
-            job for job in self._jobs if dead.together and job.together == dead.together and job.label != dead.label
-        ]
-        whole = all(job.label in self._children for job in others if job.name != dead.name)
-        return others if whole else [job for job in others if job.name == dead.name]
+
+def started_with(dead: StageJob, jobs: Sequence[StageJob], running: Collection[str]) -> list[StageJob]:
+    """Return what must start again with `dead`: all that work only together with it. If those of another name have finished, what they did stays, and
+    only those of its own name must. running: labels.
+    """
+    others = [job for job in jobs if dead.together and job.together == dead.together and job.label != dead.label]
+    whole = all(job.label in running for job in others if job.name != dead.name)
+    return others if whole else [job for job in others if job.name == dead.name]
+
+
+def is_whole(dead: StageJob, others: Sequence[StageJob], jobs: Sequence[StageJob]) -> bool:
+    """Whether `dead` and `others` are all that work together, so that none lives once they are ended."""
+    return bool(dead.together) and len(others) + 1 == sum(job.together == dead.together for job in jobs)
 
 
 def _failed(child: ChildProcess, code: int, last_words: str) -> StageFailed:

@@ -10,16 +10,19 @@ Rules, in addition to those of `flow`:
 4. When the flow ends, for any reason, its actors are killed. Their sessions end with them.
 5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within `LOOK_S`. After the deadline of a removal its actor is killed. SIGTERM to
    the process of an actor is Ray's affair: it ends, and rule 2 starts the job again where there is room.
+6. Jobs that work only together (`StageJob.together`) die and start together, as in `flow`.
 """
 
 from __future__ import annotations
 
+import enum
 import os
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Final, Self
 
 import msgspec
@@ -37,7 +40,7 @@ from transferqueue.workflows.flow.draining import (
     check_removal,
 )
 from transferqueue.workflows.flow.events import Failure, Figures, Receiver, Sender
-from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed
+from transferqueue.workflows.flow.flow import RESTARTS_MAX, Observe, StageFailed, is_whole, started_with
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob, run_job
 
@@ -62,20 +65,23 @@ def run_on_ray(
     observe: Observe,
     restarts_max: int = RESTARTS_MAX,
     options: Mapping[str, Mapping[str, Any]] | None = None,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised (``ray.init``).
 
     observe: called for each event, with the label of its job, in this thread. options: arguments of the ``options`` of a Ray actor
     (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its
-    processes. Raises `StageFailed` (rule 2).
+    processes. environment: variables of the actors' processes. Raises `StageFailed` (rule 2).
     """
-    with RayFlow(address, jobs, observe=observe, restarts_max=restarts_max, options=options) as flow:
+    terms: dict[str, Any] = {"restarts_max": restarts_max, "options": options, "environment": environment}
+    with RayFlow(address, jobs, observe=observe, **terms) as flow:
         flow.run()
 
 
 class RayFlow:
     """Runs `jobs` as `run_on_ray` does, and lets jobs come and go meanwhile. A context manager: leaving it kills all actors.
 
+    prepare: called with a name of `StageJob.together` before the jobs of that name start, first or again, when none of them lives.
     Between entering and `run` nobody listens; call `run` soon. `add` and `remove` may be called from any thread, also from `observe`.
     """
 
@@ -87,11 +93,14 @@ class RayFlow:
         observe: Observe,
         restarts_max: int = RESTARTS_MAX,
         options: Mapping[str, Mapping[str, Any]] | None = None,
+        environment: Mapping[str, str] | None = None,
+        prepare: Callable[[str], None] = lambda together: None,
     ) -> None:
         with naming_extra("run_on_ray"):
             import ray
 
         self._ray, self._address, self._jobs = ray, address, jobs
+        self._environment, self._prepare = dict(environment or {}), prepare
         self._observe, self._restarts_max, self._options = observe, restarts_max, options or {}
         self._running: dict[str, _Running] = {}
         self._lock = threading.Lock()
@@ -102,6 +111,8 @@ class RayFlow:
     def __enter__(self) -> Self:
         self._runs = True
         try:
+            for together in dict.fromkeys(job.together for job in self._jobs if job.together):
+                self._prepare(together)
             for job in self._jobs:
                 self._start(job)
         except BaseException:
@@ -111,6 +122,10 @@ class RayFlow:
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
         self.close()
+
+    def pids(self) -> dict[str, int]:
+        """Of no process: they are on other machines, whose process ids mean nothing here."""
+        return {}
 
     def add(self, job: StageJob) -> None:
         """Start one more job; returns at once. Raises as `Flow.add` does."""
@@ -156,7 +171,27 @@ class RayFlow:
 
     def _start(self, job: StageJob) -> None:
         options = {**self._options.get(job.name, {}), **self._options.get(job.label, {})}
+        if self._environment:
+            own = options.get("runtime_env", {})
+            options["runtime_env"] = {**own, "env_vars": self._environment | own.get("env_vars", {})}
         self._running[job.label] = _Running(self._ray, job, self._address, options, self._restarts_max)
+
+    def _start_again(self, dead: _Running) -> None:
+        """Start a job again, and with it those that work only together with it (`flow.started_with`)."""
+        others = started_with(dead.job, self._jobs, self._running)
+        for job in others:
+            if job.label in self._running:
+                self._running[job.label].kill_and_wait()
+        if is_whole(dead.job, others, self._jobs):
+            self._prepare(dead.job.together)
+        dead.start()
+        for job in others:
+            with self._lock:
+                self._labels.setdefault(job.label, job)
+            if job.label in self._running:
+                self._running[job.label].start()
+            else:
+                self._start(job)
 
     def _do_what_was_asked(self) -> None:
         while self._asked:
@@ -170,7 +205,10 @@ class RayFlow:
                 self._running[asked.label].drain(asked)
 
     def _hear(self, running: _Running) -> None:
-        if not running.hear(self._observe):
+        heard = running.hear(self._observe)
+        if heard is _Heard.DIED:
+            self._start_again(running)
+        if heard is not _Heard.ENDED:
             return
         label = running.job.label
         with self._lock:
@@ -189,6 +227,14 @@ class RayFlow:
         self._observe(label, Figures(kind=kind, at=time.monotonic(), values=values))
 
 
+class _Heard(enum.Enum):
+    """What came of a job: an event, its end, or its death, after which it has a try left."""
+
+    EVENT = 0
+    ENDED = 1
+    DIED = 2
+
+
 class _Running:
     """One job, and the Ray actor that runs it."""
 
@@ -199,9 +245,10 @@ class _Running:
         self._ends: list[str] = []
         self.removal: Removal | None = None
         self.how = "drained"
-        self._start()
+        self.start()
 
-    def _start(self) -> None:
+    def start(self) -> None:
+        """Start an actor for the job; an earlier one is dead."""
         self._receiver = Receiver()
         self._failure: Failure | None = None
         two = {"max_concurrency": 2}  # `drain` is called while `serve` runs
@@ -224,8 +271,15 @@ class _Running:
         """Kill the actor. A second call does nothing."""
         self._ray.kill(self._actor, no_restart=True)
 
-    def hear(self, observe: Observe) -> bool:
-        """Receive its next event. Return whether it has ended with success, or was removed."""
+    def kill_and_wait(self) -> None:
+        """Kill the actor, and return when it is dead."""
+        self.kill()
+        with suppress(self._ray.exceptions.RayError):
+            while True:
+                self._ray.get(self._actor.drain.remote())
+
+    def hear(self, observe: Observe) -> _Heard:
+        """Receive its next event. Ended: with success, or since it was removed."""
         try:
             item = self._ray.get(next(self.stream))
         except StopIteration:
@@ -237,14 +291,14 @@ class _Running:
         for event in self._receiver.feed(item):
             observe(self.job.label, event)
             self._failure = event if isinstance(event, Failure) else self._failure
-        return False
+        return _Heard.EVENT
 
-    def _ended(self, how: _Ended) -> bool:
+    def _ended(self, how: _Ended) -> _Heard:
         if self.removal is not None:
             self.how = "drained" if how.code == 0 else "killed"
-            return True
+            return _Heard.ENDED
         if how.code == 0:
-            return True
+            return _Heard.ENDED
         if self._receiver.progressed:
             self._restarts, self._ends = self._restarts_max, []
         self._ends.append(how.text)
@@ -257,8 +311,7 @@ class _Running:
                 last_words=last_words,
             )
         self._restarts -= 1
-        self._start()
-        return False
+        return _Heard.DIED
 
 
 def _clock() -> float:
@@ -298,8 +351,12 @@ class StageActor:
 def _do(job: StageJob, address: str, emit: Sender, drain: DrainRequest, ended: list[_Ended]) -> None:
     how = _Ended(1, "it raised what is no error of the queue; see its log")
     try:
+        if job.place:
+            os.chdir(job.place)
         run_job(job, address, emit, drain)
         how = _Ended()
+    except FileNotFoundError as error:
+        how = _Ended(EXIT_FINAL, f"{error}: folder and files of the run must lie where every node sees them")
     except (StageFailedInProcess, DeadlineExceeded) as error:
         how = _Ended(EXIT_FINAL, f"{type(error).__name__}: {error}")
     except TransferQueueError as error:

@@ -36,7 +36,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
     process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
     weights: address of the server whose channels have the weights, such as that of the site ("": the queue's). together: processes with the same name here work only together, such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a
-    source for room; a stage has its own.
+    source for room; a stage has its own. place: directory that relative paths are of, for a process that is started on another machine ("": the process's own).
     """
 
     name: str
@@ -52,6 +52,7 @@ class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     together: str = ""
     weights: str = ""
     stall_s: float = STALL_S
+    place: str = ""
 
     @property
     def label(self) -> str:
