@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 from transferqueue.errors import UsageError, listing
 from transferqueue.workflows.job.settings.job import (
@@ -101,6 +101,7 @@ def demo_job(
     budget: int = 0,
     over_sample: float = 1.0,
     filter_equal: bool = False,
+    on: Literal["processes", "ray"] = "processes",
     log: tuple[str, ...] = (),
 ) -> Job:
     """Return the job for the model and questions in `inputs` (see `make_inputs`).
@@ -116,6 +117,7 @@ def demo_job(
         name=f"demo-{task}-{mode}",
         seed=seed,
         steps=steps,
+        on=on,
         model=ModelSettings(path=str(inputs / "model"), dtype="float32"),
         data=DataSettings(path=str(inputs / "data"), prompt="question", prompt_tokens_max=gym.question_chars_max + 2),
         engine=(EngineSettings(kind=engine, count=rollouts, slots=_SLOTS, options=options),),

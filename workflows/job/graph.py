@@ -278,6 +278,7 @@ def create_table(queue: tq.Queue, job: Job) -> tq.Table:
         limits=limits(job),
         pacing=pacing(job),
         retention=retention(job),
+        replicas=job.ray.replicas,
         exist_ok=True,
     )
 

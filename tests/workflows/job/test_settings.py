@@ -195,6 +195,16 @@ REFUSED = [
         "checkpoint.every=400 ; queue.memory_gib=2",
         "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or checkpoint.every=",
     ),
+    # Ray
+    (GRPO, "ray.replicas=2", 'ray with on="processes": nothing reads it; set on="ray"'),
+    (
+        GRPO,
+        "on=ray ; queue.durability=disk",
+        'queue.durability="disk" with on="ray": .* a snapshot beside each checkpoint',
+    ),
+    (GRPO, "on=ray ; engine=[{site='far'}] ; queue.address=tcp://h:1", 'engine.site="far" with on="ray": Ray places'),
+    (GRPO, "on=slurm", "on='slurm': give processes, ray"),
+    # memory
     (GRPO, "sampling.group_size=8192 ; queue.memory_gib=0.05", "a group of 8192 rows has up to"),
     (GRPO, "trainer.prompts_per_step=4096 ; queue.memory_gib=0.5", "are 65,536 rows, up to"),
 ]

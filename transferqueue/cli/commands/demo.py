@@ -33,6 +33,7 @@ EXAMPLES = (
         "transferqueue demo --mode sync --over-sample 1.25",
         "a quarter more is begun than a batch needs; the unfinished rest goes on under the next weights",
     ),
+    ("transferqueue demo --on ray", "the same job on a Ray cluster, its stages and its memory spread over the nodes"),
     ("transferqueue demo --log tensorboard", "every step is logged there too (pip install tensorboard)"),
     ("transferqueue demo --kl 0.02 --steps 50", "with a reference stage and a KL term"),
 )
@@ -92,6 +93,13 @@ FilterZeroAdvantageOption = Annotated[
         help="Drop groups with equal rewards, and generate as many others in their place.",
     ),
 ]
+OnOption = Annotated[
+    Literal["processes", "ray"],
+    typer.Option(
+        help="Where stages run: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names (unset: of "
+        "one on this machine), with a shard on each node. All nodes must see --out."
+    ),
+]
 LogOption = Annotated[
     Literal["tensorboard", "wandb"] | None,
     typer.Option(help="Log each step there too: event files, or a run of W&B, in the folder of the results."),
@@ -114,6 +122,7 @@ def demo(
     partial: PartialOption = 0,
     over_sample: OverSampleOption = 1.0,
     filter_zero_advantage: FilterZeroAdvantageOption = False,
+    on: OnOption = "processes",
     log: LogOption = None,
     out: OutOption = None,
 ) -> None:
@@ -147,6 +156,7 @@ def demo(
                 budget=partial,
                 over_sample=over_sample,
                 filter_equal=filter_zero_advantage,
+                on=on,
                 log=() if log is None else (log,),
             )
         )

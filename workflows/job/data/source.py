@@ -42,6 +42,7 @@ def replaces_dropped(job: Job) -> bool:
     """Whether groups may be dropped while the job runs, so that more prompts than steps · prompts_per_step are needed."""
     return bool(
         filled(job.algorithm).filter_equal
+        or job.on == "ray"  # groups whose bytes are lost with a node
         or job.pacing.on_stale == "drop"
         or any(reward.on_error == "drop" for reward in job.reward)
     )

@@ -21,7 +21,9 @@ _CPU: Final = ("auto", "cpu")
 
 
 def check_packages(job: Job) -> None:
-    """Raise `UsageError` if a package of an engine or a logger of the job is not installed. Imports nothing."""
+    """Raise `UsageError` if a package of an engine or a logger of the job, or Ray, is not installed. Imports nothing."""
+    if job.on == "ray" and find_spec("ray") is None:
+        raise UsageError(f'on="ray" needs ray, which is not installed here: {install_line("ray")}')
     for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
         module, extra = _ENGINE_PACKAGES.get(engine.kind, ("", ""))
         if module and find_spec(module) is None:
@@ -38,11 +40,11 @@ def check_packages(job: Job) -> None:
 
 
 def check_devices(job: Job) -> None:
-    """Raise `UsageError` for a name that is no device, and `NotFound` for a device that this machine lacks.
+    """Raise `UsageError` for a name that is no device, and `NotFound` for a device that this machine lacks. On Ray other machines compute, and none is looked for.
 
     Imports torch only if the job names a device other than the CPU.
     """
-    for key, device in _devices(job):
+    for key, device in _devices(job) if job.on != "ray" else ():
         if device not in _CPU:
             _check_device(key, device)
 

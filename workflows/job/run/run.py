@@ -5,7 +5,8 @@ Rules:
 1. Nothing starts before the job has passed all rules, those that need its files too (`preflight`).
 2. The server, the stages and the trainer are processes of their own. Whichever is killed is started again, and the run goes on; one
    that cannot work ends the run with its last words.
-3. However the run ends, no process is left. A run that did not come to its end keeps its rows and its checkpoints, and `run_job` with
+3. With ``on = "ray"`` server and processes are actors of a cluster (`on_ray`).
+4. However the run ends, no process is left. A run that did not come to its end keeps its rows and its checkpoints, and `run_job` with
    `resume` goes on with them; a finished one keeps neither rows nor shared memory.
 """
 
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -25,6 +26,7 @@ import transferqueue as tq
 from transferqueue.workflows.elastic.scaler import Scaler
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.flow import Flow, Observe
+from transferqueue.workflows.flow.on_ray import RayFlow
 from transferqueue.workflows.flow.reports.audit import Audit, audit
 from transferqueue.workflows.flow.reports.loggers import STEP, logged, logger_named
 from transferqueue.workflows.job import names
@@ -32,6 +34,7 @@ from transferqueue.workflows.job.data.tokenizer import class_environment
 from transferqueue.workflows.job.graph import TRAINERS, create_table, generating_task, stage_jobs
 from transferqueue.workflows.job.run.elastic import scaler_of
 from transferqueue.workflows.job.run.folder import PLAN, SUMMARY, RunFolder, new_folder
+from transferqueue.workflows.job.run.on_ray import deployed, flow_on_ray
 from transferqueue.workflows.job.run.plot import can_draw, draw
 from transferqueue.workflows.job.run.preflight import check_queue, importable, preflight
 from transferqueue.workflows.job.run.record import RunRecord
@@ -49,7 +52,7 @@ RESTARTS_MAX: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:
-    """A run that has just started: its folder, the labels of its processes, their ids, and the link of the page ("": none)."""
+    """A run that has just started: its folder, the labels of its processes, their ids (on Ray: none), and the link of the page ("": none)."""
 
     folder: Path
     address: str
@@ -96,19 +99,20 @@ def run_job(
         folder.begin(job, code)
         if plan is not None:
             plan.write(folder.path / PLAN)
-        with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, server):
-            if server is not None:
+        with RunRecord(folder.path) as record, _queue(job, folder, page=page) as (queue, address, server):
+            if not job.queue.address:
                 restore_if_lost(queue, folder.path)
             table = create_table(queue, job)
             began = time.monotonic()
             with _loggers(job, folder, observe) as hear, _snapshots(job, queue, hear) as hear:
                 _run_processes(
                     queue,
+                    address,
                     job,
                     folder,
                     environment,
                     _both(record, hear, table),
-                    lambda flow: started(_running(folder, flow, queue, server)),
+                    lambda flow: started(_running(folder, job, flow, address, server)),
                 )
             audited = audit(table)
             audited.check_finished(names.TABLE)
@@ -122,7 +126,7 @@ def run_job(
                 table=table.stats(),
             )
             files = _write_files(folder.path, record, summary)
-        if server is not None:
+        if not job.queue.address:
             discard_state(folder.path)
             shutil.rmtree(folder.path / SNAPSHOTS, ignore_errors=True)
         return JobOutcome(summary=summary, audit=audited, folder=folder.path, files=files)
@@ -130,29 +134,32 @@ def run_job(
 
 def _run_processes(
     queue: tq.Queue,
+    address: str,
     job: Job,
     folder: RunFolder,
     environment: Mapping[str, str],
     observe: Observe,
-    started: Callable[[Flow], None],
+    started: Callable[[Flow | RayFlow], None],
 ) -> None:
     processes = stage_jobs(job, folder.path)
     scaler = scaler_of(job, processes, observe)
-    flow = Flow(
-        queue,
-        processes,
-        directory=folder.path / "logs",
-        observe=scaler or observe,
-        restarts_max=RESTARTS_MAX,
-        environment=environment,
-        prepare=lambda together: _prepare(together, queue, folder, job),
-    )
+    terms: dict[str, Any] = {
+        "observe": scaler or observe,
+        "restarts_max": RESTARTS_MAX,
+        "environment": environment,
+        "prepare": lambda together: _prepare(together, queue, folder, job),
+    }
+    flow: Flow | RayFlow
+    if job.on == "ray":
+        flow = flow_on_ray(job, processes, address, **terms)
+    else:
+        flow = Flow(queue, processes, directory=folder.path / "logs", **terms)
     with flow, _scaling(scaler, flow, queue.table(names.TABLE), job):
         started(flow)
         flow.run()
 
 
-def _scaling(scaler: Scaler | None, flow: Flow, table: tq.Table, job: Job) -> AbstractContextManager[None]:
+def _scaling(scaler: Scaler | None, flow: Flow | RayFlow, table: tq.Table, job: Job) -> AbstractContextManager[None]:
     return nullcontext() if scaler is None else scaler.running(flow, table, generating_task(job))
 
 
@@ -162,12 +169,16 @@ def _prepare(together: str, queue: tq.Queue, folder: RunFolder, job: Job) -> Non
 
 
 @contextmanager
-def _queue(job: Job, folder: RunFolder, *, page: bool) -> Iterator[tuple[tq.Queue, RunServer | None]]:
-    """Connect to the job's own server, which is started, or to the one that it names."""
+def _queue(job: Job, folder: RunFolder, *, page: bool) -> Iterator[tuple[tq.Queue, str, RunServer | None]]:
+    """Connect to the job's own server, which is started, or to the one that it names. Yields its address too."""
     with ExitStack() as stack:
-        server = None if job.queue.address else stack.enter_context(RunServer(folder.path, job.queue, page=page))
-        address = job.queue.address if server is None else server.address
-        yield stack.enter_context(tq.connect(address, label="supervisor")), server
+        server, address = None, job.queue.address
+        if not address and job.on == "ray":
+            address = stack.enter_context(deployed(job, folder.path))
+        elif not address:
+            server = stack.enter_context(RunServer(folder.path, job.queue, page=page))
+            address = server.address
+        yield stack.enter_context(tq.connect(address, label="supervisor")), address, server
 
 
 @contextmanager
@@ -212,11 +223,11 @@ def aged(event: Event, table: tq.Table) -> Event:
     return msgspec.structs.replace(event, values=event.values | {"queue_age_s": ages})
 
 
-def _running(folder: RunFolder, flow: Flow, queue: tq.Queue, server: RunServer | None) -> RunningJob:
+def _running(folder: RunFolder, job: Job, flow: Flow | RayFlow, address: str, server: RunServer | None) -> RunningJob:
     return RunningJob(
         folder=folder.path,
-        address=queue.address,
-        labels=[*flow.pids()],
+        address=address,
+        labels=[process.label for process in stage_jobs(job)],
         pids=flow.pids(),
         server=[] if server is None else server.pids(),
         link="" if server is None else server.link,

@@ -251,8 +251,22 @@ class QueueSettings(_Table):
     memory_gib: float = 8.0
 
 
+class RaySettings(_Table):
+    """How a job with ``on = "ray"`` is spread over the cluster. options: arguments of Ray's ``options`` of an actor (``num_gpus``, ``num_cpus``, ``resources``,
+    ``label_selector``, …) by task, or by process (``rollout-1``). replicas: shards that store each row; with 2 no row is lost with a node. shard_gib: most memory of the shard
+    on each node (0: as ``queue.memory_gib``, which is the server's).
+    """
+
+    options: dict[str, dict[str, Any]] = {}
+    replicas: int = 1
+    shard_gib: float = 0.0
+
+
 class Job(_Table):
-    """A whole job; `transferqueue.workflows.job.settings.read.job_from_file` reads one, `transferqueue train` runs one."""
+    """A whole job; `transferqueue.workflows.job.settings.read.job_from_file` reads one, `transferqueue train` runs one.
+
+    on: where its processes run: on this machine, or as actors of the Ray cluster that ``RAY_ADDRESS`` names.
+    """
 
     model: ModelSettings
     data: DataSettings
@@ -260,6 +274,7 @@ class Job(_Table):
     name: str = ""
     seed: int = 0
     steps: int = 100
+    on: Literal["processes", "ray"] = "processes"
     engine: tuple[EngineSettings, ...] = (EngineSettings(),)
     sampling: SamplingSettings = SamplingSettings()
     reward: tuple[RewardSettings, ...] = ()
@@ -275,3 +290,4 @@ class Job(_Table):
     evaluation: EvaluationSettings = EvaluationSettings()
     log: LogSettings = LogSettings()
     queue: QueueSettings = QueueSettings()
+    ray: RaySettings = RaySettings()

@@ -114,6 +114,8 @@ RANGES: Final[dict[str, NumberRange]] = {
     "evaluation.temperature": _ANY,
     "log.samples": _ANY,
     "queue.memory_gib": NumberRange(0, 1 << 20, above=True),
+    "ray.replicas": NumberRange(1, 8),
+    "ray.shard_gib": NumberRange(0, 1 << 20, why="0 is as much as queue.memory_gib"),
 }
 """NumberRange of each number, by its key; of arrays without the place."""
 

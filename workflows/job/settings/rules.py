@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from transferqueue.errors import Impossible, UsageError
 from transferqueue.workflows.job.settings.defaults import KINDS, defaults_of, updates
-from transferqueue.workflows.job.settings.job import Job
+from transferqueue.workflows.job.settings.job import Job, RaySettings
 from transferqueue.workflows.job.settings.ranges import check_ranges
 from transferqueue.workflows.job.settings.sizes import (
     GIB,
@@ -363,6 +363,21 @@ def _sites(job: Job) -> None:
         )
 
 
+def _on_ray(job: Job) -> None:
+    if job.on != "ray":
+        if job.ray != RaySettings():
+            raise UsageError('ray with on="processes": nothing reads it; set on="ray", or leave it out')
+        return
+    if sites := sorted({engine.site for engine in job.engine} - {""}):
+        raise UsageError(
+            f'engine.site="{sites[0]}" with on="ray": Ray places engines itself; leave it out, and set ray.options.rollout'
+        )
+    if job.queue.durability == "disk":
+        raise UsageError(
+            'queue.durability="disk" with on="ray": rows lie in the memory of several nodes, and a snapshot beside each checkpoint keeps them; leave it out'
+        )
+
+
 # ---------------------------------------------------------------- pacing
 
 
@@ -447,6 +462,7 @@ _RULES: Final[tuple[Callable[[Job], None], ...]] = (
     _dispatch,
     _elastic,
     _sites,
+    _on_ray,
     _pacing,
     _tokens,
     _memory,

@@ -1,0 +1,192 @@
+"""A training job on a Ray cluster of three nodes that share nothing but a disk: a node killed in the middle, and all of them, then --resume."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+pytest.importorskip("torch", exc_type=ImportError)
+pytest.importorskip("reasoning_gym")
+ray = pytest.importorskip("ray", reason="make test-ray has Ray")
+
+from tests.cluster.ray_nodes import RayNodes, check_isolation  # noqa: E402
+from tests.workflows.test_demo import ROWS, STEPS, make_small, small_job  # noqa: E402
+from transferqueue.errors import UsageError  # noqa: E402
+from transferqueue.workflows.flow.events import Event, Figures  # noqa: E402
+from transferqueue.workflows.job.graph import stage_jobs  # noqa: E402
+from transferqueue.workflows.job.run.folder import RunFolder  # noqa: E402
+from transferqueue.workflows.job.run.on_ray import ANYWHERE, actor_options  # noqa: E402
+from transferqueue.workflows.job.run.run import JobOutcome, run_job  # noqa: E402
+from transferqueue.workflows.job.settings.job import Job, RaySettings  # noqa: E402
+from transferqueue.workflows.job.settings.read import checked  # noqa: E402
+from transferqueue.workflows.job.settings.write import job_as_toml  # noqa: E402
+
+ray_ignored = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files to the collector
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), *ray_ignored]
+
+KILLED_AT_STEP = 2
+AT_A = {"options": {name: {"resources": {"a": 0.1}} for name in ("rollout", "advantage")}}
+"""The node that is killed generates, and has a shard; what it did starts again on the next node with the resource."""
+
+
+@pytest.fixture(scope="module")
+def disk() -> Iterator[Path]:
+    """A folder that every node sees: each has a /tmp of its own."""
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def inputs(disk: Path) -> Path:
+    return make_small(disk / "inputs")
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[RayNodes]:
+    check_isolation()
+    tmp_path.chmod(0o700)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRANSFERQUEUE_RUNTIME", str(tmp_path))
+        patch.setenv("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+        patch.setenv("OMP_NUM_THREADS", "1")
+        with RayNodes() as cluster:
+            ray.init(address=cluster.address, log_to_driver=False, configure_logging=False)
+            for resource in "ab":
+                cluster.add(resource)
+            yield cluster
+            ray.shutdown()
+
+
+def on_ray(inputs: Path, engine: str = "builtin", **settings: Any) -> Job:
+    job = small_job(inputs, engine=engine)
+    checkpoint = msgspec.structs.replace(job.checkpoint, every=1)
+    return msgspec.structs.replace(job, on="ray", ray=RaySettings(**settings), checkpoint=checkpoint)
+
+
+class Steps:
+    """Hears the steps of a run, and does something after one of them."""
+
+    def __init__(self, then: Any = lambda: None) -> None:
+        self.rows: dict[int, int] = {}
+        self._then = then
+
+    def __call__(self, label: str, event: Event) -> None:
+        if isinstance(event, Figures) and event.kind == "step":
+            step = int(event.values["step"])
+            if step == KILLED_AT_STEP and step not in self.rows:
+                self._then()
+            self.rows[step] = int(event.values["rows"])
+
+
+def check(outcome: JobOutcome, steps: Steps) -> None:
+    """As many rows were trained as were to be, each once; and all that were put are accounted for."""
+    assert steps.rows == dict.fromkeys(range(1, STEPS + 1), ROWS // STEPS)
+    assert (outcome.audit.live, outcome.audit.done) == (0, ROWS)
+    assert outcome.audit.put == outcome.audit.done + outcome.audit.dropped_rows
+    assert set(outcome.summary.staleness) <= {"0", "1"}
+    assert outcome.summary.after is not None
+
+
+@pytest.mark.parametrize(("engine", "replicas"), [("builtin", 1), ("transformers", 2)])
+def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNodes, inputs: Path, disk: Path) -> None:
+    if engine != "builtin":
+        pytest.importorskip(engine)
+
+    def kill() -> None:
+        nodes.kill(0)
+        nodes.add("a")
+
+    steps = Steps(kill)
+    job = on_ray(inputs, engine, replicas=replicas, **AT_A)
+    outcome = run_job(job, folder=RunFolder(disk / f"killed-{engine}"), observe=steps)
+    check(outcome, steps)
+    if replicas == 2:
+        assert "lost" not in outcome.audit.dropped
+
+
+def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Path, tmp_path: Path) -> None:
+    check_isolation()
+    (disk / "job.toml").write_text(job_as_toml(on_ray(inputs)))
+    tmp_path.chmod(0o700)
+    environment = {"TRANSFERQUEUE_RUNTIME": str(tmp_path), "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0", "OMP_NUM_THREADS": "1"}
+
+    def train(cluster: RayNodes, *words: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "transferqueue.cli", "train", "job.toml", "--json", "--out", "run", *words],
+            cwd=disk,
+            env=os.environ | environment | {"RAY_ADDRESS": cluster.address},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        with RayNodes() as first:
+            first.add()
+            first.add()
+            run = train(first)
+            snapshots = disk / "run" / "snapshots" / "queue"
+            while run.poll() is None and not any(snapshots.glob("*/MANIFEST.json")):
+                time.sleep(0.05)
+            assert run.poll() is None, run.communicate()
+            for number in range(2):
+                first.kill(number)
+            run.send_signal(signal.SIGKILL)
+            run.communicate()
+        with RayNodes() as second:
+            second.add()
+            second.add()
+            stdout, stderr = train(second, "--resume").communicate(timeout=600)
+    summary = json.loads(stdout) if stdout else stderr
+    assert (summary["starts"], summary["steps"]) == (2, STEPS)
+    assert summary["rows_put"] == summary["rows_done"] + sum(summary["rows_dropped"].values())
+    assert summary["after"] is not None
+    shutil.rmtree(disk / "run")
+
+
+def test_what_the_job_says_of_a_process_goes_to_ray(tmp_path: Path) -> None:
+    job = checked(on_ray(tmp_path, options={"train": {"num_gpus": 1}, "rollout-0": {"num_cpus": 2}}))
+    options = actor_options(job, stage_jobs(job))
+    assert options["train-0"] == {**ANYWHERE, "num_gpus": 1}
+    assert options["rollout-0"] == {**ANYWHERE, "num_cpus": 2}
+    assert options["reward-0"] == ANYWHERE
+    job = msgspec.structs.replace(job, ray=RaySettings(options={"trian": {}}))
+    with pytest.raises(UsageError, match=r"ray.options.trian: the job has no such task or process; it has advantage"):
+        actor_options(job, stage_jobs(job))
+
+
+@pytest.mark.long
+def test_the_demo_runs_on_the_cluster(nodes: RayNodes, disk: Path) -> None:
+    """Joined by RAY_ADDRESS, from a driver of its own; nothing of it is left afterwards."""
+    words = ("demo", "--on", "ray", "--dataset", "spell_backward", "--steps", "2", "--out", str(disk / "demo"))
+    done = subprocess.run(
+        [sys.executable, "-m", "transferqueue.cli", *words],
+        env=os.environ | {"RAY_ADDRESS": nodes.address},
+        capture_output=True,
+        text=True,
+        timeout=500,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "6 processes: prompts-0, " in done.stdout
+    summary = json.loads((disk / "demo" / "summary.json").read_text())
+    assert (summary["steps"], summary["rows_done"]) == (2, 1024)
+    assert [one for one in ray.util.list_named_actors(all_namespaces=True) if one["name"].startswith("demo-")] == []
