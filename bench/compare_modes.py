@@ -1,8 +1,8 @@
 """The demo's job synchronous, delayed and asynchronous, at equal steps and seeds: ``python -m bench.compare_modes``.
 
-Prints and records samples per second, idle share of the trainer, held-out reward before and after, staleness, and how long generation
-stood still for new weights. The modes alternate, seed by seed, so that a machine that becomes slower affects all of them. The results are of one machine at one time:
-compare ratios, and close other work on it.
+Prints and records samples per second, idle share of the trainer, held-out reward before and after, staleness, and how
+long generation stood still for new weights. The modes alternate, seed by seed, so that a machine that becomes slower
+affects all of them. The results are of one machine at one time: compare ratios, and close other work on it.
 """
 
 from __future__ import annotations
@@ -125,15 +125,16 @@ def show(figures: Mapping[str, Mapping[str, Any]]) -> None:
     """Print one line a mode."""
     base = figures["sync"]["samples_per_s"]
     print(
-        f"{'mode':8} {'samples/s':>9} {'ratio':>5} {'idle':>4} {'held-out reward':>24} {'stale':>5} {'stop':>9} {'request':>9}"
+        f"{'mode':8} {'samples/s':>9} {'ratio':>5} {'idle':>4} {'held-out reward':>24} {'stale':>5} {'stop':>9} "
+        f"{'request':>9}"
     )
     for mode, of in figures.items():
         gain = of["heldout_reward_after"] - of["heldout_reward_before"]
         reward = f"{of['heldout_reward_after']:.3f} ± {of['heldout_reward_after_spread']:.3f} ({gain:+.3f})"
         stale = sum(int(version) * share for version, share in of["staleness"].items())
         print(
-            f"{mode:8} {of['samples_per_s']:>9,.0f} {of['samples_per_s'] / base:>5.2f} {of['trainer_idle']:>4.0%} {reward:>24} {stale:>5.2f} "
-            f"{1000 * of['swap_s_max']:>6.1f} ms {1000 * of['request_s']:>6.1f} ms"
+            f"{mode:8} {of['samples_per_s']:>9,.0f} {of['samples_per_s'] / base:>5.2f} {of['trainer_idle']:>4.0%} "
+            f"{reward:>24} {stale:>5.2f} {1000 * of['swap_s_max']:>6.1f} ms {1000 * of['request_s']:>6.1f} ms"
         )
 
 

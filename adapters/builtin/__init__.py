@@ -1,7 +1,7 @@
 """A small language model of plain torch, with its tokenizer, for jobs that run without a Hugging Face library.
 
-Its directory is also one of a ``LlamaForCausalLM``: transformers and vLLM load the same files and compute the same function, under the same names of
-weights. The key `MARK` in ``config.json`` says that the model is ours.
+Its directory is also one of a ``LlamaForCausalLM``: transformers and vLLM load the same files and compute the same
+function, under the same names of weights. The key `MARK` in ``config.json`` says that the model is ours.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The built-in model: a small causal transformer with Llama's parts, names of weights and function.
 
-RMSNorm (arXiv 1910.07467) before each part, rotary positions (arXiv 2104.09864), SwiGLU (arXiv 2002.05202). Its forward takes what engines and learners give to
-a model of transformers: rows padded on the left with a cache, or packed rows with positions and a mask of their own.
+RMSNorm (arXiv 1910.07467) before each part, rotary positions (arXiv 2104.09864), SwiGLU (arXiv 2002.05202). Its
+forward takes what engines and learners give to a model of transformers: rows padded on the left with a cache, or packed
+rows with positions and a mask of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from transferqueue.errors import NotFound, UsageError
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a `BuiltinModel`, by the names of Llama's configuration. max_position_embeddings: tokens of prompt and response together.
+    """Sizes of a `BuiltinModel`, by the names of Llama's configuration. max_position_embeddings: tokens of prompt and
+    response together.
 
     Raises `UsageError` when hidden_size is not a multiple of twice the heads: rotary embeddings turn pairs of channels.
     """
@@ -39,8 +41,8 @@ class ModelShape:
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_attention_heads):
             raise UsageError(
-                f"hidden_size={self.hidden_size} is not a multiple of 2 x num_attention_heads={self.num_attention_heads}; "
-                "rotary embeddings turn pairs of channels"
+                f"hidden_size={self.hidden_size} is not a multiple of 2 x "
+                f"num_attention_heads={self.num_attention_heads}; rotary embeddings turn pairs of channels"
             )
 
     def get_text_config(self) -> Self:
@@ -106,7 +108,8 @@ class _Gated(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_BTW: Tensor) -> Tensor:
-        return self.down_proj(functional.silu(self.gate_proj(x_BTW)) * self.up_proj(x_BTW))  # type: ignore[no-any-return]
+        gated_BTH = functional.silu(self.gate_proj(x_BTW)) * self.up_proj(x_BTW)
+        return self.down_proj(gated_BTH)  # type: ignore[no-any-return]
 
 
 class _Layer(nn.Module):
@@ -136,7 +139,9 @@ class BuiltinModel(nn.Module):
     """A causal language model. seed: of its random weights; see `from_pretrained` for trained ones."""
 
     shares_prompts = True
-    """Rows of one prompt are scored with one copy of it: `forward` takes a mask of its own (`scoring.rows.shared_rows`)."""
+    """Rows of one prompt are scored with one copy of it: `forward` takes a mask of its own
+    (`scoring.rows.shared_rows`).
+    """
 
     def __init__(self, shape: ModelShape, *, seed: int = 0) -> None:
         super().__init__()
@@ -175,8 +180,9 @@ class BuiltinModel(nn.Module):
     ) -> ModelOutput:
         """Return logits of the token after each of `input_ids`, int64 ``[rows, tokens]``.
 
-        attention_mask: which columns, cached ones included, have a token (for rows padded on the left). position_ids: where each token stands (None: in order).
-        sight: bool ``[rows, tokens, tokens]``, which tokens each sees. Without both masks a token sees all earlier ones. logits_to_keep: of so many last tokens (0: all).
+        attention_mask: which columns, cached ones included, have a token (for rows padded on the left). position_ids:
+        where each token stands (None: in order). sight: bool ``[rows, tokens, tokens]``, which tokens each sees.
+        Without both masks a token sees all earlier ones. logits_to_keep: of so many last tokens (0: all).
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -198,7 +204,9 @@ class BuiltinModel(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path) -> Self:
-        """Load what `save_pretrained` wrote. Raises `NotFound` for a missing file, `UsageError` for weights that do not fit."""
+        """Load what `save_pretrained` wrote. Raises `NotFound` for a missing file, `UsageError` for weights that do not
+        fit.
+        """
         from safetensors.torch import load_file
 
         place = Path(directory).expanduser()
@@ -230,7 +238,9 @@ class BuiltinModel(nn.Module):
 
 
 def _mask(input_ids: Tensor, attention_mask: Tensor | None) -> Tensor | None:
-    """Return which columns each of the last tokens may see: bool ``[rows, 1, tokens, columns]``; None: all earlier ones."""
+    """Return which columns each of the last tokens may see: bool ``[rows, 1, tokens, columns]``; None: all earlier
+    ones.
+    """
     if attention_mask is None:
         return None
     real_BK, tokens = attention_mask.bool(), input_ids.shape[1]

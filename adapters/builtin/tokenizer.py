@@ -1,7 +1,8 @@
 """Characters as tokens: printable ASCII and the newline, after four special tokens. Loads no torch.
 
-A model that starts from nothing gains nothing from larger pieces of text. A prompt is the begin token, its characters, and a mark that an answer follows; without the
-mark a prompt could be told from its answer by content only. A response is its characters and the end token.
+A model that starts from nothing gains nothing from larger pieces of text. A prompt is the begin token, its characters,
+and a mark that an answer follows; without the mark a prompt could be told from its answer by content only. A response
+is its characters and the end token.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ MISPLACED: Final = "\N{REPLACEMENT CHARACTER}"
 
 
 class CharacterTokenizer:
-    """The tokenizer of the built-in model, with the methods of one of transformers that jobs use. It has no chat template.
+    """The tokenizer of the built-in model, with the methods of one of transformers that jobs use. It has no chat
+    template.
 
     >>> tokenizer = CharacterTokenizer()
     >>> tokenizer(["1+1"])["input_ids"], tokenizer.decode([54, 2])

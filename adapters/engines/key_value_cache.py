@@ -1,7 +1,8 @@
 """Key-value caches with room to grow, and joining rows of several caches into one.
 
-transformers' dynamic layer copies the whole cache for each token. `GrowingStates` writes a token in place; it copies only when its room is used up. Rows
-are aligned at their last token, so that rows of any length are one batch: a shorter row has padding on its left, which the attention mask hides.
+transformers' dynamic layer copies the whole cache for each token. `GrowingStates` writes a token in place; it copies
+only when its room is used up. Rows are aligned at their last token, so that rows of any length are one batch: a shorter
+row has padding on its left, which the attention mask hides.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ Part = tuple[Any, Tensor, int]
 
 
 class GrowingStates:
-    """One layer: ``keys`` and ``values`` are views ``[rows, heads, tokens, width]`` of buffers with room for more tokens."""
+    """One layer: ``keys`` and ``values`` are views ``[rows, heads, tokens, width]`` of buffers with room for more
+    tokens.
+    """
 
     keys: Tensor
     values: Tensor
@@ -68,7 +71,9 @@ class GrowingCache:
 
 
 def joined(empty: Any, parts: Sequence[Part]) -> tuple[Any, int]:
-    """Fill an empty cache with the rows of `parts`, in order; return it and its number of tokens: that of the longest part. Copies each row once."""
+    """Fill an empty cache with the rows of `parts`, in order; return it and its number of tokens: that of the longest
+    part. Copies each row once.
+    """
     tokens = max(last for _, _, last in parts)
     for number, layer in enumerate(empty.layers):
         layer.begin([(part.layers[number], rows, last) for part, rows, last in parts], tokens)

@@ -1,4 +1,6 @@
-"""A Ray cluster on this machine whose nodes share no /tmp, no /dev/shm and no pids, as machines do; only the disk is common."""
+"""A Ray cluster on this machine whose nodes share no /tmp, no /dev/shm and no pids, as machines do; only the disk is
+common.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def check_isolation() -> None:
 
 
 class RayNodes(AbstractContextManager["RayNodes"]):
-    """A head with `num_cpus`, in this process's namespaces, and nodes that `add` starts. address: for ``ray.init`` and ``RAY_ADDRESS``."""
+    """A head with `num_cpus`, in this process's namespaces, and nodes that `add` starts. address: for ``ray.init`` and
+    ``RAY_ADDRESS``.
+    """
 
     def __init__(self, *, num_cpus: int = 2) -> None:
         self._num_cpus = num_cpus

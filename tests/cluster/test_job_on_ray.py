@@ -1,4 +1,6 @@
-"""A training job on a Ray cluster of three nodes that share nothing but a disk: a node killed in the middle, and all of them, then --resume."""
+"""A training job on a Ray cluster of three nodes that share nothing but a disk: a node killed in the middle, and all of
+them, then --resume.
+"""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ MaxStalenessOption = Annotated[
 ]
 StepsOption = Annotated[
     int | None,
-    typer.Option(min=1, help="Trainer steps. Default: 160.", show_default=False),
+    typer.Option(min=1, help="Trainer steps. Default: 200.", show_default=False),
 ]
 DatasetOption = Annotated[str, typer.Option(help="Data set of reasoning-gym: chain_sum or spell_backward.")]
 SeedOption = Annotated[int, typer.Option(min=0, help="Seed of weights, problems and sampling.")]
@@ -128,8 +128,9 @@ def demo(
 ) -> None:
     """Train a small transformer by GRPO on reasoning-gym problems, every stage a process of its own.
 
-    The folder of the run gets the model and its questions (inputs/), the job file (job.toml) that `transferqueue train` runs too, and at the end
-    summary.json, learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; `transferqueue train --resume` goes on.
+    The folder of the run gets the model and its questions (inputs/), the job file (job.toml) that `transferqueue train`
+    runs too, and at the end summary.json, learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C
+    ends every process; `transferqueue train --resume` goes on.
     """
     from transferqueue.workflows.job.demo import check_task, demo_job, make_inputs
     from transferqueue.workflows.job.run.folder import new_folder

@@ -1,4 +1,6 @@
-"""The progress and the end of a training job: a bar with the latest figures at a terminal, else a line every ten steps; then a table."""
+"""The progress and the end of a training job: a bar with the latest figures at a terminal, else a line every ten steps;
+then a table.
+"""
 
 from __future__ import annotations
 

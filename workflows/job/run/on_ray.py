@@ -1,12 +1,17 @@
-"""A run on a Ray cluster: its server is an actor on this node, every other node has a shard, and each process is an actor anywhere.
+"""A run on a Ray cluster: its server is an actor on this node, every other node has a shard, and each process is an
+actor anywhere.
 
 Rules:
 
-1. The job file is the same; model, data, reward modules and the folder of the run lie where every node sees them under the same path.
-2. Any node but the server's may die: its actors start elsewhere, its shard is lost. Rows of the lost shard are generated again, or their groups end as dropped and others
-   replace them, so that the trainer gets as many as the job says, each once. With ``ray.replicas = 2`` no row is lost.
-3. A run that ended early keeps checkpoints and snapshots in its folder, and ``--resume`` goes on with the newest of both: rows of the steps between them are trained once more.
-4. Each process reserves what `ray.options` says, by task or by process; a tenth of a core if it says nothing, spread over the nodes.
+1. The job file is the same; model, data, reward modules and the folder of the run lie where every node sees them under
+   the same path.
+2. Any node but the server's may die: its actors start elsewhere, its shard is lost. Rows of the lost shard are
+   generated again, or their groups end as dropped and others replace them, so that the trainer gets as many as the job
+   says, each once. With ``ray.replicas = 2`` no row is lost.
+3. A run that ended early keeps checkpoints and snapshots in its folder, and ``--resume`` goes on with the newest of
+   both: rows of the steps between them are trained once more.
+4. Each process reserves what `ray.options` says, by task or by process; a tenth of a core if it says nothing, spread
+   over the nodes.
 """
 
 from __future__ import annotations
@@ -79,7 +84,9 @@ def flow_on_ray(
 
 
 def actor_options(job: Job, processes: Sequence[StageJob]) -> dict[str, dict[str, Any]]:
-    """Return the options of each process's actor. Raises `UsageError` for a name in `ray.options` that is no task or process of the job."""
+    """Return the options of each process's actor. Raises `UsageError` for a name in `ray.options` that is no task or
+    process of the job.
+    """
     known = {process.name for process in processes} | {process.label for process in processes}
     if unknown := [name for name in job.ray.options if name not in known]:
         raise UsageError(

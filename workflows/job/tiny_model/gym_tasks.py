@@ -1,7 +1,7 @@
 """Tasks of reasoning-gym for tiny models, with its own scorers as the reward. No torch here: reward processes use it.
 
-Scorers are used as they are. Not every data set is fit to be added: the scorer of ``string_insertion``, for one, evaluates
-the answer as Python code, and whatever a policy writes must never be executed.
+Scorers are used as they are. Not every data set is fit to be added: the scorer of ``string_insertion``, for one,
+evaluates the answer as Python code, and whatever a policy writes must never be executed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ _INDEX_BITS: Final = 48
 
 
 class GymTask(NamedTuple):
-    """A data set with its configuration. before, after: the words that it puts around every question, which tell a model that knows one data set nothing.
+    """A data set with its configuration. before, after: the words that it puts around every question, which tell a
+    model that knows one data set nothing.
 
     question_chars_max, answer_chars_max: of the longest texts.
     """
@@ -55,7 +56,8 @@ def _draw(name: str, draws: random.Random) -> TaskQuestion:
     text = entry["question"]
     if not (text.startswith(task.before) and text.endswith(task.after)):
         raise UsageError(
-            f"{name} asks {text!r}, not {task.before!r} … {task.after!r}; this version of reasoning-gym words its questions differently"
+            f"{name} asks {text!r}, not {task.before!r} … {task.after!r}; "
+            "this version of reasoning-gym words its questions differently"
         )
     question = text[len(task.before) : len(text) - len(task.after)]
     return TaskQuestion(question, entry["answer"], columns={"entry": _plain(entry)})
@@ -68,9 +70,10 @@ DRAWS: Final[Mapping[str, Callable[[random.Random], TaskQuestion]]] = {name: par
 def score(completions: Sequence[str], entry: Sequence[Mapping[str, Any]], *, task: str) -> list[float]:
     """Reward function in TRL's form: the data set's own score of each completion, in [0, 1]; an empty one scores 0.
 
-    ``chain_sum``: 1 for a number equal to the sum, however written; else, if the sum's digits occur in the answer, their share of its length
-    (``72`` for ``7``: 0.5); else 0. ``spell_backward``: 1 for the word; else the share of its letters that stand in their place. Letters too many cost at
-    most 0.2 there and often nothing, which a policy that doubts its answer's length finds out.
+    ``chain_sum``: 1 for a number equal to the sum, however written; else, if the sum's digits occur in the answer,
+    their share of its length (``72`` for ``7``: 0.5); else 0. ``spell_backward``: 1 for the word; else the share of its
+    letters that stand in their place. Letters too many cost at most 0.2 there and often nothing, which a policy that
+    doubts its answer's length finds out.
     """
     dataset = _dataset(task)
     return [
@@ -83,13 +86,15 @@ def score(completions: Sequence[str], entry: Sequence[Mapping[str, Any]], *, tas
 def _dataset(name: str) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a package that it imports
-        import reasoning_gym  # over a second, with sympy and matplotlib: only for processes that make questions or score answers
+        import reasoning_gym  # over a second, with sympy: only for processes that make questions or score answers
 
     return reasoning_gym.create_dataset(name, seed=0, **GYM_TASKS[name].config)
 
 
 def _plain(value: Any) -> Any:
-    """What a JSON value cannot hold changes its type: tuples become lists, and integers beyond 64 bits, which no scorer reads, text."""
+    """What a JSON value cannot hold changes its type: tuples become lists, and integers beyond 64 bits, which no scorer
+    reads, text.
+    """
     if isinstance(value, Mapping):
         return {name: _plain(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):

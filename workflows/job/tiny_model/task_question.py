@@ -7,7 +7,9 @@ from typing import Any, NamedTuple
 
 
 class TaskQuestion(NamedTuple):
-    """A question and its only answer, as text. history: messages between the two, each a role and a text. columns: what else a row of data has."""
+    """A question and its only answer, as text. history: messages between the two, each a role and a text. columns: what
+    else a row of data has.
+    """
 
     question: str
     answer: str
