@@ -196,6 +196,13 @@ class VersionBetween(_Policy):
     low: int | None = None
     high: int | None = None
 
+    def __post_init__(self) -> None:
+        low, high = self.low, self.high
+        if isinstance(low, int) and isinstance(high, int) and low > high:
+            raise Impossible(
+                f"VersionBetween(low={shown(low)}, high={shown(high)}): no version is both; give low <= high"
+            )
+
 
 class Compare(_Policy):
     """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares with `value` by `op`."""

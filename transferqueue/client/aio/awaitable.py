@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from transferqueue.errors import UsageError
+from transferqueue.text import shown
 
 A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
@@ -53,3 +56,23 @@ class AwaitableContext(Coroutine[Any, Any, A]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> bool | None:
         return None if self._made is None else await self._made.__aexit__(kind, error, trace)
+
+    if not TYPE_CHECKING:  # a type checker finds these mistakes by itself
+
+        def __enter__(self) -> None:
+            raise UsageError("this is entered by an event loop; write async with instead of with")
+
+        def __exit__(self, *error: object) -> None:
+            raise UsageError("this is left by an event loop; write async with instead of with")
+
+        def __getattr__(self, name: str) -> None:
+            if name.startswith(("_", "cr_", "gi_", "ag_")):  # Python and asyncio ask any coroutine for these
+                raise AttributeError(name)
+            raise UsageError(
+                f"{name!r} is asked of a call that is not awaited; write (await ...).{name}, or async with"
+            )
+
+        def __getitem__(self, name: object) -> None:
+            raise UsageError(
+                f"{shown(name)} is asked of a call that is not awaited; write (await ...)[{shown(name)}], or async with"
+            )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client.aio.batch import AsyncBatch
 from transferqueue.client.aio.reservation import AsyncReservation
+from transferqueue.client.handles.batch import lease_of
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
@@ -82,7 +83,7 @@ class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     ) -> AsyncPromise[None]:
         """The rows are done; arguments as of `AsyncBatch.ack`. The batch ends when the answer has come."""
         facts, columns = facts_among(columns)
-        return await self._start(lease.ack(batch._lease, rows, facts, columns, step, refers=False))
+        return await self._start(lease.ack(lease_of(batch), rows, facts, columns, step, refers=False))
 
     async def drain(self) -> None:
         """Wait until all calls are answered. Raises the first error that nobody has seen."""

@@ -12,6 +12,7 @@ from transferqueue.client.aio.awaitable import AwaitableContext
 from transferqueue.client.aio.batch import AsyncBatch
 from transferqueue.client.aio.pipeline import AsyncPipeline
 from transferqueue.client.aio.reservation import AsyncReservation
+from transferqueue.client.handles.batch import leases_of
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
@@ -390,7 +391,7 @@ class AsyncTable(TableBase):
             ...     await table.ack(batches, step=1)
             3
         """
-        held = [batch._lease for batch in batches]
+        held = leases_of(batches)
         return await self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
 
     async def checkpointed(self, step: int, *, task: str | None = None) -> int:

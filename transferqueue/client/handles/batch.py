@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
+from collections.abc import Iterable
 from typing import Final
 
 from transferqueue.client.operations.lease import BatchLease
 from transferqueue.client.operations.rows import RowsBase
-from transferqueue.errors import LeaseExpired
+from transferqueue.errors import LeaseExpired, UsageError
 from transferqueue.storage.memory.private_pages import when_gone
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.client")
@@ -91,3 +93,17 @@ def _release_at_collection(lease: BatchLease, release: m.ReleaseRequest) -> None
             lease.terms.forgotten = lease.task  # the next lease logs it: a finalizer must not
         lease.client.connection.post(release)
         lease.end("was collected, as nothing held it")
+
+
+def lease_of(batch: object) -> BatchLease:
+    """The lease of a batch. `UsageError` for anything else."""
+    if not isinstance(batch, BatchBase):
+        raise UsageError(f"batch {shown(batch)} is {type(batch).__name__}; give a batch that was leased")
+    return batch._lease
+
+
+def leases_of(batches: Iterable[object]) -> list[BatchLease]:
+    """The leases of batches. `UsageError` for anything else, a single batch too."""
+    if isinstance(batches, BatchBase) or not isinstance(batches, Iterable):
+        raise UsageError(f"batches={shown(batches)} is {type(batches).__name__}; give a list of batches")
+    return [lease_of(batch) for batch in batches]

@@ -41,12 +41,21 @@ def within(timeout_s: object) -> Operation[Deadline]:
 def whole(name: str, value: object, least: int = 0, most: int = _WHOLE_MAX) -> int:
     """An integer from `least` to `most`."""
     try:
+        if isinstance(value, bool):
+            raise TypeError
         number = operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give an integer") from None
-    if isinstance(value, bool) or not least <= number <= most:
+    if not least <= number <= most:
         raise UsageError(f"{name}={shown(value)} is out of range; give {least} to {most}")
     return number
+
+
+def flag(name: str, value: object) -> bool:
+    """True or False: a text such as "no" is neither."""
+    if not isinstance(value, bool | np.bool_):
+        raise UsageError(f"{name}={shown(value)} is {type(value).__name__}; give True or False")
+    return bool(value)
 
 
 def step(value: object, least: int = 0) -> int:

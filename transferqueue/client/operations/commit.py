@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
-from transferqueue.client.operations.arguments import few, row_ids
+from transferqueue.client.operations.arguments import few, flag, row_ids
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.operations.rows import RowsBase, rows_read
@@ -127,14 +127,15 @@ def update(
     ids = row_ids(rows)
     if not ids or not (columns or facts.said()):
         raise UsageError("an update without rows, or without columns and facts, would change nothing; give both")
+    overwrite = flag("overwrite", overwrite)
     read, before = None, unknown
     if if_unchanged is not None:
-        read = rows_read(if_unchanged, ids, columns, facts.names(), overwrite=bool(overwrite))
+        read = rows_read(if_unchanged, terms.name, ids, columns, facts.names(), overwrite=overwrite)
         before = if_unchanged._source.lengths
     deadline = Deadline(client.clock, ENDLESS_S)
 
     def request(_: int, carried: m.Columns) -> m.Update:
-        return m.Update(terms.name, ids, carried, bool(overwrite), read)
+        return m.Update(terms.name, ids, carried, overwrite, read)
 
     yield from commit(
         client,

@@ -90,16 +90,31 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         does not fit its type or the number of rows."""
         if tokens is None and not self.said():
             return _NO_FACTS
+        oldest = _ints("policy_version", self.policy_version, rows)
+        newest = _ints("policy_version_max", self.policy_version_max, rows)
+        if oldest is not None and newest is not None:
+            _check_order(oldest, newest)
         return m.RowFacts(
             group_id=_ints("group_id", self.group_id, rows),
             group_size=_ints("group_size", self.group_size, rows, "<i4"),
             ordinal=_ints("ordinal", self.ordinal, rows),
-            policy_version=_ints("policy_version", self.policy_version, rows),
-            policy_version_max=_ints("policy_version_max", self.policy_version_max, rows),
+            policy_version=oldest,
+            policy_version_max=newest,
             tokens=_ints("tokens", tokens if self.tokens is None else self.tokens, rows),
             priority=None if self.priority is None else _floats("priority", self.priority, rows),
             keys=None if self.key is None else _keys(self.key, rows),
             tags=None if self.tags is None else _tags(self.tags, rows),
+        )
+
+
+def _check_order(oldest: bytes, newest: bytes) -> None:
+    """Raise if the newest version of a row is older than its oldest."""
+    low, high = np.frombuffer(oldest, "<i8"), np.frombuffer(newest, "<i8")
+    wrong = np.flatnonzero(high < low)
+    if wrong.size:
+        at = int(wrong[0])
+        raise UsageError(
+            f"policy_version_max={high[at]} of row {at} is below its policy_version={low[at]}; give the newest version that made a part of it"
         )
 
 

@@ -310,7 +310,7 @@ def release(
 ) -> Operation[None]:
     """Release the rows, and commit how far they are in the same request."""
     lease.check()
-    chosen = lease.chosen(rows)
+    chosen, is_failed = lease.chosen(rows), checks.flag("failed", failed)
 
     def request(_: int, carried: m.Columns | None) -> m.Request:
         return m.ReleaseRequest(
@@ -318,7 +318,7 @@ def release(
             lease=lease.number,
             token=lease.token,
             rows=chosen,
-            failed=bool(failed),
+            failed=is_failed,
             reason=str(reason)[:REASON_CHARS_MAX],
             columns=carried,
         )

@@ -99,7 +99,7 @@ def _column(name: str, tensor: Any) -> Prepared:
     """The tensor as a column of one row. `SchemaError` if it is none; its class may refuse in its own way, as of nested or freed ones."""
     subject = f'tensor "{name.removeprefix(BASE)}"'
     try:
-        return prepare(name, tensor[None])
+        prepared = prepare(name, tensor[None])
     except SchemaError as error:
         raise SchemaError(str(error).replace(f'field "{name}"', subject, 1)) from error
     except (TransferQueueError, MemoryError):
@@ -109,6 +109,9 @@ def _column(name: str, tensor: Any) -> Prepared:
         raise SchemaError(
             f"{subject} cannot be read as one array: {reason}; give an array or a dense tensor"
         ) from error
+    if prepared.field.dtype in ("str", "bytes", "value"):
+        raise SchemaError(f"{subject} has no numbers, but {tensor.dtype}; weights are tensors or arrays of numbers")
+    return prepared
 
 
 class NewTensor(BlockWriter):

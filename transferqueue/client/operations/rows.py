@@ -35,12 +35,13 @@ _HTML_TITLE_CHARS: Final = 400
 
 
 def rows_read(
-    rows: object, ids: bytes, columns: Collection[str], facts: Collection[str], *, overwrite: bool
+    rows: object, table: str, ids: bytes, columns: Collection[str], facts: Collection[str], *, overwrite: bool
 ) -> m.RowsRead:
     """What these rows had when they were read, as the condition of an update.
 
     Args:
         rows: the rows as they were read or leased.
+        table: name of the table that is updated.
         ids: of the rows that the update names.
         columns: the fields that the update brings.
         facts: the facts that it sets. With tags among them, the tags that were read count too.
@@ -52,6 +53,10 @@ def rows_read(
     """
     if not isinstance(rows, RowsBase):
         raise UsageError(f"if_unchanged is {type(rows).__name__}; give the rows as table.read or a lease brought them")
+    if f'table "{table}"' not in rows._source.subject:
+        raise UsageError(
+            f'if_unchanged has rows of {rows._source.subject}, and the update is of table "{table}"; read the rows there'
+        )
     content = rows._content
     if content.rows != ids:
         raise UsageError(

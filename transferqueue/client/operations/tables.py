@@ -57,7 +57,7 @@ def create_table(
         limits=_one("limits", limits, Limits),
         pacing=None if pacing is None else _one("pacing", pacing, Pacing),
         retention=None if retention is None else _one("retention", retention, Retention),
-        exist_ok=bool(exist_ok),
+        exist_ok=checks.flag("exist_ok", exist_ok),
         replicas=checks.whole("replicas", replicas, least=1),
         extra_fields=extra_fields,
     )
@@ -84,7 +84,9 @@ def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Ope
 
 def drop_table(client: ClientSession, name: str, empty: bool) -> Operation[None]:
     """Drop a table with its rows."""
-    yield from request_reply(m.DropTable(name=check_name("table", name), empty=bool(empty)), m.DoneReply)
+    yield from request_reply(
+        m.DropTable(name=check_name("table", name), empty=checks.flag("empty", empty)), m.DoneReply
+    )
     client.tables.pop(name, None)
 
 

@@ -35,6 +35,7 @@ from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import check_name
 from transferqueue.schema import Field, Slice
 from transferqueue.storage.elements.process_bound import ProcessBound
+from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
@@ -288,6 +289,10 @@ def pull_weights(
     only: Only | None = None,
 ) -> Operation[Weights]:
     """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their checksums."""
+    if since is not None and not isinstance(since, Weights):
+        raise UsageError(
+            f"since={shown(since)} is {type(since).__name__}; give the Weights that were pulled, or a version as above="
+        )
     wanted = TensorParts(only)
     deadline = yield from checks.within(timeout_s)
     request = m.Pull(

@@ -307,7 +307,7 @@ class IoThread:
         if isinstance(reply, m.Welcome):
             self._welcomed(reply)
         if pending is self._goodbye:
-            self._end(Disconnected(f"the queue at {self.address} was closed"))
+            self._end(Disconnected(f"the queue at {self.address} was closed; connect again: tq.connect(address)"))
         elif pending.is_settled:  # by a driver, or an event loop, that was interrupted then
             if pending.by_loop and pending.on_settled is not None:
                 pending.settle(reply)
@@ -379,7 +379,7 @@ class IoThread:
     def _say_goodbye(self, now: float) -> None:
         """End all calls at once, and say goodbye to the server after everything that was posted before."""
         if self._goodbye is None:
-            closed = Disconnected(f"the queue at {self.address} was closed")
+            closed = Disconnected(f"the queue at {self.address} was closed; connect again: tq.connect(address)")
             for pending in self.calls.drain():
                 pending.settle(copy.copy(closed))
             self._goodbye, self._goodbye_by = PendingCall(m.Goodbye()), now + GOODBYE_S
@@ -392,7 +392,7 @@ class IoThread:
             self.fail_inbox(closed)
             self.outbox.call(self._goodbye, now)
         elif now >= self._goodbye_by:
-            self._end(Disconnected(f"the queue at {self.address} was closed"))
+            self._end(Disconnected(f"the queue at {self.address} was closed; connect again: tq.connect(address)"))
 
     def _end(self, error: TransferQueueError) -> None:
         self.over = error

@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.handles.batch import lease_of
 from transferqueue.client.handles.pipeline import PipelineBase, PromiseBase, facts_among
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.operations import commit, lease
@@ -81,7 +82,7 @@ class Pipeline(PipelineBase[Promise[Any]]):
     def ack(self, batch: Batch, /, rows: Any = None, *, step: int = -1, **columns: Any) -> Promise[None]:
         """The rows are done; arguments as of `Batch.ack`. The batch ends when the answer has come."""
         facts, columns = facts_among(columns)
-        return self._start(lease.ack(batch._lease, rows, facts, columns, step, refers=False))
+        return self._start(lease.ack(lease_of(batch), rows, facts, columns, step, refers=False))
 
     def drain(self) -> None:
         """Wait until all calls are answered. Raises the first error that nobody has seen."""

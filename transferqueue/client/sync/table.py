@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from transferqueue.client.handles.batch import leases_of
 from transferqueue.client.handles.reservation import reservation_id
 from transferqueue.client.handles.table import TableBase
 from transferqueue.client.operations import ack_leases, commit, lease, tables
@@ -382,7 +383,7 @@ class Table(TableBase):
             ...     table.ack(batches, step=1)
             3
         """
-        held = [batch._lease for batch in batches]
+        held = leases_of(batches)
         return self._run(ack_leases.ack_leases(self._client, self._terms, held, step))
 
     def checkpointed(self, step: int, *, task: str | None = None) -> int:

@@ -79,7 +79,9 @@ def advance(table: TableState, request: AdvanceClock, session: int, now: float) 
     if request.version > VERSION_MAX:
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
-        raise UsageError(f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}')
+        raise UsageError(
+            f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}: give a higher number'
+        )
     if why := why_clock_is_held(table, request.version):
         if request.wait_s > 0:
             return MustWait((("clock", table.name), ("table", table.name)))
@@ -132,7 +134,7 @@ def set_clock(table: TableState, version: int, now: float) -> None:
 def seal(table: TableState, request: Seal, session: int, now: float) -> DoneReply:
     """Let no more rows enter. Rules for incomplete groups apply; waiting consumers get the rest, or the end."""
     if table.sealed:
-        raise Sealed(f'table "{table.name}" is sealed already')
+        raise Sealed(f'table "{table.name}" is sealed already; leave this call out')
     table.begin(table.rows.pages.resident)
     table.sealed = True
     for task in table.group_tasks:

@@ -47,7 +47,9 @@ def put(state: HasTables, request: PutRequest, session: SessionState, call: int)
     if before is not None:
         return _reply_to_retry(table, request, before)
     if table.sealed:
-        raise Sealed(f'table "{table.name}" is sealed; no row may enter it any more')
+        raise Sealed(
+            f'table "{table.name}" is sealed; no row may enter it any more; put before the seal, or into another table'
+        )
     staged = _check_put(table, request, session.id)
     reservation = _check_reservation(table, request, session.id) if request.reservation else None
     if reservation is None and (why := no_room(table, request.rows, staged.nbytes)):

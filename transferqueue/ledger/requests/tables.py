@@ -40,16 +40,22 @@ def check_create(core: SharedState, request: CreateTable) -> None:
             "tasks by add_task"
         )
     for task in request.tasks:
-        _check_task(core, task)
+        _check_task(core, task, request.limits.rows)
     if request.pacing is not None:
         _check_pacing(request.name, request.pacing, request.tasks, request.limits.rows)
 
 
-def _check_task(core: SharedState, task: Task) -> None:
+def _check_task(core: SharedState, task: Task, rows_max: int) -> None:
     Ranker(task.selector, core.plugins)
     if len(task.needs) > FIELDS_MAX or len(task.gives) > FIELDS_MAX:
         raise Impossible(
             f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most {FIELDS_MAX}'
+        )
+    least = task.groups.min_size if task.groups else None
+    if least is not None and least > rows_max:
+        raise Impossible(
+            f'task "{task.name}" takes groups of min_size={least} or more, and the table holds at most {rows_max} rows: {least} > {rows_max}; '
+            "give a smaller min_size, or a larger limits.rows"
         )
     deadline_s = task.groups.deadline_s if task.groups else None
     for what, seconds in (
@@ -141,10 +147,12 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
     if existing is not None:
         if existing.task == task:
             return table.terms()
-        raise AlreadyExists(f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}')
+        raise AlreadyExists(
+            f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}; give the same, or another name'
+        )
     if len(table.tasks) >= TASKS_MAX:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, which is the maximum')
-    _check_task(table.core, task)
+    _check_task(table.core, task, table.limits.rows)
     _check_not_freed(table, task, now)
     table.begin(table.rows.pages.resident, fields=1)
     _introduce(table, task, now)

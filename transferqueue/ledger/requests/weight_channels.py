@@ -141,9 +141,13 @@ def _check_next(channel: WeightChannelState, version: int) -> None:
     if version > VERSION_MAX:
         raise UsageError(f"version {version} is above {VERSION_MAX}; versions count trainer steps")
     if version == channel.latest:
-        raise AlreadyExists(f'version {version} of channel "{channel.name}" is published; versions are published once')
+        raise AlreadyExists(
+            f'version {version} of channel "{channel.name}" is published; versions are published once: give a higher number'
+        )
     if version < channel.latest:
-        raise UsageError(f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {version}')
+        raise UsageError(
+            f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {version}: give a higher number'
+        )
 
 
 def _check_layouts(request: Publish, subject: str) -> None:

@@ -129,7 +129,7 @@ class GroupIndex:
             if present + count > size:
                 raise UsageError(
                     f'group {number} of table "{table}" would have {present} + {count} = {present + count} rows; '
-                    f"its group_size is {size}"
+                    f"its group_size is {size}; give another group_id"
                 )
             if size > rows_max:
                 raise Impossible(

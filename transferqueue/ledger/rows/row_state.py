@@ -239,7 +239,9 @@ class RowStore:
         for position, key in enumerate(keys):
             owner = self.row_of_key.get(key) if key else None
             if owner is not None and (rows is None or int(rows[position]) != owner):
-                raise AlreadyExists(f'key {key!r} of table "{self.table}" names row {owner}; a key names one row')
+                raise AlreadyExists(
+                    f'key {key!r} of table "{self.table}" names row {owner}; a key names one row: give another key, or update that row'
+                )
 
     def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:
         """Write the facts of rows at positions `at`."""

@@ -381,7 +381,9 @@ def _fit_dense(name: str, parsed: DenseInput, field: Field | None, subject: str)
             f"{list(parsed.shape)}; give a list of rows or a nested tensor without padding"
         )
     if field.shape != parsed.shape:
-        raise SchemaError(f"{subject} is {field.describe()}, but rows of the values have shape {list(parsed.shape)}")
+        raise SchemaError(
+            f"{subject} is {field.describe()}, but rows of the values have shape {list(parsed.shape)}; reshape them"
+        )
     return Prepared(field, parsed.rows, parsed.source, None, None)
 
 
