@@ -229,16 +229,6 @@ FETCH_TRIES: Final = 3
 """Orders in which a shard may fail to copy a block of a snapshot: the first may meet a connection that just broke."""
 COPY_POSTPONED_S: Final = 300.0
 """The longest that a block waits after copies from all its places failed: damaged bytes cost one read in five minutes."""
-CUT_HOLD_S: Final = 5.0
-"""A coordinator waits this long, and lets all clients wait, for the moment at which all coordinators take a snapshot. It takes the time of two
-requests; more only if one of them does not answer."""
-CUT_HELD_EVENTS: Final = 1 << 16
-"""Frames that it keeps meanwhile: with more the hold ends, and so does the snapshot."""
-CUT_HELD_BYTES: Final = 64 * MIB
-"""Bytes of these frames."""
-PART_DECISION_S: Final = 120.0
-"""A part of a snapshot of several coordinators is given up if nobody asked for it for this time: the client that took it is gone. A client
-asks each coordinator in turn, waiting for up to a second at each."""
 TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB

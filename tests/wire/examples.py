@@ -106,12 +106,6 @@ REQUESTS: Final[list[m.Request]] = [
     m.TakeCopies(7, [9, 10], 1.5),
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
-    m.HoldRequests("ab" * 16, 1.5),
-    m.EndHold("ab" * 16),
-    m.SnapshotPart("kept", "ab" * 16),
-    m.RestorePart("kept", "ab" * 16),
-    m.WatchPart(1, 4096, 1.5),
-    m.EndPart(1, True, 2),
     m.ReportSpill([m.BlocksWritten(1, [PLACE], "")], [m.BlocksLoaded(2, [9], {10: "no such sector"}, [11])]),
 ]
 REPLIES: Final[list[m.Reply]] = [
@@ -141,7 +135,6 @@ REPLIES: Final[list[m.Reply]] = [
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
-    m.PartProgress(1, "/s/kept", 4096, 8192, "ab" * 16, True, False),
     m.ShardCommands(
         7, 10, [m.WriteBlocks(1, [m.BlockToWrite(9, 64, 100, 0)]), m.LoadBlocks(2, [m.BlockToLoad(PLACE, 128)]), m.FreeSpilled([PLACE])]
     ),

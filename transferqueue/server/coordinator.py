@@ -42,16 +42,14 @@ from transferqueue.errors import (
     Full,
     InternalError,
     JournalFailed,
-    LeaseExpired,
     LedgerTorn,
-    NotFound,
     ProtocolError,
     TransferQueueError,
     UsageError,
 )
 from transferqueue.ledger.effects import FreeExtent, LeaseEnded, MustWait, WakeWaiters
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SECONDS_MAX, SMALL_FRAME_BYTES
+from transferqueue.limits import CALLS_PARKED_MAX, COUNT_MAX, DEFECT_PAUSE_S, SMALL_FRAME_BYTES
 from transferqueue.server import reports
 from transferqueue.server.durability.state_directory import (
     Durability,
@@ -64,7 +62,6 @@ from transferqueue.server.life_events import TABLE_EVENTS, life_event, table_eve
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
-from transferqueue.server.sessions.cut_hold import CutHold, Event
 from transferqueue.server.sessions.exit_status import CUT, DIED, GOODBYE
 from transferqueue.server.sessions.home_coordinator import wrong_coordinator
 from transferqueue.server.sessions.sessions import (
@@ -96,7 +93,7 @@ _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
 _WITHDRAWN: Final = "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue keys)"
 _ADD_WORK: Final = frozenset(
-    {m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore, m.RestorePart}
+    {m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore}
 )
 """Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for results."""
 _CAUSE_CHARS: Final = 300
@@ -198,10 +195,7 @@ class Coordinator:
             bulk_received=lambda: dict(self.bulk_received()),
             spillers=self.spillers,
         )
-        self.cut_hold: Final = CutHold()
-        self._handed_out_at = 0.0
-        """While what was held back happens, as of when it came: when its answers are sent. 0: at all other times."""
-        self.operations: Final = Operations(self._report_sources, self.cut_hold)
+        self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
 
     # ------------------------------------------------------------ what the loop calls
@@ -209,8 +203,6 @@ class Coordinator:
     def receive(self, peer: Peer, frame: bytes, now: float) -> None:
         """Handle a frame from `peer`."""
         if len(frame) > SMALL_FRAME_BYTES and self._refused_unread(peer, frame):
-            return
-        if self.cut_hold.session and self._held_back(peer, frame, now):
             return
         try:
             self._receive(peer, frame, now)
@@ -220,9 +212,7 @@ class Coordinator:
             session, call = codec.call_of(frame)
             failed = self._defect(self.handled, error, self._session_of(peer, session))
             self._answer(peer, call, failed)
-        self._run_until_idle(now, COUNT_MAX if self.cut_hold.kept else self.waiters_at_once)
-        if self.cut_hold.kept and not self.cut_hold.session:
-            self._catch_up(now)
+        self._run_until_idle(now, self.waiters_at_once)
 
     def _refused_unread(self, peer: Peer, frame: bytes) -> bool:
         """Whether a large frame was refused by its envelope, before its request is decoded."""
@@ -282,10 +272,6 @@ class Coordinator:
 
     def tick(self, now: float) -> None:
         """Do everything that was due at or before `now`."""
-        if self.cut_hold.session:
-            if now < self.cut_hold.until:
-                return
-            self._end_hold(now)
         due = self.memory.due_at
         if due is not None and due <= now:
             self.commit()  # a free must be durable before its pages are given back
@@ -353,8 +339,6 @@ class Coordinator:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called next; None: nothing is due."""
-        if self.cut_hold.session:
-            return self.cut_hold.until
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
@@ -374,22 +358,12 @@ class Coordinator:
 
     def process_exited(self, number: int, now: float) -> None:
         """The process of a session ended: end the session."""
-        if self.cut_hold.session == number:
-            self._end_hold(now)
-        elif self.cut_hold.session:
-            self._hold_back(partial(self.process_exited, number), 0, now)
-            return
         session = self.sessions.get(number)
         if session is not None:
             self.end(session, now)
 
     def peer_lost(self, peer: Peer, now: float) -> None:
         """`peer` does not read its answers, or closed its channel without Goodbye: end its sessions."""
-        if self.cut_hold.is_by(peer):
-            self._end_hold(now)
-        elif self.cut_hold.session:
-            self._hold_back(partial(self.peer_lost, peer), 0, now)
-            return
         self.handled = "lost"
         for session in self.sessions.of_peer(peer):
             self.counters.sessions_dropped += 1
@@ -398,57 +372,11 @@ class Coordinator:
 
     def keys_changed(self, now: float) -> None:
         """End the sessions whose key was withdrawn, and tell each that once."""
-        if self.cut_hold.session:
-            self._hold_back(self.keys_changed, 0, now)
-            return
         for session in [session for session in self.sessions if self._authorizer.role(session.peer) is None]:
             self.counters.sessions_dropped += 1
             self._answer(session.peer, 0, _failed(Disconnected(_WITHDRAWN)))
             self._end(session, now, "", how="its key was withdrawn")
         self._run_until_idle(now)
-
-    # ------------------------------------------------------------ a cut over several coordinators
-
-    def _held_back(self, peer: Peer, frame: bytes, now: float) -> bool:
-        """Keep a frame for after the hold, unless it is about the cut or of a stranger. Returns whether it was kept."""
-        if type(peer) is not UnixPeer and self._authorizer.role(peer) is None:
-            return False
-        try:
-            request = type(codec.decode_call(frame).request)
-        except ProtocolError:
-            request = m.Goodbye  # refused after the hold
-        if self.cut_hold.concerns(peer, request):
-            return False
-        self._hold_back(partial(self.receive, peer, frame), len(frame), now)
-        return True
-
-    def _hold_back(self, event: Event, nbytes: int, now: float) -> None:
-        self.cut_hold.keep(event, now, nbytes)
-        if not self.cut_hold.session:
-            self._catch_up(now)
-
-    def _end_hold(self, now: float) -> None:
-        self.cut_hold.end()
-        self._catch_up(now)
-
-    def _catch_up(self, now: float) -> None:
-        """What was held back happens now, in order. If one of it begins a hold, the rest is held back again."""
-        before, self._handed_out_at = self._handed_out_at, now
-        try:
-            for event, came_at in self.cut_hold.take():
-                event(came_at)
-                self._run_until_idle(came_at)  # whom one event serves comes before the next one
-        finally:
-            self._handed_out_at = before
-
-    def _lengthen(self, session: OpenSession, request: m.LeaseRequest, reply: m.Leased) -> None:
-        """Have a lease of what was held back begin when it is handed out, not when its request came."""
-        late_s = self._handed_out_at - self.ledger.now
-        if late_s > 0:
-            term_s = min(reply.lease_s + late_s, SECONDS_MAX)
-            renew = m.Renew(request.table, reply.lease, reply.token, term_s)
-            with suppress(LeaseExpired, NotFound):  # the reply was repeated, and its lease has ended
-                self.ledger.apply(renew, session=session.number, call=0, now=self.ledger.now)
 
     def commit(self) -> None:
         """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
@@ -574,8 +502,6 @@ class Coordinator:
         """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the reason that
         reports give; "": the same."""
         number, shard = session.number, session.hello.shard
-        if self.cut_hold.session == number:
-            self.cut_hold.end()
         ending, pidfd = how or reason or CUT, session.process.pidfd
         life_event("session_ended", session=number, label=session.label, why=ending)
         self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))
@@ -586,8 +512,6 @@ class Coordinator:
             self._guard("end of loads", partial(self._abandon, removed, now))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
-        if (jobs := self.operations.snapshots) is not None:
-            self._guard("end of parts", partial(jobs.session_ended, number))
         self._must("the end of a shard", partial(self.shards.close, session, now))
         lingers = self.sessions.close(session, now)
         self._must("the end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
@@ -751,8 +675,6 @@ class Coordinator:
                 reply = self.ledger.apply(request, session=session.number, call=call, now=now)
             if type(request) in TABLE_EVENTS:
                 table_event(request, session.number)
-            if self._handed_out_at and type(request) is m.LeaseRequest and type(reply) is m.Leased:
-                self._lengthen(session, request, reply)
             return reply
         except JournalFailed:
             raise

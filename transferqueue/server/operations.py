@@ -16,7 +16,6 @@ from transferqueue.limits import TEXT_CHARS_MAX
 from transferqueue.server import reports
 from transferqueue.server.durability.snapshots import SnapshotJobs
 from transferqueue.server.reports import ReportSources
-from transferqueue.server.sessions.cut_hold import CutHold
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
@@ -36,10 +35,10 @@ _NEED_BYTES: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 class Operations:
     """One method for each request. `by_type` and `explanations` find them by the request's class."""
 
-    def __init__(self, sources: ReportSources, cut_hold: CutHold) -> None:
+    def __init__(self, sources: ReportSources) -> None:
         self.snapshots: SnapshotJobs | None = None
         """None: the server was started without a directory for snapshots."""
-        self._sources, self._cut_hold = sources, cut_hold
+        self._sources = sources
         self._ledger, self._shards, self._workers = sources.ledger, sources.shards, sources.workers
         self.fetches: Final = BlockFetches(sources.ledger, sources.shards, sources.waiting.wake)
         """What a snapshot fetches from remote shards."""
@@ -54,12 +53,6 @@ class Operations:
             m.SnapshotRequest: self._snapshot,
             m.Restore: self._restore,
             m.WatchJob: self._watch_job,
-            m.HoldRequests: self._hold_requests,
-            m.EndHold: self._end_hold,
-            m.SnapshotPart: self._snapshot_part,
-            m.RestorePart: self._restore_part,
-            m.WatchPart: self._watch_part,
-            m.EndPart: self._end_part,
             m.Observe: self._observe,
             m.ListEvents: self._list_events,
             m.ExplainWait: self._explain_wait,
@@ -71,7 +64,6 @@ class Operations:
             m.PollCommands: lambda request, now: "there are no orders",
             m.TakeCopies: lambda request, now: "there is nothing for this shard to copy",
             m.WatchJob: lambda request, now: self._jobs().explain(request),
-            m.WatchPart: lambda request, now: self._jobs().explain(request),
         }
 
     def explain(self, request: m.Request, now: float) -> str:
@@ -140,36 +132,6 @@ class Operations:
 
     def _watch_job(self, session: OpenSession, call: int, request: m.WatchJob, now: float) -> Answer:
         return _shown(partial(self._jobs().watch, request))
-
-    # ------------------------------------------------------------ parts of a cut over several coordinators
-
-    def _restore_part(self, session: OpenSession, call: int, request: m.RestorePart, now: float) -> Answer:
-        return self._jobs().restore(session.number, call, request.path, request.cut)
-
-    def _watch_part(self, session: OpenSession, call: int, request: m.WatchPart, now: float) -> Answer:
-        return _shown(partial(self._jobs().watch, request, is_part=True))
-
-    def _hold_requests(self, session: OpenSession, call: int, request: m.HoldRequests, now: float) -> Answer:
-        self._jobs().check_idle()
-        self._cut_hold.begin(session, request.cut, now, request.hold_s)
-        return m.DoneReply()
-
-    def _end_hold(self, session: OpenSession, call: int, request: m.EndHold, now: float) -> Answer:
-        if self._cut_hold.is_for(session.number, request.cut):
-            self._cut_hold.end()
-        return m.DoneReply()
-
-    def _snapshot_part(self, session: OpenSession, call: int, request: m.SnapshotPart, now: float) -> Answer:
-        if not self._jobs().has_begun(session.number, call):
-            self._cut_hold.check(session.number, request.cut)
-        held_since = self._cut_hold.since  # the moment of the cut: what came since is in time for it, and is not in it
-        try:
-            return self._jobs().snapshot(session.number, call, request.path, 0, held_since, request.cut)
-        finally:
-            self._end_hold(session, call, m.EndHold(request.cut), now)
-
-    def _end_part(self, session: OpenSession, call: int, request: m.EndPart, now: float) -> Answer:
-        return _shown(partial(self._jobs().end_part, request))
 
     # ------------------------------------------------------------ before or after the ledger
 

@@ -1,55 +1,102 @@
-"""Snapshots and restores: start the job at the server, then follow it to its end."""
+"""Snapshots and restores: start a job at each coordinator, then follow all jobs to their ends."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
-from typing import Final
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final, TypeVar
 
 from transferqueue.client.client import ClientSession
 from transferqueue.client.operations import arguments as checks
+from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import Operation, request_reply
-from transferqueue.errors import UsageError
+from transferqueue.errors import TransferQueueError, UsageError
 from transferqueue.limits import SNAPSHOTS_KEPT_MAX, check_path
 from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
+T = TypeVar("T")
+Path = str | os.PathLike[str]
 SNAPSHOT_S: Final = 600.0
 """Default timeout of a snapshot or a restore."""
 Progress = Callable[[int, int], object]
 """Called with bytes done and about how many in all, in ascending order."""
+_NUMBER: Final = re.compile(r"[0-9]{6,}")
 
 
 def snapshot(
-    client: ClientSession, path: str | os.PathLike[str], keep: int, timeout_s: float | None, progress: Progress | None
-) -> Operation[str]:
-    """Write a snapshot. Returns its path."""
-    request = m.SnapshotRequest(
-        path=check_path("path", path), keep=checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX)
+    clients: Sequence[ClientSession], path: Path, keep: int, timeout_s: float | None, progress: Progress | None
+) -> SnapshotCalls:
+    """Write a snapshot of each coordinator."""
+    path = check_path("path", path)
+    kept = checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX)
+    requests = {client: m.SnapshotRequest(path=directory_of(path, client), keep=kept) for client in clients}
+    return SnapshotCalls(requests, timeout_s, progress)
+
+
+def restore(clients: Sequence[ClientSession], path: Path, timeout_s: float | None, progress: Progress | None) -> SnapshotCalls:
+    """Restore the newest snapshot of each coordinator."""
+    path = check_path("path", path)
+    return SnapshotCalls(
+        {client: m.Restore(path=directory_of(path, client)) for client in clients}, timeout_s, progress
     )
-    return (yield from _followed(client, request, timeout_s, progress))
 
 
-def restore(
-    client: ClientSession, path: str | os.PathLike[str], timeout_s: float | None, progress: Progress | None
-) -> Operation[str]:
-    """Restore a snapshot. Returns its path."""
-    return (yield from _followed(client, m.Restore(path=check_path("path", path)), timeout_s, progress))
+def directory_of(path: Path, client: ClientSession) -> str:
+    """The directory of a coordinator's snapshots: `path`; of several, which may have the same root, one of its own in `path`."""
+    if client.seat.of == 1:
+        return os.fspath(path)
+    parent, name = os.path.split(os.fspath(path))
+    own = f"{client.seat.number}-of-{client.seat.of}"
+    return os.path.join(parent, own, name) if _NUMBER.fullmatch(name) else os.path.join(parent, name, own)
 
 
-def _followed(
-    client: ClientSession, request: m.SnapshotRequest | m.Restore, timeout_s: float | None, progress: Progress | None
-) -> Operation[str]:
-    if progress is not None and not callable(progress):
-        raise UsageError(
-            f"progress={shown(progress)} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
-        )
-    deadline = yield from checks.within(timeout_s)
-    work = yield from request_reply(request, m.JobProgress)
-    while not work.ended and timeout_s != 0:
-        work = yield from request_reply(
-            m.WatchJob(work=work.work, done=work.done, wait_s=deadline.left()), m.JobProgress
-        )
-        if progress is not None:
-            progress(work.done, work.total)
-    return work.path
+class SnapshotCalls:
+    """One job at each coordinator: `begin` each, then `follow` each. All share one deadline."""
+
+    def __init__(
+        self,
+        requests: Mapping[ClientSession, m.SnapshotRequest | m.Restore],
+        timeout_s: float | None,
+        progress: Progress | None,
+    ) -> None:
+        if progress is not None and not callable(progress):
+            raise UsageError(
+                f"progress={shown(progress)} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
+            )
+        self._requests, self._timeout_s, self._progress = requests, timeout_s, progress
+        self._deadline: Deadline | None = None
+        self._jobs: dict[ClientSession, m.JobProgress] = {}
+
+    @property
+    def paths(self) -> str:
+        """The directory of each coordinator's snapshot, joined by commas."""
+        return ",".join(job.path for job in self._jobs.values())
+
+    def begin(self, client: ClientSession) -> Operation[None]:
+        """Begin the job of one coordinator."""
+        self._deadline = self._deadline or (yield from checks.within(self._timeout_s))
+        self._jobs[client] = yield from self._naming(client, request_reply(self._requests[client], m.JobProgress))
+
+    def follow(self, client: ClientSession) -> Operation[None]:
+        """Wait for the end of the job of one coordinator. With timeout_s=0 nothing is waited for."""
+        if self._deadline is None:
+            raise UsageError("no job has begun")
+        while not (job := self._jobs[client]).ended and self._timeout_s != 0:
+            request = m.WatchJob(work=job.work, done=job.done, wait_s=self._deadline.left())
+            self._jobs[client] = yield from self._naming(client, request_reply(request, m.JobProgress))
+            if self._progress is not None:
+                jobs = self._jobs.values()
+                self._progress(sum(each.done for each in jobs), sum(each.total for each in jobs))
+
+    def _naming(self, client: ClientSession, operation: Operation[T]) -> Operation[T]:
+        """Carry out an operation. Where there are several coordinators, an error names its own, and what the others do."""
+        try:
+            return (yield from operation)
+        except TransferQueueError as error:
+            if len(self._requests) == 1:
+                raise
+            others = ", ".join(str(other.seat) for other in self._jobs if other is not client)
+            also = f"; coordinators {others} go on with theirs" if others else ""
+            raise type(error)(f"coordinator {client.seat} at {client.address}: {error}{also}") from error

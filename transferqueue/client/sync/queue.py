@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import os
-import secrets
 from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from transferqueue.client.client import ClientSession
 from transferqueue.client.handles.coordinators import QueueBase
-from transferqueue.client.operations import cuts, snapshot, tables
-from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress
+from transferqueue.client.operations import snapshot, tables
+from transferqueue.client.operations.snapshot import SNAPSHOT_S, Progress, SnapshotCalls
 from transferqueue.client.operations.weights import channel_name
 from transferqueue.client.session.run import Operation, T, run_sync
 from transferqueue.client.sync.table import Table
 from transferqueue.client.sync.weight_channel import WeightChannel
-from transferqueue.errors import TransferQueueError
 from transferqueue.limits import REPORT_S, Limits
 from transferqueue.policies import Acked, Pacing, Retention, Task
 from transferqueue.schema import Field
@@ -154,15 +151,10 @@ class Queue(QueueBase):
         progress: called with bytes done and about how many in all. Returns where it is. `OutOfMemory` if the disk is full:
         earlier ones are whole; `Full` if another is being written; `ShardLost` or `Unreachable` if a shard that alone has rows is gone
         or silent.
-        Of several coordinators it is one moment too: each writes its part, into a directory of its own in `path`, and all complete
-        theirs when all are written. Returns the places of the parts, joined by commas. At least two snapshots stay; at `timeout_s` nothing is
-        written, and 0 is `UsageError`.
+        Each of several coordinators writes its own snapshot, into a directory of its own in `path`: each table is whole,
+        and tables of different coordinators are of moments that lie apart. Returns their places, joined by commas.
         """
-        if len(self._clients) > 1:
-            cut = secrets.token_hex(16)
-            return self._lead(cuts.snapshot_of_all(self._clients, path, keep, cut, timeout_s, progress))
-        client = self._client
-        return run_sync(client.connection, snapshot.snapshot(client, path, keep, timeout_s, progress))
+        return self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
@@ -172,13 +164,10 @@ class Queue(QueueBase):
         path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
         returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
         is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
-        Of several coordinators: the newest snapshot of which each has its part, into as many coordinators; `NotFound` says who lacks which
-        part. Nothing is visible at any of them before all have read theirs.
+        Each of several coordinators restores its newest snapshot under `path`, into as many coordinators; their manifests
+        say of which times they are. If one fails, the error names it, and the others keep what they restored.
         """
-        if len(self._clients) > 1:
-            return self._lead(cuts.restore_of_all(self._clients, path, timeout_s, progress))
-        client = self._client
-        return run_sync(client.connection, snapshot.restore(client, path, timeout_s, progress))
+        return self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))
 
     def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
@@ -193,19 +182,13 @@ class Queue(QueueBase):
     ) -> None:
         self.close()
 
-    def _lead(self, steps: cuts.Steps[str]) -> str:
-        """Carry out the steps of something that all coordinators do together."""
-        step: Callable[[Any], tuple[ClientSession, Operation[Any]]] = steps.send
-        sent: Any = None
-        while True:
-            try:
-                client, operation = step(sent)
-            except StopIteration as end:
-                return str(end.value)
-            try:
-                step, sent = steps.send, run_sync(client.connection, operation)
-            except TransferQueueError as error:
-                step, sent = steps.throw, error
+    def _carry_out(self, calls: SnapshotCalls) -> str:
+        """Begin a job at each coordinator, then follow each. Returns the directories of all, joined by commas."""
+        for client in self._clients:
+            run_sync(client.connection, calls.begin(client))
+        for client in self._clients:
+            run_sync(client.connection, calls.follow(client))
+        return calls.paths
 
     def _each(self, operation: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""

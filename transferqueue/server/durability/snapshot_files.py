@@ -16,7 +16,7 @@ from typing import Annotated, Any, Final
 import msgspec
 import numpy as np
 
-from transferqueue.errors import Corruption, NotFound
+from transferqueue.errors import Corruption
 from transferqueue.ledger.persistence.snapshot import (
     FORMING_COLUMNS,
     ChannelSnapshot,
@@ -32,12 +32,11 @@ from transferqueue.ledger.rows.facts import DTYPES, UNSET
 from transferqueue.ledger.tasks.task_state import STATES
 from transferqueue.limits import MIB
 from transferqueue.schema import Field
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, about, snapshots_at
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.export import arrow_type
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.elements.dtypes import U8
-from transferqueue.text import counted
 from transferqueue.wire.messages import BlockLocation, TableTerms, TensorSlice
 
 CHUNK_ROWS: Final = 1 << 16
@@ -89,24 +88,14 @@ class ChannelManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     versions: list[VersionManifest]
 
 
-class CutManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Which cut over several coordinators a snapshot is part of: that of coordinator `number` of `of`. All parts have the same id."""
-
-    id: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}\Z")]
-    number: Annotated[int, msgspec.Meta(ge=1)]
-    of: Annotated[int, msgspec.Meta(ge=1)]
-
-
 class LedgerManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it. cut: None: it is no part
-    of one."""
+    """The manifest, apart from the list of files. made_at: seconds since 1970. package: the version that wrote it."""
 
     made_at: float
     package: str
     tables: list[TableManifest]
     channels: list[ChannelManifest]
     dropped_tables: dict[str, int]
-    cut: CutManifest | None = None
 
 
 # ---------------------------------------------------------------- writing
@@ -118,7 +107,6 @@ def write_contents(
     memory: Memory,
     made_at: float,
     package: str,
-    cut: CutManifest | None = None,
 ) -> LedgerManifest:
     """Write all files of a snapshot. Reads every block once."""
     tables = [
@@ -129,7 +117,7 @@ def write_contents(
         _write_channel(writer, contents, channel, f"weights/{number}", memory)
         for number, channel in enumerate(contents.channels)
     ]
-    return LedgerManifest(made_at, package, tables, channels, contents.dropped_tables, cut)
+    return LedgerManifest(made_at, package, tables, channels, contents.dropped_tables)
 
 
 def _write_table(
@@ -274,21 +262,6 @@ class ValueChunk:
 
     def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
-
-
-def find_part(path: Path, cut: str) -> tuple[Path, CutManifest]:
-    """Find the newest snapshot at `path`, or under it, that is a part of this cut ("": of any). `NotFound` if there is none."""
-    seen = 0
-    for directory in snapshots_at(path):
-        seen += 1
-        part = _decode(directory, about(directory)).cut
-        if part is not None and cut in ("", part.id):
-            return directory, part
-    wanted = f"cut {cut}" if cut else "a cut over several coordinators"
-    raise NotFound(
-        f"there is no part of {wanted} at {path}, among {counted(seen, 'snapshot')}; name the directory that all coordinators "
-        "wrote to"
-    )
 
 
 def _decode(path: Path, about: bytes) -> LedgerManifest:

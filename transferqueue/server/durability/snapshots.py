@@ -13,9 +13,6 @@ The rules:
 - A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is checked before
   memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list of extents that are freed
   when the job fails, so memory to which a table refers is never freed.
-- A part of a cut over several coordinators is written, or read, like any other. Then its thread waits until it is told that all parts are
-  ready (`EndPart`), before the directory gets its name, or the tables become visible. If nobody asks for so long that its client must be
-  gone, the part is given up.
 - A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with a deadline. What
   the loop has not begun by then it never does.
 """
@@ -45,7 +42,6 @@ from transferqueue.errors import (
     InternalError,
     NotFound,
     OutOfMemory,
-    PeerError,
     TransferQueueError,
     UsageError,
     listing,
@@ -55,13 +51,11 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK, disk_of
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
-from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number, remove_older
+from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number
 from transferqueue.server.durability.snapshot_files import (
-    CutManifest,
     ValueChunk,
     check_contents,
     chunks,
-    find_part,
     read_contents,
     read_manifest,
     read_tables,
@@ -125,19 +119,15 @@ class SnapshotJobs:
 
     # ------------------------------------------------------------ requests
 
-    def snapshot(
-        self, session: int, call: int, path: str, keep: int, now: float, cut: str = ""
-    ) -> m.JobProgress | m.PartProgress:
-        """Begin a snapshot. The same call again: how far it is. cut: of which it is a part; "": of none."""
-        return self._once(session, call, path, lambda place: self._snapshot(place, keep, cut, now))
+    def snapshot(self, session: int, call: int, path: str, keep: int, now: float) -> m.JobProgress:
+        """Begin a snapshot. The same call again: how far it is."""
+        return self._once(session, call, path, lambda place: self._snapshot(place, keep, now))
 
-    def restore(self, session: int, call: int, path: str, cut: str | None = None) -> m.JobProgress | m.PartProgress:
-        """Begin a restore. The same call again: how far it is. cut: of which it is to be a part ("": any); None: of none."""
-        return self._once(session, call, path, lambda place: self._begin_restore(place, cut))
+    def restore(self, session: int, call: int, path: str) -> m.JobProgress:
+        """Begin a restore. The same call again: how far it is."""
+        return self._once(session, call, path, self._begin_restore)
 
-    def _once(
-        self, session: int, call: int, path: str, begin: Callable[[Path], SnapshotJob]
-    ) -> m.JobProgress | m.PartProgress:
+    def _once(self, session: int, call: int, path: str, begin: Callable[[Path], SnapshotJob]) -> m.JobProgress:
         before = self._begun.get((session, call))
         if before is not None:
             return self._jobs[before].reply()
@@ -146,10 +136,6 @@ class SnapshotJobs:
         job = begin(place)
         self._begun[session, call] = job.number
         return job.reply()
-
-    def has_begun(self, session: int, call: int) -> bool:
-        """Whether this call has begun a job."""
-        return (session, call) in self._begun
 
     def check_idle(self) -> None:
         """`Full` while a job runs."""
@@ -169,59 +155,14 @@ class SnapshotJobs:
             )
         return resolved
 
-    def watch(
-        self, request: m.WatchJob | m.WatchPart, *, is_part: bool = False
-    ) -> m.JobProgress | m.PartProgress | MustWait:
-        """How far a work is; raises what ended it. is_part: whether it must be part of a cut, or must not."""
+    def watch(self, request: m.WatchJob) -> m.JobProgress | MustWait:
+        """How far a work is; raises what ended it."""
         job = self._job(request.work)
-        _check_kind(job, is_part)
-        job.asked_at = time.monotonic()
         if job.error is not None:
             raise job.error
-        is_ready = job.ready and not job.decided.is_set()
-        if job.ended or is_ready or job.reported > request.done or not request.wait_s:
+        if job.ended or job.reported > request.done or not request.wait_s:
             return job.reply()
         return MustWait((("work", str(job.number)),))
-
-    def end_part(self, request: m.EndPart) -> m.JobProgress | m.PartProgress:
-        """Complete a part that is ready, or give it up. Again: nothing. Raises what ended a part that is to be completed."""
-        job = self._job(request.work)
-        _check_kind(job, is_part=True)
-        if request.finish and job.error is not None:
-            raise job.error
-        if request.finish and not (job.ready or job.ended):
-            raise UsageError(
-                f"part {job.path} is not ready, so it cannot be completed; wait until it is, or give it up"
-            )
-        if request.keep:
-            self._remove_older(job, request)
-        elif request.finish:
-            job.decided.set()
-        elif not (job.ended or job.decided.is_set()):
-            self._give_up_part(job, "another part of the cut failed, or its client ended the call")
-        return job.reply()
-
-    def _remove_older(self, job: SnapshotJob, request: m.EndPart) -> None:
-        """The cut is whole. Before, an older one might have been the last that is."""
-        if not request.finish or not job.is_complete:
-            raise UsageError(
-                f"{job.path} is no part of a cut that is complete, so no older snapshot may go; complete all parts first"
-            )
-        if not job.was_cleared:
-            job.was_cleared, job.ended = True, False
-            self._start(job, partial(_clear, keep=request.keep), lambda now: None)
-
-    def session_ended(self, session: int) -> None:
-        """Nobody completes the part of a cut that this session began: give it up. Other jobs go on without their client."""
-        for (beginner, _), number in self._begun.items():
-            job = self._jobs[number]
-            if beginner == session and job.is_part and not (job.ended or job.decided.is_set()):
-                self._give_up_part(job, "the session that began it is over")
-
-    def _give_up_part(self, job: SnapshotJob, why: str) -> None:
-        error = PeerError(f"{job.path} was given up: {why}")
-        job.give_up(error)
-        self._fetches.fail(error)
 
     def _job(self, number: int) -> SnapshotJob:
         job = self._jobs.get(number)
@@ -229,7 +170,7 @@ class SnapshotJobs:
             raise NotFound(f"work {number} is not known to this server; it has {listing(self._jobs)}: begin again")
         return job
 
-    def explain(self, request: m.WatchJob | m.WatchPart) -> str:
+    def explain(self, request: m.WatchJob) -> str:
         """The progress of a job, for the error of a wait that reached its deadline."""
         job = self._jobs.get(request.work)
         return f"{job.path}: {job.done:,} of {job.total:,} bytes so far" if job else f"work {request.work} is gone"
@@ -260,12 +201,9 @@ class SnapshotJobs:
         total: int,
         run: Callable[[SnapshotJob], None],
         after: Callable[[float], None],
-        *,
-        is_part: bool = False,
-        cut: str = "",
     ) -> SnapshotJob:
         self._last += 1
-        job = self._jobs[self._last] = SnapshotJob(self._last, path, total, is_part=is_part, cut=cut)
+        job = self._jobs[self._last] = SnapshotJob(self._last, path, total)
         while len(self._jobs) > JOBS_KEPT:
             oldest = next(iter(self._jobs))
             del self._jobs[oldest]
@@ -319,21 +257,11 @@ class SnapshotJobs:
         job.done += nbytes
         if job.done - job.reported >= PROGRESS_BYTES:
             job.reported = job.done
-            self._wake_watchers(job)
-
-    def _wake_watchers(self, job: SnapshotJob) -> None:
-        self._post(lambda now: self._wake(("work", str(job.number))))
-
-    def _await_decision(self, job: SnapshotJob) -> None:
-        """If the job is a part of a cut, wait until all parts are ready. Raises if this one is to end without a result."""
-        if job.is_part:
-            job.ready, job.asked_at = True, time.monotonic()
-            self._wake_watchers(job)
-            job.await_decision()
+            self._post(lambda now: self._wake(("work", str(job.number))))
 
     # ------------------------------------------------------------ a snapshot
 
-    def _snapshot(self, path: Path, keep: int, cut: str, now: float) -> SnapshotJob:
+    def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
         if any(map(is_number, path.relative_to(self.root.resolve()).parts)):
             raise UsageError(
                 f"snapshot path {path} has a number for a name, and would be a part of the snapshot of that number; name a directory, in which snapshots "
@@ -366,8 +294,6 @@ class SnapshotJobs:
                 nbytes,
                 lambda job: self._write(job, contents, keep, remote, arrivals, spilled),
                 end,
-                is_part=bool(cut),
-                cut=cut,
             )
         except BaseException:
             end(now)
@@ -399,11 +325,8 @@ class SnapshotJobs:
                     lambda at: content_of(at, spool),
                     time.time(),
                     VERSION,
-                    CutManifest(job.cut, self._index.number, self._index.of) if job.cut else None,
                 )
-            self._await_decision(job)
             job.path = writer.publish(manifest, keep)
-            job.is_complete = True
         finally:
             writer.abandon()
 
@@ -443,24 +366,11 @@ class SnapshotJobs:
 
     # ------------------------------------------------------------ a restore
 
-    def _begin_restore(self, path: Path, cut: str | None) -> SnapshotJob:
+    def _begin_restore(self, path: Path) -> SnapshotJob:
         self._ledger.check_empty()
-        return self._begin(path, 0, partial(self._read, cut=cut), lambda now: None, is_part=cut is not None)
+        return self._begin(path, 0, self._read, lambda now: None)
 
-    def _find_part(self, job: SnapshotJob, cut: str) -> None:
-        """Have the job read the newest part of this cut ("": of any) under its path."""
-        job.path, part = find_part(job.path, cut)
-        if (part.number, part.of) != (self._index.number, self._index.of):
-            raise UsageError(
-                f"snapshot {job.path} is part {part.number} of {part.of} of a cut, and this coordinator is {self._index}; restore it into as many "
-                "coordinators as it was taken of"
-            )
-        job.cut, job.reported = part.id, 1
-        self._wake_watchers(job)
-
-    def _read(self, job: SnapshotJob, cut: str | None) -> None:
-        if cut is not None:
-            self._find_part(job, cut)
+    def _read(self, job: SnapshotJob) -> None:
         snapshot = SnapshotReader.open(job.path, lambda nbytes: self._add_progress(job, nbytes), job.expect_twice)
         job.path, manifest = snapshot.path, read_manifest(snapshot)
         tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
@@ -476,7 +386,6 @@ class SnapshotJobs:
                 with _named(snapshot.path / chunk.file):
                     blocks[chunk.number] = self._write_block(job, chunk, arena, extents)
             contents = read_contents(snapshot, manifest, table_snapshots, blocks)
-            self._await_decision(job)
             with _named(job.path):
                 self._call_loop(job, lambda now: self._restore_tables(contents, extents, now))
         except BaseException:
@@ -522,21 +431,6 @@ class SnapshotJobs:
             )
         extents.append(extent)
         return extent[0]
-
-
-def _clear(job: SnapshotJob, keep: int) -> None:
-    try:
-        remove_older(job.path, keep)
-    except TransferQueueError as error:  # the part itself is there
-        _log.warning("snapshots that are older than %s could not be removed: %s", job.path, error)
-
-
-def _check_kind(job: SnapshotJob, is_part: bool) -> None:
-    if job.is_part is not is_part:
-        raise UsageError(
-            f"work {job.number} is {'' if job.is_part else 'no '}part of a cut; ask for it with "
-            f"{m.tag_of(m.WatchPart if job.is_part else m.WatchJob)}"
-        )
 
 
 def _take_own_copies(contents: LedgerSnapshot, spilled: Mapping[int, m.SpilledBlock]) -> list[m.BlockLocation]:

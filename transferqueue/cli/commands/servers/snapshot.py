@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 SNAPSHOT_EXAMPLES = (
     ("transferqueue snapshot run-7", "all tables and weights, while everybody goes on"),
     ("transferqueue snapshot run-7 --keep 5", "keeping the four before it"),
-    ("transferqueue snapshot run-7 --address ADDRESS,ADDRESS", "several coordinators at one moment"),
+    ("transferqueue snapshot run-7 --address ADDRESS,ADDRESS", "each of several coordinators"),
 )
 RESTORE_EXAMPLES = (
     ("transferqueue restore run-7", "the newest snapshot of that directory, into a server without tables"),
@@ -38,7 +38,7 @@ def snapshot(
     """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
 
     Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the command prints its path: of several
-    coordinators one line for each, and at least two snapshots stay. `transferqueue docs snapshots` describes the files.
+    coordinators one line for each. `transferqueue docs snapshots` describes the files.
     """
     _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
 
@@ -46,7 +46,7 @@ def snapshot(
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
     """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes.
 
-    Of several coordinators: into as many, the newest snapshot of which each has its part.
+    Each of several coordinators restores its newest snapshot.
     """
     _carry_out(address, lambda queue, progress: queue.restore(path, timeout_s=timeout, progress=progress))
 
