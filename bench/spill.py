@@ -3,20 +3,15 @@
     python -m bench.spill --directory DIR
 
 Rows of 64 KiB in puts of 16; a lease takes 16 rows, compares its bytes, and acks. Reports MB/s of each phase, what was spilled and
-loaded, and the most bytes that the arena had in use. `--remote` fetches over TCP instead of mapping. `--shard` has the rows in a shard process, whose
-disk it is; the server's own arena has no room for any.
+loaded, and the most bytes that the arena had in use. `--remote` fetches over TCP instead of mapping.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
-import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -32,44 +27,23 @@ ROW_BYTES = 64 * 1024
 ROWS_PER_PUT = 16
 
 
-def measured(
-    directory: Path, arena_mib: int, rows_mib: int, *, spills: bool, remote: bool, sharded: bool
-) -> dict[str, float]:
-    """One run. spills: the arena has `arena_mib`; else it has room for all rows. sharded: it is that of a shard process."""
+def measured(directory: Path, arena_mib: int, rows_mib: int, *, spills: bool, remote: bool) -> dict[str, float]:
+    """One run. spills: the arena has `arena_mib`; else it has room for all rows."""
     directory.chmod(0o700)
     address = parse_address(f"ipc://{directory}/control.sock")
     port = parse_address("tcp://127.0.0.1:0")
     arena_bytes = (arena_mib if spills else 2 * rows_mib) * MIB
     policy = SpillPolicy(directory / "spill", 2 * rows_mib * MIB) if spills else None
-    server = ServerProcess(
-        address, private_arena(MIB // 2 if sharded else arena_bytes), [port], spill=None if sharded else policy
-    )
+    server = ServerProcess(address, private_arena(arena_bytes), [port], spill=policy)
     thread = threading.Thread(target=server.run)
     thread.start()
     try:
         place = server.tcp_addresses[0] if remote else server.address
-        with ExitStack() as made:
-            if sharded:
-                made.enter_context(_shard(server.address, arena_bytes, policy))
-            queue = made.enter_context(tq.connect(place, data="remote" if remote else "auto"))
+        with tq.connect(place, data="remote" if remote else "auto") as queue:
             return _filled_and_drained(queue, server, rows_mib * MIB // (ROW_BYTES * ROWS_PER_PUT))
     finally:
         server.stop()
         thread.join()
-
-
-@contextmanager
-def _shard(address: str, arena_bytes: int, policy: SpillPolicy | None) -> Iterator[None]:
-    """A shard process that has joined."""
-    spill = ["--spill-dir", str(policy.directory), "--spill-bytes", str(policy.nbytes)] if policy else []
-    command = [sys.executable, "-m", "transferqueue.cli", "shard", "--join", address, "--arena-bytes", str(arena_bytes)]
-    with subprocess.Popen([*command, *spill], stdout=subprocess.PIPE) as process:
-        try:
-            if process.stdout is None or not process.stdout.readline().startswith(b"ready"):
-                raise ChildProcessError("the shard has not joined")
-            yield
-        finally:
-            process.kill()
 
 
 def _filled_and_drained(queue: tq.Queue, server: ServerProcess, puts: int) -> dict[str, float]:
@@ -78,7 +52,7 @@ def _filled_and_drained(queue: tq.Queue, server: ServerProcess, puts: int) -> di
     noise = np.random.default_rng(0).integers(
         0, 256, (ROWS_PER_PUT, ROW_BYTES), np.uint8
     )  # equal rows would be stored once
-    memory = server.coordinator.shards
+    memory = server.coordinator.memory
     most, began = 0, time.perf_counter()
     for number in range(puts):
         table.put(body=noise ^ np.uint8(number % 251))
@@ -92,8 +66,7 @@ def _filled_and_drained(queue: tq.Queue, server: ServerProcess, puts: int) -> di
         most = max(most, memory.used)
     drained = time.perf_counter()
     megabytes = puts * ROWS_PER_PUT * ROW_BYTES / 1e6
-    stats = queue.stats()["server"]
-    spill = next((each["spill"] for each in (stats, *stats["shards"]) if each["spill"]), {})
+    spill = queue.stats()["server"]["spill"] or {}
     return {
         "put_mb_s": megabytes / (filled - began),
         "lease_mb_s": megabytes / (drained - filled),
@@ -113,7 +86,6 @@ def main() -> None:
     parser.add_argument("--rows-mib", type=int, default=256)
     parser.add_argument("--times", type=int, default=3)
     parser.add_argument("--remote", action="store_true")
-    parser.add_argument("--shard", action="store_true")
     options = parser.parse_args()
     for _ in range(options.times):
         for spills in (False, True):
@@ -124,7 +96,6 @@ def main() -> None:
                     options.rows_mib,
                     spills=spills,
                     remote=options.remote,
-                    sharded=options.shard,
                 )
             shown = "  ".join(f"{name} {value:.4g}" for name, value in run.items())
             print("spilling " if spills else "in memory", shown, flush=True)

@@ -486,13 +486,7 @@ SPILL_PAUSE_S: Final = 5.0
 SPILL_BYTES_MIN: Final = SPILL_BATCH_BYTES
 """The least that may be allowed on the disk: one step of writing."""
 SPILL_SILENT_S: Final = 5.0
-"""After a disk has not answered for so long, requests that need blocks on it hold nothing in other shards."""
-SPILL_JOB_BLOCKS: Final = 1 << 14
-"""The most blocks that one command to a shard names: an extent of small puts that is full of the smallest blocks."""
-SPILL_JOBS_BLOCKS: Final = 1 << 15
-"""The most that the commands of one answer name, or one command more: a report of them is 1.3 MB."""
-SPILL_REPORTS_MAX: Final = SPILL_JOBS_BLOCKS // SPILL_JOB_BLOCKS
-"""The most writes, and the most loads, of one report."""
+"""After a disk has not answered for so long, nothing is kept for requests that need blocks on it."""
 LOAD_STUCK_S: Final = 1.0
 """A request that finds no memory for its blocks this long lets those behind it go first."""
 LOAD_ORDERS_MAX: Final = 4096

@@ -306,21 +306,11 @@ def spill(**known):
     )
 
 
-def test_disks_have_a_line_each_the_paused_and_the_fullest_first_and_the_others_one():
-    shards = [
-        ShardStats(
-            shard=n, label="", capacity_bytes=1 << 30, used_bytes=0, backed_bytes=0, drains=False,
-            spill=spill(bytes=n << 30, spilled_bytes=n << 31, paused="No space left on device" if n == 2 else ""),
-        )
-        for n in range(1, 7)
-    ]  # fmt: skip
-    shown = top_lines(frame(ADDRESS, None, stats(server=server(shards=shards, spill=spill(bytes=10 << 30)))), 120)
-    lines = [line.plain for line in shown if line.plain.startswith("spill")]
-    assert [line.partition(" on disk")[2].partition(" ·")[0] for line in lines[:4]] == [
-        " of shard 2", "", " of shard 6", " of shard 5",
-    ]  # fmt: skip
-    assert lines[0].endswith("· 4 GiB went there, 0 B came back · paused: No space left on device")
-    assert lines[4:] == ["spill  8 GiB on 3 other disks"]
+def test_the_disk_has_a_line():
+    disk = spill(bytes=2 << 30, spilled_bytes=4 << 30, paused="No space left on device")
+    shown = top_lines(frame(ADDRESS, None, stats(server=server(spill=disk))), 120)
+    (line,) = [line.plain for line in shown if line.plain.startswith("spill")]
+    assert line.endswith(" 2 GiB of 64 GiB on disk · 4 GiB went there, 0 B came back · paused: No space left on device")
 
 
 def test_further_shards_are_one_line_that_says_who_leaves():

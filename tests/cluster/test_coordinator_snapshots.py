@@ -79,7 +79,7 @@ def fill(queue: tq.Queue) -> None:
         queue.weights(f"{name}/policy").publish(7, {"w": np.arange(6.0), "b": np.full((2, 3), 2, np.float32)})
 
 
-NOT_KEPT = {"age_s", "put_by", "events", "events_complete", "fields", "tasks"}
+NOT_KEPT = {"age_s", "put_by", "labels", "events", "events_complete", "fields", "tasks"}
 """What `inspect` says of a row and a snapshot does not keep, or what is compared one by one."""
 
 

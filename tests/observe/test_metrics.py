@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import transferqueue as tq
-from transferqueue.observe.answers.stats import ShardStats, SpillStats, Stats, parse
+from transferqueue.observe.answers.stats import SpillStats, Stats, parse
 from transferqueue.observe.prometheus import exposition
 from transferqueue.text import visible
 
@@ -105,17 +105,11 @@ def test_a_task_that_nobody_works_on_or_that_cannot_progress_has_a_figure(stats:
     assert found[stranded, task] == 1
 
 
-def test_disks_of_the_server_and_of_its_shards_are_told_by_shard(stats: Stats) -> None:
+def test_what_is_on_the_disk_of_a_server_that_spills_is_told(stats: Stats) -> None:
     assert not [name for name, _ in read(stats) if name.startswith("transferqueue_spill")]
     figures = dict.fromkeys(set(SpillStats.__struct_fields__) - {"paused", "load_waits_s"}, 7)
     spill = SpillStats(**figures, load_waits_s=1.5, paused="No space left on device")
-    shard = ShardStats(
-        shard=3, label="", capacity_bytes=1, used_bytes=0, backed_bytes=0, drains=False,
-        spill=msgspec.structs.replace(spill, bytes=9, paused=""),
-    )  # fmt: skip
-    server = msgspec.structs.replace(stats.server, spill=spill, shards=[shard])
-    found = read(msgspec.structs.replace(stats, server=server))
-    own, other = frozenset({("shard", "0")}), frozenset({("shard", "3")})
-    assert (found["transferqueue_spill_bytes", own], found["transferqueue_spill_bytes", other]) == (7, 9)
-    assert found["transferqueue_spill_load_waits_seconds_total", other] == 1.5
-    assert (found["transferqueue_spill_paused", own], found["transferqueue_spill_paused", other]) == (1, 0)
+    found = read(msgspec.structs.replace(stats, server=msgspec.structs.replace(stats.server, spill=spill)))
+    assert found["transferqueue_spill_bytes", frozenset()] == 7
+    assert found["transferqueue_spill_load_waits_seconds_total", frozenset()] == 1.5
+    assert found["transferqueue_spill_paused", frozenset()] == 1

@@ -1,15 +1,12 @@
-"""A node with an arena that spills, and a disk that answers when the test says so; the arena is the coordinator's own, or that of a shard."""
-
-import mmap
+"""A node with an arena that spills, and a disk that answers when the test says so."""
 
 import numpy as np
 
 from tests.server.nodes import Bench, lease
-from tests.server.test_shards import Joined
 from transferqueue.limits import MIB, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.spill.spill_file import SpillAnswers, carry_out
+from transferqueue.server.spill.spill_jobs import BlocksLoaded, BlocksWritten, SpillAnswers, SpilledBlock
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import messages as m
 
@@ -18,13 +15,7 @@ BODY = Field("body", "int64", (PAGE_BYTES // 8,))
 
 
 def sorted_answers(answers):
-    return SpillAnswers(
-        *([one for one in answers if isinstance(one, kind)] for kind in (m.BlocksWritten, m.BlocksLoaded))
-    )
-
-
-def report_of(*answers):
-    return m.ReportSpill(*sorted_answers(answers))
+    return SpillAnswers(*([one for one in answers if isinstance(one, kind)] for kind in (BlocksWritten, BlocksLoaded)))
 
 
 class Space:
@@ -59,14 +50,14 @@ class Space:
 
     def _write(self, job, blocks):
         if self.fails_writes:
-            return m.BlocksWritten(job, [], self.fails_writes)
+            return BlocksWritten(job, [], self.fails_writes)
         if self.pages and _pages(map(len, self.files.values())) + _pages(block.nbytes for block in blocks) > self.pages:
-            return m.BlocksWritten(job, [], "the file is full")
+            return BlocksWritten(job, [], "the file is full")
         for block in blocks:
             self.files[block.block] = bytes(self.arena.view(block.offset, block.nbytes))
-        return m.BlocksWritten(
+        return BlocksWritten(
             job,
-            [m.SpilledBlock(block.block, 0, block.nbytes, checksum(self.files[block.block])) for block in blocks],
+            [SpilledBlock(block.block, 0, block.nbytes, checksum(self.files[block.block])) for block in blocks],
             "",
         )
 
@@ -74,12 +65,12 @@ class Space:
         numbers = [block.place.block for block in blocks]
         if self.fails_loads:
             self.fails_loads -= 1
-            return m.BlocksLoaded(job, [], dict.fromkeys(numbers, "no such sector"), [])
+            return BlocksLoaded(job, [], dict.fromkeys(numbers, "no such sector"), [])
         if self.damages:
-            return m.BlocksLoaded(job, [], {}, numbers)
+            return BlocksLoaded(job, [], {}, numbers)
         for block in blocks:
             self.arena._map[block.offset : block.offset + block.place.nbytes] = self.files[block.place.block]
-        return m.BlocksLoaded(job, numbers, {}, [])
+        return BlocksLoaded(job, numbers, {}, [])
 
 
 def _pages(sizes):
@@ -90,17 +81,12 @@ class SpillBench(Bench):
     """A node with 16 pages of memory, of which new rows may have 12, and those that come back 14, and a table whose rows have a page each."""
 
     def __init__(self):
-        self.begin()
+        super().__init__(ARENA)
+        self.space = Space(self.arena)
+        self.spiller = self.coordinator.spilling.begin(self.coordinator.memory, self.space, 64 * MIB)
         self.producer, self.worker = self.client(), self.client()
         self.producer.create_table(fields=[BODY], tasks=[Task("train", needs=["body"], lease_s=100.0)])
         self.waits = []
-
-    def begin(self):
-        """Make the arena, and have it spill."""
-        super().__init__(ARENA)
-        self.rows = self.arena
-        self.space = Space(self.rows)
-        self.spiller = self.coordinator.spillers.add_own(self.coordinator.memory, self.space, 64 * MIB)
 
     @property
     def used(self):
@@ -110,11 +96,7 @@ class SpillBench(Bench):
     @property
     def jobs(self):
         """What the disk has yet to do."""
-        self.pump()
         return self.space.jobs
-
-    def pump(self):
-        """Have a shard carry out its commands."""
 
     def put(self, number):
         """Put one row that has a page of this number. Waits for memory until the disk has answered."""
@@ -125,7 +107,7 @@ class SpillBench(Bench):
         self.write(granted, number)
 
     def write(self, granted, number):
-        self.rows._map[granted.offset : granted.offset + PAGE_BYTES] = bytes([number]) * PAGE_BYTES
+        self.arena._map[granted.offset : granted.offset + PAGE_BYTES] = bytes([number]) * PAGE_BYTES
         block = m.WrittenBlock(granted.extent, granted.offset, PAGE_BYTES, 1, ["body"], [0])
         self.producer.ask(m.PutRequest("t", 1, m.Columns(fields=[BODY], blocks=[block])))
 
@@ -151,7 +133,7 @@ class SpillBench(Bench):
         (part,) = reply.content.parts
         seen = []
         for at in part.blocks:
-            values = set(self.rows.view(at.offset, at.nbytes))
+            values = set(self.arena.view(at.offset, at.nbytes))
             assert len(values) == 1
             seen.append(values.pop())
         return seen
@@ -169,60 +151,3 @@ class SpillBench(Bench):
 
     def stats(self):
         return self.spiller.plain()
-
-
-class Pages:
-    """The memory of a shard, as a test uses an arena."""
-
-    def __init__(self, path):
-        with open(path, "r+b") as file:
-            self._map = mmap.mmap(file.fileno(), ARENA)
-
-    def view(self, offset, nbytes):
-        return self._map[offset : offset + nbytes]
-
-
-class DiskShard:
-    """A shard with `ARENA` bytes of memory and a disk. told: the commands that it has carried out."""
-
-    def __init__(self, bench):
-        self.joined = Joined(bench, capacity=ARENA, spill_bytes=64 * MIB)
-        self.client = self.joined.client
-        self.pages = Pages(self.joined.offer.path)
-        self.space = Space(self.pages)
-        self.told = []
-
-    def pump(self):
-        """Carry out the commands."""
-        for order in self.joined.work():
-            self.told.append(order)
-            carry_out(order, self.space)
-
-    def told_now(self, kind):
-        """The commands of this class that it has carried out."""
-        self.pump()
-        return [order for order in self.told if isinstance(order, kind)]
-
-    def report(self, *answers):
-        """The answer to a report."""
-        return self.client.ask(report_of(*answers))
-
-
-class ShardSpillBench(SpillBench):
-    """The same, only that rows lie in a shard, which has the disk. The coordinator's own arena has no room for any."""
-
-    def begin(self):
-        Bench.__init__(self, PAGE_BYTES)
-        self.shard = DiskShard(self)
-        self.rows, self.space = self.shard.pages, self.shard.space
-        self.spiller = self.coordinator.spillers.get(1)
-
-    @property
-    def used(self):
-        return self.coordinator.shards.remote[1].used
-
-    def pump(self):
-        self.shard.pump()
-
-    def hear(self, answer):
-        assert self.shard.report(answer) == m.DoneReply()

@@ -175,7 +175,7 @@ def test_a_frame_from_before_a_restart_does_not_end_the_session_of_a_key(ring):
 
 def test_a_shard_takes_orders_and_copies_and_sees_nothing_else():
     may = {m.tag_of(kind) for kind in REQUESTS if "shard" in MAY[kind]}
-    assert may == {"Hello", "Heartbeat", "Goodbye", "TakeOrders", "TakeCopies", "ReportSpill", "ListShards"}
+    assert may == {"Hello", "Heartbeat", "Goodbye", "TakeOrders", "TakeCopies", "ListShards"}
 
 
 def test_memory_is_offered_with_a_key_for_it_only():

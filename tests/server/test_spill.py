@@ -6,22 +6,22 @@ import numpy as np
 import pytest
 
 from tests.server.nodes import lease
-from tests.server.spilling import ARENA, BODY, ShardSpillBench, SpillBench
+from tests.server.spilling import ARENA, BODY, SpillBench
 from transferqueue.errors import Impossible
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
 from transferqueue.ledger.rows.cold_arena import ON_DISK, ColdArena
 from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.table import SharedState
-from transferqueue.limits import LOAD_STUCK_S, LOAD_TRIES, PAGE_BYTES, SPILL_PAUSE_S
+from transferqueue.limits import LOAD_STUCK_S, LOAD_TRIES, PAGE_BYTES, SPILL_PAUSE_S, SPILL_SILENT_S
 from transferqueue.policies import Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
 
-@pytest.fixture(params=[SpillBench, ShardSpillBench], ids=["own", "shard"])
-def bench(request):
-    bench = request.param()
+@pytest.fixture
+def bench():
+    bench = SpillBench()
     yield bench
     bench.close()
 
@@ -267,6 +267,71 @@ def test_lost_bytes_end_their_rows_and_are_never_served(bench, fault):
     assert audit["dropped"] == {"lost": 1}
 
 
+def read(client, rows):
+    return client.post(m.ReadRequest("t", np.array(rows, "<i8").tobytes()))
+
+
+def end(bench, client):
+    bench.coordinator.process_exited(client.session, bench.now)
+    bench.deliver()
+
+
+def test_nothing_is_loaded_for_a_request_that_ended_while_others_were_before_it(bench):
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    first, gone, last = bench.client(), bench.client(), bench.client()
+    calls = [read(first, [20, 21, 22]), read(gone, range(23, 29)), read(last, [29, 30])]
+    end(bench, gone)
+    bench.settle()
+    assert isinstance(first.take(calls[0]), m.ReadRows)
+    assert isinstance(last.take(calls[2]), m.ReadRows)
+    assert bench.stats()["loaded_blocks"] == 5
+
+
+def test_a_request_that_ends_while_its_blocks_are_loaded_holds_up_no_other(bench):
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    gone, other = bench.client(), bench.client()
+    read(gone, [20, 21, 22])
+    call = read(other, range(23, 36))
+    end(bench, gone)
+    bench.settle()
+    assert bench.bytes_of(other.take(call)) == list(range(23, 36))
+
+
+def test_a_disk_that_hangs_spares_nothing_for_those_who_need_it_until_it_answers(bench):
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    reader = bench.client()
+    call = read(reader, [25, 26])
+    assert bench.jobs
+    bench.pass_time(SPILL_SILENT_S)
+    assert "silent for more than" in bench.coordinator.spilling.explain_loads()
+    assert bench.coordinator.next_deadline() is None or bench.coordinator.next_deadline() > bench.now, "it spins"
+    assert reader.take(call) is None
+    bench.settle()
+    assert bench.bytes_of(reader.take(call)) == [25, 26]
+
+
+def test_a_line_that_is_full_refuses_the_next_request_until_it_moves(bench, monkeypatch):
+    monkeypatch.setattr("transferqueue.ledger.rows.cold_blocks.LOAD_ORDERS_MAX", 3)
+    for number in range(40):
+        bench.put(number)
+    bench.settle()
+    for row in (20, 22, 24):
+        read(bench.client(), [row])
+    refused = bench.client()
+    answer = refused.take(read(refused, [26]))
+    assert (answer.error, "which is the most; ask again" in answer.text) == ("Full", True)
+    bench.settle()
+    call = read(refused, [26])
+    bench.settle()
+    assert bench.bytes_of(refused.take(call)) == [26]
+
+
 def test_rows_that_end_give_the_disk_its_space(bench):
     for number in range(40):
         bench.put(number)
@@ -439,10 +504,9 @@ def test_small_blocks_count_as_they_are_loaded_side_by_side():
     def cold(rooms):
         at = {number: m.BlockLocation(number, ON_DISK, 0, 0, 64, 1, [], []) for number in range(640)}
         blocks = {number: SimpleNamespace(at=at[number], extents=[], extent=None, replicas=2) for number in at}
-        found = ColdBlocks(SimpleNamespace(blocks={}), list)
+        found = ColdBlocks(SimpleNamespace(blocks={}), list, lambda: rooms * PAGE_BYTES)
         found._blocks.blocks = blocks
-        found.add_arena(0, lambda: rooms * PAGE_BYTES)
-        found.on_disk = blocks
+        found.on_disk.update(blocks)
         return found
 
     assert isinstance(cold(10).want(range(640), SharedState()), MustWait)

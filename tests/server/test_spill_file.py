@@ -10,7 +10,7 @@ from tests.server.spilling import ARENA, SpillBench
 from transferqueue.errors import UsageError
 from transferqueue.limits import KIB, MIB, PAGE_BYTES
 from transferqueue.server.spill.spill_file import SpillFile, mapped
-from transferqueue.wire import messages as m
+from transferqueue.server.spill.spill_jobs import BlocksLoaded, BlockToLoad, BlockToWrite
 
 
 @pytest.fixture
@@ -51,14 +51,14 @@ def test_the_file_has_no_name_and_returns_what_it_was_given(bench, file, tmp_pat
     assert [place.block for place in written.places] == [5, 6]
     assert list(tmp_path.iterdir()) == []
     assert file.read(written.places[0]).tobytes() == bytes(range(100))
-    file.load(8, [m.BlockToLoad(place, 8 * PAGE_BYTES) for place in written.places[:1]])
-    assert answer_of(file) == m.BlocksLoaded(8, [5], {}, [])
+    file.load(8, [BlockToLoad(place, 8 * PAGE_BYTES) for place in written.places[:1]])
+    assert answer_of(file) == BlocksLoaded(8, [5], {}, [])
     assert bytes(bench.arena.view(8 * PAGE_BYTES, 100)) == bytes(range(100))
     changed = written.places[0]._replace(checksum=7)
-    file.load(8, [m.BlockToLoad(changed, 8 * PAGE_BYTES)])
+    file.load(8, [BlockToLoad(changed, 8 * PAGE_BYTES)])
     assert answer_of(file).damaged == [5]
     beyond = written.places[0]._replace(offset=64 * MIB)
-    file.load(8, [m.BlockToLoad(beyond, 8 * PAGE_BYTES)])
+    file.load(8, [BlockToLoad(beyond, 8 * PAGE_BYTES)])
     assert "ends at byte" in answer_of(file).failed[5]
 
 
@@ -142,13 +142,13 @@ def test_freed_space_returns_to_the_disk_in_long_pieces_when_there_is_nothing_el
     places = answer_of(file).places
     taken = os.fstat(file._fd).st_blocks
     file.free(places[1:])
-    file.load(2, [m.BlockToLoad(places[0], 0)])
+    file.load(2, [BlockToLoad(places[0], 0)])
     assert answer_of(file).loaded == [0]
     assert not returned, "a load waited for the file system"
     assert all_returned.wait(20.0)
     assert returned == [(ARENA, 100 * ARENA)]
     assert os.fstat(file._fd).st_blocks < taken
-    file.load(3, [m.BlockToLoad(places[0], 0)])
+    file.load(3, [BlockToLoad(places[0], 0)])
     assert answer_of(file).loaded == [0]
 
 
@@ -169,4 +169,4 @@ def test_what_cannot_be_a_spill_directory_is_refused(bench, tmp_path):
 
 
 def m_block(number, offset, nbytes):
-    return m.BlockToWrite(number, offset, nbytes, 0)
+    return BlockToWrite(number, offset, nbytes, 0)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.scale import sizes
 from tests.server.spilling import BODY
-from tests.server.test_spill_scattered import OwnBench, ShardBench
+from tests.server.test_spill_scattered import ScatteredBench
 from transferqueue.limits import LOAD_STUCK_S, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field
@@ -112,7 +112,7 @@ class Pipeline:
             granted = yield client, client.post(m.Grant(rows * PAGE_BYTES, wait_s=WAIT_S, use="rows"))
             assert isinstance(granted, m.Granted), granted
             data = b"".join(bytes([next(self.numbers) % NUMBERS]) * PAGE_BYTES for _ in range(rows))
-            self.bench.rows._map[granted.offset : granted.offset + len(data)] = data
+            self.bench.arena._map[granted.offset : granted.offset + len(data)] = data
             block = m.WrittenBlock(granted.extent, granted.offset, len(data), rows, ["body"], [0])
             yield client, client.post(m.PutRequest("t", rows, m.Columns(fields=[BODY], blocks=[block]), wait_s=WAIT_S))
             client.post(m.ReturnGrant(granted.extent))
@@ -149,14 +149,14 @@ class Pipeline:
         blocks = codec.decode_constant(part.block_of_row, "<i4", rows)
         slots = codec.decode_ascending(part.slot_of_row, "<i4", rows)
         offsets = [part.blocks[block].offset + slot * PAGE_BYTES for block, slot in zip(blocks, slots, strict=True)]
-        pages = [set(self.bench.rows.view(offset, PAGE_BYTES)) for offset in offsets]
+        pages = [set(self.bench.arena.view(offset, PAGE_BYTES)) for offset in offsets]
         assert all(len(page) == 1 for page in pages)
         return [page.pop() for page in pages]
 
 
-@pytest.fixture(params=[OwnBench, ShardBench], ids=["own", "shard"])
-def bench(request):
-    bench = request.param()
+@pytest.fixture
+def bench():
+    bench = ScatteredBench()
     yield bench
     bench.close()
 

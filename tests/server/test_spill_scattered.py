@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.scale import sizes
-from tests.server.spilling import BODY, ShardSpillBench, SpillBench
+from tests.server.spilling import BODY, SpillBench
 from transferqueue.limits import LOAD_STUCK_S, PAGE_BYTES
 from transferqueue.policies import Task
 from transferqueue.wire import codec
@@ -17,7 +17,7 @@ ROOM = 14
 """Pages that the blocks of one request may take."""
 
 
-class Scattered:
+class ScatteredBench(SpillBench):
     """Extents that have several blocks of some rows, and rows of a page."""
 
     def put_extent(self, numbers, blocks=None):
@@ -30,7 +30,9 @@ class Scattered:
         numbers = list(numbers)
         for rows in blocks or [1] * len(numbers):
             nbytes = rows * PAGE_BYTES
-            self.rows._map[start : start + nbytes] = b"".join(bytes([numbers.pop(0)]) * PAGE_BYTES for _ in range(rows))
+            self.arena._map[start : start + nbytes] = b"".join(
+                bytes([numbers.pop(0)]) * PAGE_BYTES for _ in range(rows)
+            )
             block = m.WrittenBlock(granted.extent, start, nbytes, rows, ["body"], [0])
             self.producer.ask(m.PutRequest("t", rows, m.Columns(fields=[BODY], blocks=[block])))
             start += nbytes
@@ -55,7 +57,7 @@ class Scattered:
         blocks = codec.decode_constant(part.block_of_row, "<i4", count)
         slots = codec.decode_ascending(part.slot_of_row, "<i4", count)
         offsets = [part.blocks[block].offset + slot * PAGE_BYTES for block, slot in zip(blocks, slots, strict=True)]
-        pages = [set(self.rows.view(offset, PAGE_BYTES)) for offset in offsets]
+        pages = [set(self.arena.view(offset, PAGE_BYTES)) for offset in offsets]
         assert all(len(page) == 1 for page in pages)
         return [page.pop() for page in pages]
 
@@ -64,17 +66,9 @@ class Scattered:
         self.worker.post(m.Unpin(np.array(blocks, "<i8").tobytes(), np.ones(len(blocks), "<i8").tobytes()))
 
 
-class OwnBench(Scattered, SpillBench):
-    """In the coordinator's own arena."""
-
-
-class ShardBench(Scattered, ShardSpillBench):
-    """In a shard."""
-
-
-@pytest.fixture(params=[OwnBench, ShardBench], ids=["own", "shard"])
-def bench(request):
-    bench = request.param()
+@pytest.fixture
+def bench():
+    bench = ScatteredBench()
     yield bench
     bench.close()
 
@@ -85,7 +79,7 @@ def test_half_of_each_extent_is_needed_and_all_halves_fit(bench):
         bench.put_extent([number, number + 1])
     rows = list(range(0, 24, 2))
     reply = bench.read(rows, tries=0)
-    assert isinstance(reply, m.ReadRows), bench.coordinator.spillers.explain_loads()
+    assert isinstance(reply, m.ReadRows), bench.coordinator.spilling.explain_loads()
     assert bench.rows_of(reply) == rows
 
 
@@ -121,6 +115,6 @@ def test_whatever_fits_comes_back_wherever_it_lies(bench, seeds):
                 if pages + len(block) <= ROOM and (pages < 8 or chance.random() < 0.5):
                     wanted, pages = [*wanted, chance.choice(block)], pages + len(block)
             reply = bench.read(wanted)
-            assert isinstance(reply, m.ReadRows), (seed, wanted, bench.coordinator.spillers.explain_loads())
+            assert isinstance(reply, m.ReadRows), (seed, wanted, bench.coordinator.spilling.explain_loads())
             assert bench.rows_of(reply) == wanted
             bench.unpin(reply)

@@ -44,7 +44,6 @@ WHERE: Final = [p.TagIs("a", "b"), p.VersionBetween(1, 2), p.Compare("y", "<=", 
 PACING: Final = p.Pacing("train", 64, 0.25, 2, p.Requeue("oldest"), "weights")
 OFFER: Final = m.ShardOffer("/dev/shm/a", 1 << 30, "tcp://h:1", "k" * 40, bytes(range(32)), 2)
 
-PLACE: Final = m.SpilledBlock(9, 4096, 100, 1 << 63)
 REQUESTS: Final[list[m.Request]] = [
     m.Hello(bytes(range(16)), 4711, "host", "/run/sessions/a", "0.1.0", "worker", True, OFFER),
     m.Heartbeat(),
@@ -106,7 +105,6 @@ REQUESTS: Final[list[m.Request]] = [
     m.TakeCopies(7, [9, 10], 1.5),
     m.ListEvents("t", 3, 64),
     m.ExplainWait(7),
-    m.ReportSpill([m.BlocksWritten(1, [PLACE], "")], [m.BlocksLoaded(2, [9], {10: "no such sector"}, [11])]),
 ]
 REPLIES: Final[list[m.Reply]] = [
     m.Welcome(5, 7, "0.1.0", "/run", {0: "/dev/shm/a"}, 1 << 30, 7071, True, True, CoordinatorIndex(1, 2, "d")),
@@ -135,9 +133,6 @@ REPLIES: Final[list[m.Reply]] = [
     m.TableTerms("x", FIELDS, [], Limits(), None, p.Acked(), False, 0, 1, extra_fields=False),
     m.OrdinalsEnded(TWO),
     m.CopyOrder(1, m.Granted(3, 1, 4096, 4096, bytes(16)), [BLOCK], [4096]),
-    m.ShardCommands(
-        7, 10, [m.WriteBlocks(1, [m.BlockToWrite(9, 64, 100, 0)]), m.LoadBlocks(2, [m.BlockToLoad(PLACE, 128)]), m.FreeSpilled([PLACE])]
-    ),
 ]  # fmt: skip
 LOCATED: Final = b.BulkBlock(9, 3, 4096, 128, 2, 0, [5, 0], bytes(16))
 HEADS: Final[list[b.ToShard | b.ToClient]] = [

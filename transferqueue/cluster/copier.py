@@ -19,7 +19,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Final, Protocol
 
 import numpy as np
@@ -40,7 +40,6 @@ from transferqueue.errors import (
 )
 from transferqueue.limits import COPY_ORDER_BYTES, COPY_RETRY_S
 from transferqueue.schema import Field, Slice
-from transferqueue.server.spill.spill_file import SpillFile
 from transferqueue.storage import Mapping as Arena
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
@@ -60,18 +59,14 @@ OWN: Final = 0
 """The coordinator's shard."""
 
 
-class CopyReader(Protocol):
-    """The memory of one shard, or the disk of this one, to copy from."""
+class CopyMemory(Protocol):
+    """The memory of one shard, to copy from or to."""
 
     def read(self, blocks: Sequence[m.BlockLocation]) -> list[U8]:
         """The bytes of whole blocks."""
 
     def read_part(self, block: m.BlockLocation, first: int, end: int) -> U8:
         """Bytes [first, end) of a block."""
-
-
-class CopyMemory(CopyReader, Protocol):
-    """The memory of one shard, to copy from or to."""
 
     def write(self, target: m.Granted, offset: int, content: U8) -> None:
         """Write at byte `offset` of the arena, inside the extent `target`."""
@@ -134,23 +129,8 @@ def _one_row(block: m.BlockLocation) -> m.ReplyColumns:
     return m.ReplyColumns(names, [replace(block, rows=1, fields=names, counts=[0])], bytes(4), bytes(4))
 
 
-class DiskCopyMemory:
-    """The disk of this process, to copy spilled blocks from. Nothing is copied to it."""
-
-    def __init__(self, disk: SpillFile) -> None:
-        self._disk = disk
-
-    def read(self, blocks: Sequence[m.BlockLocation]) -> list[U8]:
-        """See `CopyReader`. OSError if the disk does not give the bytes."""
-        return [self.read_part(at, 0, at.nbytes) for at in blocks]
-
-    def read_part(self, block: m.BlockLocation, first: int, end: int) -> U8:
-        """See `CopyReader`."""
-        return self._disk.read(m.SpilledBlock(block.block, block.offset + first, end - first, UNCHECKED))
-
-
 class CopyMemories:
-    """Opens the memory of any shard of a deployment, as one shard process reaches it, and the disk of this one. disk: None: it has none."""
+    """Opens the memory of any shard of a deployment, as one shard process reaches it."""
 
     def __init__(
         self,
@@ -158,21 +138,13 @@ class CopyMemories:
         keys: ClientKeys | None,
         connection: Connection,
         backing: Backing,
-        disk: SpillFile | None = None,
     ) -> None:
         self._address, self._keys, self._connection, self._backing = address, keys, connection, backing
-        self._disk = disk
         self._welcome: m.Welcome | None = None
 
     def greeted(self, welcome: m.Welcome) -> None:
         """The coordinator, or its next run, has answered Hello."""
         self._welcome = welcome
-
-    def disk(self) -> DiskCopyMemory:
-        """The disk of this process. `ShardLost` if it has none."""
-        if self._disk is None:
-            raise ShardLost("this shard has no disk, and the coordinator names blocks there; they are lost")
-        return DiskCopyMemory(self._disk)
 
     @contextmanager
     def open(self, number: int, own_number: int) -> Iterator[CopyMemory]:
@@ -285,18 +257,15 @@ class Copier:
     def carry_out(self, order: m.CopyOrder) -> list[int]:
         """Copy the blocks of an order. Returns those that are written. What fails is logged, and left out."""
         written: list[int] = []
-        sources: dict[tuple[int, bool], list[tuple[m.BlockLocation, int]]] = {}
+        sources: dict[int, list[tuple[m.BlockLocation, int]]] = {}
         for at, offset in zip(order.blocks, order.offsets, strict=True):
-            sources.setdefault((at.shard, not at.extent), []).append((at, offset))
-        for (source, is_on_disk), members in sources.items():
+            sources.setdefault(at.shard, []).append((at, offset))
+        for source, members in sources.items():
             try:
-                with ExitStack() as opened:
-                    reader: CopyReader = (
-                        self._memories.disk()
-                        if is_on_disk
-                        else opened.enter_context(self._memories.open(source, order.shard))
-                    )
-                    writer = opened.enter_context(self._memories.open(order.target.shard, order.shard))
+                with (
+                    self._memories.open(source, order.shard) as reader,
+                    self._memories.open(order.target.shard, order.shard) as writer,
+                ):
                     written.extend(self._copied(reader, writer, order.target, members))  # keeps those before an error
             except (TransferQueueError, OSError) as error:
                 if self._stopping.is_set():
@@ -308,7 +277,7 @@ class Copier:
         return written
 
     def _copied(
-        self, reader: CopyReader, writer: CopyMemory, target: m.Granted, members: Sequence[tuple[m.BlockLocation, int]]
+        self, reader: CopyMemory, writer: CopyMemory, target: m.Granted, members: Sequence[tuple[m.BlockLocation, int]]
     ) -> Iterator[int]:
         """Copy blocks of one shard; yields the number of each that is written."""
         for at, offset in members:
@@ -323,7 +292,7 @@ class Copier:
         yield from [at.block for at, _, _ in intact]
 
     def _copy_in_pieces(
-        self, reader: CopyReader, writer: CopyMemory, target: m.Granted, at: m.BlockLocation, offset: int
+        self, reader: CopyMemory, writer: CopyMemory, target: m.Granted, at: m.BlockLocation, offset: int
     ) -> bool:
         """Copy a large block. Returns whether its bytes are intact."""
         digest = xxhash.xxh3_64()
@@ -347,7 +316,7 @@ ReadBlock = tuple[m.BlockLocation, int, U8]
 """A block, its offset in the target, and its bytes."""
 
 
-def _read(reader: CopyReader, members: Sequence[tuple[m.BlockLocation, int]]) -> list[ReadBlock]:
+def _read(reader: CopyMemory, members: Sequence[tuple[m.BlockLocation, int]]) -> list[ReadBlock]:
     """The bytes of these blocks. Left out are blocks that nobody needs any more, because their shard refuses any read that names one, and
     blocks whose bytes do not match the checksums that their shard keeps."""
     try:

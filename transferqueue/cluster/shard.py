@@ -6,8 +6,6 @@ Invariants (docs/decisions/0022):
   its progress with the next poll (`PollCommands`).
 - It ends when the coordinator says that it is empty, when its session ends, or when it is stopped. In the last two cases the bytes in it
   are lost. When the coordinator restarts, the session is resumed, and the shard goes on.
-- If it has a disk, another thread writes cold blocks to it and loads them, as the coordinator orders, and one more reports what that has done
-  (`spill_reports`). The coordinator knows what is there; it is lost with the shard.
 - A second thread copies blocks that lost a copy elsewhere, as the coordinator orders (`copier`).
 - Clients that map its arena send it nothing. Other clients read and write at its bulk endpoint, with tickets. If its bytes lie in another
   store (`stores`), no client maps them, and the shard ends when the store has lost bytes.
@@ -20,7 +18,6 @@ import os
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Final, Self
@@ -28,15 +25,12 @@ from typing import Final, Self
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import session_lock
 from transferqueue.cluster.copier import Copier, CopyMemories
-from transferqueue.cluster.spill_reports import SpillReports
 from transferqueue.cluster.stores import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT, check_text
 from transferqueue.server.files import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
-from transferqueue.server.spill.spill_file import SpillFile, SpillPolicy
-from transferqueue.server.spill.spill_file import carry_out as give_to_disk
 from transferqueue.storage.memory.backing import ArenaBacking, Backing
 from transferqueue.storage.memory.object_store import ObjectBacking
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
@@ -60,9 +54,8 @@ class ShardProcess:
     `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this
     machine's address as other machines see it; None: the address from which this machine reaches the coordinator.
     carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says. Bytes are
-    encrypted on the network, except over loopback, or where a carrier moves them. spill: where cold blocks go when the
-    arena fills; None: nowhere. timeout_s: seconds to wait for the coordinator's answer, then `Unreachable`; also raises
-    the coordinator's refusal. After an error nothing is left.
+    encrypted on the network, except over loopback, or where a carrier moves them. timeout_s: seconds to wait for the
+    coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After an error nothing is left.
     """
 
     def __init__(
@@ -75,7 +68,6 @@ class ShardProcess:
         carrier: str | None = None,
         keys: ClientKeys | None = None,
         label: str = "",
-        spill: SpillPolicy | None = None,
         timeout_s: float = TIMEOUT_S_DEFAULT,
     ) -> None:
         check_text("label", label)
@@ -87,14 +79,7 @@ class ShardProcess:
                     f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of this process; add the "
                     "shard with --bytes stream"
                 )
-            if spill is not None and store:
-                raise UsageError(
-                    f"spill directory {spill.directory} with store {store!r} refused: what lies in another store is no memory of this process; add "
-                    "the shard without --spill-dir"
-                )
             self._backing: Final = _backed(made, store, place, arena_bytes)
-            stirred = threading.Event()
-            self._disk: Final = _spill_file(made, self._backing, spill, stirred)
             secret = secrets.token_bytes(32)
             self._tickets: Final = TicketIssuer(secret, LiveExtents(), LiveExtents())
             ring = None if chosen is not None or is_loopback(place) else AcceptAll()
@@ -110,13 +95,9 @@ class ShardProcess:
                 endpoint=f"tcp://{place}:{port}",
                 key=ring.server.public if ring else "",
                 secret=secret,
-                spill_bytes=spill.nbytes if spill is not None else 0,
             )
             self._connection: Final = Connection(dial(address, keys), address)
-            self._reports: Final = (
-                SpillReports(self._connection, self._disk, stirred) if self._disk is not None else None
-            )
-            memories = CopyMemories(address, keys, self._connection, self._backing, self._disk)
+            memories = CopyMemories(address, keys, self._connection, self._backing)
             self._copier: Final = Copier(
                 self._connection,
                 memories,
@@ -152,14 +133,9 @@ class ShardProcess:
             label=label,
             shard=offer,
         )
-        threads: list[Copier | SpillReports] = (
-            [self._copier] if self._reports is None else [self._copier, self._reports]
-        )
-        for thread in threads:
-            made.callback(thread.join)  # after the connection is closed, and before the lock is free
+        made.callback(self._copier.join)  # after the connection is closed, and before the lock is free
         made.callback(self._connection.close)
-        for thread in threads:
-            made.callback(thread.stop)
+        made.callback(self._copier.stop)
         self._connection.on_welcome(memories.greeted)
         memories.greeted(self._connection.open(hello, timeout_s))
 
@@ -167,8 +143,6 @@ class ShardProcess:
         """Execute commands until the coordinator ends the shard. `Disconnected` if the session ends before, `ShardLost` if the store has
         lost bytes."""
         self._copier.start()
-        if self._reports is not None:
-            self._reports.start()
         try:
             self._run()
         except Disconnected as error:
@@ -193,7 +167,7 @@ class ShardProcess:
             for number, order in enumerate(reply.orders, reply.first):
                 if isinstance(order, m.ShutDownShard):
                     return
-                if not carry_out(order, self._backing, self._tickets, self._disk):
+                if not carry_out(order, self._backing, self._tickets):
                     failed.append(number)
 
     def close(self) -> None:
@@ -207,8 +181,8 @@ class ShardProcess:
         self.close()
 
 
-def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer, disk: SpillFile | None = None) -> bool:
-    """Execute one command, or have the disk begin it. Returns False if that failed for lack of memory."""
+def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer) -> bool:
+    """Execute one command. Returns False if that failed for lack of memory."""
     match order:
         case m.AllocatePages():
             try:
@@ -227,8 +201,6 @@ def carry_out(order: m.Order, backing: Backing, tickets: TicketIssuer, disk: Spi
             extents = _numbers(order.extents)
             tickets.keep_live(order.extents_to, extents, order.sessions_to, _numbers(order.sessions))
             backing.forget_others(order.extents_to, frozenset(extents))
-        case _:
-            give_to_disk(order, disk)
     return True
 
 
@@ -239,17 +211,6 @@ def _backed(made: ExitStack, store: str, host: str, capacity: int | None) -> Bac
     home = served_arena(capacity)
     made.callback(home.close)
     return ArenaBacking(home.arena)
-
-
-def _spill_file(
-    made: ExitStack, backing: Backing, spill: SpillPolicy | None, stirred: threading.Event
-) -> SpillFile | None:
-    """The disk of the shard; `made` closes it. None if it has none."""
-    if spill is None or not isinstance(backing, ArenaBacking):
-        return None
-    disk = SpillFile(spill.directory, spill.nbytes, lambda: backing.memory, stirred.set)
-    made.callback(disk.stop)
-    return disk
 
 
 def _numbers(data: bytes) -> tuple[int, ...]:

@@ -130,7 +130,7 @@ class Ledger:
         made.state, made.epoch = image.read(data, made.state.core.plugins)
         return made
 
-    # ------------------------------------------------------------ cuts
+    # ------------------------------------------------------------ snapshots
 
     def take_snapshot(self, now: float) -> LedgerSnapshot:
         """Copy, at one moment, everything that a snapshot keeps (see `persistence.snapshot`)."""
@@ -149,10 +149,10 @@ class Ledger:
             if self._cold is not None:
                 self._cold.attach(self.state.core.blocks)
 
-    def spill(self) -> ColdBlocks:
-        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them."""
-        if self._cold is None:
-            self._cold = ColdBlocks(self.state.core.blocks, self._usages)
+    def spill(self, room: Callable[[], int]) -> ColdBlocks:
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them. room: the
+        most bytes that the blocks of one request may take in memory now."""
+        self._cold = ColdBlocks(self.state.core.blocks, self._usages, room)
         return self._cold
 
     def _usages(self) -> list[OwnerBytes]:

@@ -99,17 +99,14 @@ _TASK_TOTALS: Final = (
 )
 
 
-def _spills(stats: Stats) -> Iterator[Family]:
-    """What is on disks, of each shard that has one; 0 is the coordinator's own arena."""
-    spills = {0: stats.server.spill} | {shard.shard: shard.spill for shard in stats.server.shards}
-    shards = [((("shard", str(number)),), spill) for number, spill in spills.items() if spill is not None]
-    if not shards:
+def _spill(stats: Stats) -> Iterator[Family]:
+    """What is on the disk, if there is one."""
+    if (spill := stats.server.spill) is None:
         return
     for name, kind, text in _SPILL:
         metric = f"spill_{name.removesuffix('_s')}{'_seconds' if name.endswith('_s') else ''}"
-        yield Family(metric, kind, text, [(labels, getattr(spill, name)) for labels, spill in shards])
-    paused = [(labels, bool(spill.paused)) for labels, spill in shards]
-    yield Family("spill_paused", "gauge", "Whether blocks cannot go to the disk now.", paused)
+        yield _one(metric, kind, text, getattr(spill, name))
+    yield _one("spill_paused", "gauge", "Whether blocks cannot go to the disk now.", bool(spill.paused))
 
 
 def _server(stats: Stats) -> Iterator[Family]:
@@ -125,7 +122,7 @@ def _server(stats: Stats) -> Iterator[Family]:
     )
     for name, kind, text in _SERVER:
         yield _one(f"server_{name}", kind, text, getattr(stats.server, name))
-    yield from _spills(stats)
+    yield from _spill(stats)
     turns = stats.server.turns
     yield Family(
         "server_turn_seconds",

@@ -77,7 +77,7 @@ from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wai
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
-from transferqueue.server.spill.spillers import Spillers
+from transferqueue.server.spill.spilling import Spilling
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
@@ -92,9 +92,7 @@ _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
 _WITHDRAWN: Final = "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue keys)"
-_ADD_WORK: Final = frozenset(
-    {m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore}
-)
+_ADD_WORK: Final = frozenset({m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore})
 """Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for results."""
 _CAUSE_CHARS: Final = 300
 """How much of the text of an unexpected exception a client gets. The log has all of it."""
@@ -139,7 +137,7 @@ class Coordinator:
         self.sessions: Final = SessionTable(identity.epoch)
         self.waiting: Final = WaitQueue()
         self.counters: Final = Counters()
-        self.spillers: Final = Spillers(ledger, self.waiting.wake)
+        self.spilling: Final = Spilling(ledger, self.waiting.wake)
         self.workers: Final = Workers()
         self.tickets: Final = tickets or TicketIssuer()
         self._durability = durability or NoDurability()
@@ -149,7 +147,6 @@ class Coordinator:
             identity.epoch,
             last=ledger.last_shard,
             own_first=self._durability.keeps_own_copy,
-            outlived=durability is not None,
             wake=self.waiting.wake,
             live_set=self._live_set,
         )
@@ -193,7 +190,7 @@ class Coordinator:
             busy_poll_s=lambda: self.busy_poll_s,
             bulk_sent=lambda: dict(self.bulk_sent()),
             bulk_received=lambda: dict(self.bulk_received()),
-            spillers=self.spillers,
+            spilling=self.spilling,
         )
         self.operations: Final = Operations(self._report_sources)
         ledger.explain_absence_with(partial(reports.absence, self._report_sources))
@@ -305,7 +302,7 @@ class Coordinator:
     def _run_jobs(self, now: float) -> None:
         if self.operations.snapshots is not None:
             self.operations.snapshots.turn(now)
-        self.spillers.turn(now)
+        self.spilling.turn(now)
 
     def _tick_ledger(self, now: float) -> None:
         due = self.ledger.next_deadline()
@@ -342,7 +339,7 @@ class Coordinator:
         at = self.ledger.next_deadline()
         waits_until = self.waiting.next_deadline() if self.waiting.requests else None
         shards_due_at = self.shards.next_deadline() if self.shards.remote else None
-        spill_due_at = self.spillers.next_deadline()
+        spill_due_at = self.spilling.next_deadline()
         disk_due_at = self._durability.due_at
         for due in (
             self.sessions.next_deadline(),
@@ -469,8 +466,6 @@ class Coordinator:
         try:
             self.ledger.open_session(session.number, hello.client, now, label=session.label, origin=encode_hello(hello))
             self.shards.join(session)
-            if hello.shard is not None:
-                self.spillers.shard_joined(self.shards.remote[hello.shard.number])
             self.watch(session)
         except OSError as error:
             self._end(session, now, "")
@@ -508,7 +503,7 @@ class Coordinator:
         removed = self.waiting.remove_session(number)
         for waiting in removed if reason else ():
             self._answer(session.peer, waiting.call, _failed(Disconnected(f"session closed: {reason}")))
-        if removed and self.spillers.is_any:
+        if removed and self.spilling.is_on:
             self._guard("end of loads", partial(self._abandon, removed, now))
         if session.process.pidfd >= 0:
             self._guard("end of a watch", partial(self._watcher.unwatch, session.process.pidfd))
@@ -516,7 +511,6 @@ class Coordinator:
         lingers = self.sessions.close(session, now)
         self._must("the end of a session", partial(self.ledger.close_session, number, now, pins=not lingers))
         if shard is not None:
-            self.spillers.shard_gone(shard.number)
             self._must("the loss of a shard", partial(self.ledger.shard_lost, shard.number, now))
         if not lingers:
             self._guard("end of evidence", partial(session.process.close, self.identity.lock_directory))
@@ -524,7 +518,7 @@ class Coordinator:
     def _abandon(self, removed: list[WaitingRequest], now: float) -> None:
         """Nothing is brought back from a disk any more for these requests, whose session has ended."""
         keys = {key for waiting in removed for key in waiting.keys}
-        self.spillers.abandon({key for key in keys if not self.waiting.is_waited_for(key)}, now)
+        self.spilling.abandon({key for key in keys if not self.waiting.is_waited_for(key)}, now)
 
     # ------------------------------------------------------------ defects
 
@@ -702,7 +696,7 @@ class Coordinator:
                     continue  # it has effects
                 waiting = self.waiting.next_due() if self.waiting.requests else None
                 if waiting is None:
-                    may_go_on = self.spillers.go_on(now)  # it may give shards commands, for which their requests wait
+                    may_go_on = self.spilling.go_on(now)
                     if not may_go_on and not (self.waiting.requests and self.waiting.may_have_due):
                         return
                     continue

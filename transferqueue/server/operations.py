@@ -20,6 +20,7 @@ from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
 from transferqueue.server.shards.block_fetches import BlockFetches
 from transferqueue.server.shards.copies import CopyOrders
+from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
@@ -49,7 +50,6 @@ class Operations:
             m.Drain: self._drain,
             m.PollCommands: self._poll_commands,
             m.TakeCopies: self._take_copies,
-            m.ReportSpill: self._report_spill,
             m.SnapshotRequest: self._snapshot,
             m.Restore: self._restore,
             m.WatchJob: self._watch_job,
@@ -70,7 +70,7 @@ class Operations:
         """Why a request waits: what is missing and who holds it."""
         explain = self._explanations.get(type(request), self._ledger.explain)
         text = explain(request, now)
-        loading = self._sources.spillers.explain_loads() if type(request) in _NEED_BYTES else ""
+        loading = self._sources.spilling.explain_loads() if type(request) in _NEED_BYTES else ""
         return f"{text}; {loading}" if loading else text
 
     # ------------------------------------------------------------ memory and shards
@@ -85,19 +85,19 @@ class Operations:
                 raise
             taken = None
         if taken is not None:
-            self._sources.spillers.taken(taken[0])
+            if taken[0] == SHARD:
+                self._sources.spilling.taken()
             with self._shards.granting(*taken, now):
                 return self._ledger.grant(session.number, *taken, now, call=call)
-        if self._sources.spillers.is_any:
-            shards = self._shards.may_have(request.nbytes, request.apart, request.use)
-            self._sources.spillers.need(request.nbytes, shards, request.use)
+        if self._sources.spilling.is_on and self._shards.own_may_have(request.nbytes, request.apart, request.use):
+            self._sources.spilling.need(request.nbytes, request.use)
         if request.wait_s:
             return MustWait(keys=(_MEMORY,))
         raise Full(self._explain_grant(request, now))
 
     def _explain_grant(self, request: m.Grant, now: float) -> str:
         text = self._shards.explain(request.nbytes, reports.holders(self._sources, now), request.use)
-        return text + self._sources.spillers.explain_memory()
+        return text + self._sources.spilling.explain_memory()
 
     def _list_shards(self, session: OpenSession, call: int, request: m.ListShards, now: float) -> Answer:
         return self._shards.list_for(session)
@@ -110,10 +110,6 @@ class Operations:
 
     def _take_copies(self, session: OpenSession, call: int, request: m.TakeCopies, now: float) -> Answer:
         return self._copies.take(session, request, now)
-
-    def _report_spill(self, session: OpenSession, call: int, request: m.ReportSpill, now: float) -> Answer:
-        self._sources.spillers.report(self._shards.shard_of(session).number, request, now)
-        return m.DoneReply()
 
     # ------------------------------------------------------------ snapshots
 

@@ -12,10 +12,9 @@ from transferqueue.ledger.table import Absence
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
-from transferqueue.server.shards.own_memory import SHARD
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
-from transferqueue.server.spill.spillers import Spillers
+from transferqueue.server.spill.spilling import Spilling
 from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
@@ -64,7 +63,7 @@ class ReportSources:
     busy_poll_s: Callable[[], float]
     bulk_sent: Callable[[], dict[str, int]]
     bulk_received: Callable[[], dict[str, int]]
-    spillers: Spillers
+    spilling: Spilling
 
 
 def observe(sources: ReportSources, request: m.Observe, now: float) -> object:
@@ -185,7 +184,7 @@ def _server(sources: ReportSources, now: float) -> Plain:
         "backed_bytes": memory.arena.backed,
         "extents": memory.extents,
         "shards": [_shard(sources, shard) for shard in sources.shards],
-        "spill": sources.spillers.plain(SHARD),
+        "spill": sources.spilling.plain(),
         "calls": counters.calls,
         "garbage": counters.garbage,
         "repeated": counters.repeated,
@@ -209,7 +208,6 @@ def _shard(sources: ReportSources, shard: RemoteShard) -> Plain:
         "drains": shard.draining,
         "bulk_sent_bytes": shard.sent_bytes,
         "bulk_received_bytes": shard.received_bytes,
-        "spill": sources.spillers.plain(shard.number),
     }
 
 

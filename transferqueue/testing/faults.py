@@ -19,7 +19,6 @@ from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.requests import ack, flow_control, lease, put, weight_channels
 from transferqueue.ledger.rows.arrays import NO_ROWS
 from transferqueue.ledger.rows.blocks import BlockRegistry
-from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.ledger.rows.groups import GroupIndex
 from transferqueue.ledger.rows.indexes import StepIndex
 from transferqueue.ledger.rules import finish, groups_and_staleness
@@ -177,14 +176,6 @@ def _always_some(was: Any) -> Any:
     return begin
 
 
-def _one_by_one(was: Any) -> Any:
-    def give_up(self: Any, orders: Any) -> None:
-        for order in orders:
-            was(self, [order])
-
-    return give_up
-
-
 def _if_any(was: Any) -> Any:
     return lambda self: was(self) if len(self.requests) else None
 
@@ -235,7 +226,6 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a copy counts before it is written": ((BlockRegistry, "order_copies", _counted_at_once),),
     "a turn goes on for a due request that has ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
     "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),
-    "the orders of a lost shard end one by one": ((ColdBlocks, "give_up", _one_by_one),),
     "new rows take the memory that blocks left for others": ((Backlog, "may_have", _always), (Spiller, "_share_memory", _nothing)),
     "a server lives on with a torn ledger": ((Ledger, "_raise_torn", _lives_on),),
 }  # fmt: skip
@@ -244,9 +234,8 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
 KIND_OF: Final = {
     "a turn goes on for a due request that has ended": "crowded-mixed",
     "a server lives on with a torn ledger": "interrupted",
-    "a turn ends though a request is due": "crowded-shards",
-    "the orders of a lost shard end one by one": "crowded-shards",
-    "new rows take the memory that blocks left for others": "full-shards",
+    "a turn ends though a request is due": "crowded-backlog",
+    "new rows take the memory that blocks left for others": "full-disk",
 }
 """The kind of the worlds in which a bug shows, if that is not the usual one."""
 

@@ -9,15 +9,13 @@ from rich.text import Text
 from transferqueue.cli.screens.layout import GridColumn, bar, fit, flow, grid_line, heading, spread, wrap
 from transferqueue.cli.screens.verdict import verdict_lines
 from transferqueue.observe import units
-from transferqueue.observe.answers.stats import ServerStats, SpillStats, TableStats, TaskStats, Waiting
+from transferqueue.observe.answers.stats import ServerStats, TableStats, TaskStats, Waiting
 from transferqueue.observe.frame import StatsFrame, TableRates
 
 _BAR: Final = 24
 _BAR_STALENESS: Final = 8
 _LAGS_SHOWN: Final = 6
 _PACES: Final = " ◂"
-_DISKS_MAX: Final = 4
-"""So many disks have a line each: those that are paused, then the fullest."""
 
 
 def top_lines(frame: StatsFrame, width: int) -> list[Text]:
@@ -73,23 +71,12 @@ def _shards(server: ServerStats) -> list[Text]:
 
 
 def _spill(server: ServerStats) -> list[Text]:
-    """What is on the disk of each arena that has one, in a line each, and of all others in one more."""
-    spills = [("", server.spill), *((f" of shard {shard.shard}", shard.spill) for shard in server.shards)]
-    shown = [(where, spill) for where, spill in spills if spill is not None]
-    shown.sort(key=lambda entry: (not entry[1].paused, -entry[1].bytes))
-    lines = [_spill_line(where, spill) for where, spill in shown[:_DISKS_MAX]]
-    if others := [spill for _, spill in shown[_DISKS_MAX:]]:
-        on_disk = units.size(sum(spill.bytes for spill in others))
-        lines.append(Text(f"spill  {on_disk} on {units.plural(len(others), 'other disk')}"))
-    return lines
-
-
-def _spill_line(where: str, spill: SpillStats) -> Text:
+    """What is on the disk, if there is one."""
+    if (spill := server.spill) is None:
+        return []
     text = _arena("spill ", spill.bytes, spill.bytes_max)
-    text.append(
-        f" on disk{where} · {units.size(spill.spilled_bytes)} went there, {units.size(spill.loaded_bytes)} came back"
-    )
-    return text.append(f" · paused: {spill.paused}", style="red") if spill.paused else text
+    text.append(f" on disk · {units.size(spill.spilled_bytes)} went there, {units.size(spill.loaded_bytes)} came back")
+    return [text.append(f" · paused: {spill.paused}", style="red") if spill.paused else text]
 
 
 def _level(share: float) -> str:

@@ -35,7 +35,9 @@ def snapshot(
     return SnapshotCalls(requests, timeout_s, progress)
 
 
-def restore(clients: Sequence[ClientSession], path: Path, timeout_s: float | None, progress: Progress | None) -> SnapshotCalls:
+def restore(
+    clients: Sequence[ClientSession], path: Path, timeout_s: float | None, progress: Progress | None
+) -> SnapshotCalls:
     """Restore the newest snapshot of each coordinator."""
     path = check_path("path", path)
     return SnapshotCalls(

@@ -137,9 +137,6 @@ class Spill(Protocol):
     def may_be_cold(self, extent: ExtentState) -> None:
         """Nobody reads a block of this extent any more, or nobody writes into it any more."""
 
-    def lose(self, shard: int) -> list[int]:
-        """A shard is lost, and its disk with it. Returns the blocks that were there."""
-
     def want(self, numbers: Collection[int], core: Writes) -> MustWait | None:
         """What a request must wait for that is to name these blocks."""
 
@@ -224,9 +221,7 @@ class BlockRegistry:
     # ------------------------------------------------------------ losses
 
     def lose_shard(self, shard: int) -> list[int]:
-        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere, those on its disk among them; the caller must
-        retire them.
-        """
+        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere; the caller must retire them."""
         for extent in self.extents.values():
             extent.lost |= extent.shard == shard
         for order in [number for number in self.missing.orders if self.extents[number].lost]:
@@ -237,7 +232,7 @@ class BlockRegistry:
                 lost.append(number)
             elif any(extent.lost for extent in block.extents):
                 self._lose_copies(block)
-        return lost + self.cold.lose(shard) if self.cold is not None else lost
+        return lost
 
     def _lose_copies(self, block: CommittedBlock) -> None:
         """Remove lost extents from the block. Its first remaining copy becomes its main location."""

@@ -1,54 +1,47 @@
-"""The blocks of one arena that may leave memory for a disk: which extents leave, which are on their way, and what comes back.
+"""The blocks of the coordinator's arena that may leave memory for a disk: which extents leave, which are on their way, and what comes back.
 
-The rules (docs/decisions/0056, 0059):
+The rules (docs/decisions/0056):
 
 1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest blocks leave first, since
    tasks lease the oldest ones first.
 2. A block stays readable until its bytes are written. If somebody pinned it meanwhile, its extent stays in memory.
-3. The blocks of the load order that is carried out here are spared. They may lie scattered, each in an extent with others that nobody needs now.
+3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with others that nobody needs now.
    If the order finds no memory, and nothing else is cold, these extents leave, too, and the blocks come back side by side. At most twice for each
    order: first where that makes room, then all, which ends fragmentation. Neither if what cannot leave takes too much memory anyway.
-4. A block comes back to the arena that it left.
-5. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it is not cold then, it is listed
+4. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it is not cold then, it is listed
    again by what makes it cold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Final
 
 from msgspec.structs import replace
 
 from transferqueue.ledger.rows.blocks import BlockRegistry, CommittedBlock, OwnerBytes
+from transferqueue.ledger.rows.missing_copies import OWN_SHARD
 from transferqueue.limits import PAGE_BYTES, SMALL_EXTENTS_BYTES
 from transferqueue.schema import align
 from transferqueue.wire.messages import BlockLocation
 
 ON_DISK: Final = -1
-"""The shard that the location of a block names while its bytes are on the disk of the coordinator's own arena."""
+"""The shard that the location of a block names while its bytes are on the disk."""
 _LOADED_TOGETHER_BYTES: Final = SMALL_EXTENTS_BYTES
 """Small blocks are loaded into extents of this size, which small puts have, too."""
 NO_BLOCKS: Final[frozenset[int]] = frozenset()
 
 
-def disk_of(shard: int) -> int:
-    """What the location of a block names as its shard while it is on the disk of this arena. `disk_of` of that is the arena."""
-    return ON_DISK - shard
-
-
 @dataclass(slots=True, eq=False)
 class LoadOrder:
-    """What one request waits for. number: of the order; a later one has a higher one. blocks: those that it needs. arenas: those that spill, and that
-    these blocks belong to."""
+    """What one request waits for. number: of the order; a later one has a higher one. blocks: those that it needs."""
 
     number: int
     blocks: frozenset[int]
-    arenas: frozenset[int]
-    gathered: dict[int, int] = field(default_factory=dict)
-    """By arena: how often extents left for it (rule 3)."""
+    gathered: int = 0
+    """How often extents left for it (rule 3)."""
     since: float | None = None
     """Since when it is carried out. The caller sets this time, and the next one."""
     stuck_since: float | None = None
@@ -65,35 +58,28 @@ class ColdExtent:
 
 
 class ColdArena:
-    """The blocks of one arena that may be spilled, or are.
+    """The blocks of the arena that may be spilled, or are.
 
-    on_disk: the blocks of all arenas that are on a disk. tables: what the blocks of each table count for. room: the most bytes that the blocks of
-    one request may take in memory now. blocks_max: extents of more blocks stay in memory. departed: called when blocks have left the disk.
+    tables: what the blocks of each table count for. room: the most bytes that the blocks of one request may take in memory now. departed: called
+    when blocks have left the disk.
     """
 
     def __init__(
         self,
-        shard: int,
         blocks: BlockRegistry,
-        on_disk: dict[int, CommittedBlock],
         tables: Callable[[], Iterable[OwnerBytes]],
         room: Callable[[], int],
-        blocks_max: int,
         departed: Callable[[], object],
     ) -> None:
-        self.shard: Final = shard
         self.room: Final = room
-        self.blocks_on_disk = self.bytes_on_disk = 0
+        self.on_disk: Final[dict[int, CommittedBlock]] = {}
+        self.bytes_on_disk = 0
         self.is_silent = False
         """Whether the disk has not answered for long."""
         self.order: LoadOrder | None = None
-        """The load order that is carried out here. `carry_out` changes it."""
-        self.orders = 0
-        """How many load orders have blocks here."""
+        """The load order that is carried out. `carry_out` changes it."""
         self._blocks = blocks
-        self._on_disk: Final = on_disk
         self._tables: Final = tables
-        self._blocks_max: Final = blocks_max
         self._departed: Final = departed
         self._resident: dict[int, dict[int, CommittedBlock]] = {}
         """By extent: its blocks that may be spilled."""
@@ -133,7 +119,7 @@ class ColdArena:
         self._spared.clear()
 
     def committed(self, block: CommittedBlock) -> None:
-        """A block of this arena was committed, or came back."""
+        """A block was committed, or came back."""
         self._resident.setdefault(block.extent.id, {})[block.at.block] = block
         self._count_pages(block, 1)
         self.may_be_cold(block.extent.id)
@@ -165,6 +151,7 @@ class ColdArena:
 
     def forget_on_disk(self, block: CommittedBlock) -> None:
         """Nobody needs this block any more, which is on the disk."""
+        del self.on_disk[block.at.block]
         self._missing = None
         self._left_disk(block)
         self._forgotten.append(block.at.block)
@@ -173,12 +160,6 @@ class ColdArena:
         """The blocks on the disk that were forgotten since the last call."""
         forgotten, self._forgotten = self._forgotten, []
         return forgotten
-
-    def lose(self) -> None:
-        """The arena and its disk are lost. Close the extents that were loaded into."""
-        for number in list(self._loading):
-            self._blocks.close(number)
-        self._loading.clear()
 
     # ------------------------------------------------------------ the load order
 
@@ -194,11 +175,11 @@ class ColdArena:
         bytes; the largest first."""
         if self._missing is None:
             loading = {number for offsets in self._loading.values() for number in offsets}
-            self._missing = self._grouped(number for number in self._needed - loading if self.has_on_disk(number))
+            self._missing = self._grouped((self._needed - loading) & self.on_disk.keys())
         return self._missing
 
     def check_fits(self, numbers: Iterable[int]) -> tuple[int, int] | None:
-        """The bytes that these blocks of the arena take side by side, and the room for them, if they do not fit."""
+        """The bytes that these blocks take side by side, and the room for them, if they do not fit."""
         nbytes, room = self._pages_of(numbers), self.room()
         return (nbytes, room) if nbytes > room else None
 
@@ -226,15 +207,10 @@ class ColdArena:
         """The bytes of memory that these blocks take side by side."""
         return sum(align(nbytes, PAGE_BYTES) for _, nbytes in self._grouped(numbers))
 
-    def has_on_disk(self, number: int) -> bool:
-        """Whether this block is on the disk."""
-        block = self._on_disk.get(number)
-        return block is not None and block.at.shard == disk_of(self.shard)
-
     def belongs(self, block: CommittedBlock) -> bool:
-        """Whether the block is in this arena, or on its disk, and may be spilled."""
+        """Whether the block is in the arena, or on its disk, and may be spilled."""
         if not block.extents:
-            return block.at.shard == disk_of(self.shard)
+            return block.at.shard == ON_DISK
         return block.at.block in self._resident.get(block.extent.id, {})
 
     # ------------------------------------------------------------ to the disk
@@ -260,7 +236,7 @@ class ColdArena:
         """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3). Nothing else is cold. used:
         bytes of memory that are in use."""
         order, now = self.order, (self._events, used)
-        if order is None or order.gathered.get(self.shard, 0) > 1 or now == self._scattered_tried:
+        if order is None or order.gathered > 1 or now == self._scattered_tried:
             return []
         self._scattered_tried = now
         tables = {id(usage) for usage in self._tables()}
@@ -272,8 +248,8 @@ class ColdArena:
         pages = self._pages_of(block.at.block for block in needed)
         if used - sum(extent.nbytes for extent in scattered) + pages > self.room():
             return []
-        for stage in range(order.gathered.get(self.shard, 0) + 1, 3):
-            order.gathered[self.shard] = stage
+        for stage in range(order.gathered + 1, 3):
+            order.gathered = stage
             chosen = [extent for extent in scattered if stage > 1 or self._is_sparse(extent, order.blocks)]
             if chosen:
                 self._gathered.update(extent.number for extent in chosen)
@@ -281,8 +257,8 @@ class ColdArena:
         return []
 
     def choose_spared(self, nbytes: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that are spared for the order, if that finds no memory, here or elsewhere: others wait for memory, and may use
-        what it needs."""
+        """As `choose`, of the extents that are spared for the order, if that finds no memory: others wait for memory, and may use what it
+        needs."""
         if self.order is None or self.order.stuck_since is None:
             return []
         tables = {id(usage) for usage in self._tables()}
@@ -311,7 +287,7 @@ class ColdArena:
             or extent is None
             or extent.open
             or number in self._writing
-            or not len(members) == extent.blocks <= self._blocks_max
+            or len(members) != extent.blocks
             or any(block.pins or id(block.usage) not in tables for block in members.values())
         ):
             return None
@@ -343,10 +319,9 @@ class ColdArena:
         self._missing = None
         for member, block in members.items():
             self._count_pages(block, -1)
-            self._on_disk[member] = block
-            self.blocks_on_disk += 1
+            self.on_disk[member] = block
             self.bytes_on_disk += block.at.nbytes
-            block.at = replace(block.at, shard=disk_of(self.shard), extent=0, offset=0)
+            block.at = replace(block.at, shard=ON_DISK, extent=0, offset=0)
             self._blocks.leave(block)
         return list(members)
 
@@ -355,11 +330,11 @@ class ColdArena:
     def begin_loading(self, offset: int, nbytes: int, numbers: Iterable[int]) -> tuple[int, Mapping[int, int]]:
         """Load these blocks into an extent of the arena, which the caller has allocated. Returns the number of the extent, and where each block
         begins. The extent closes by `finish_loading`."""
-        extent = self._blocks.grant(0, self.shard, offset, nbytes)
+        extent = self._blocks.grant(0, OWN_SHARD, offset, nbytes)
         offsets: dict[int, int] = {}
         for number in numbers:
             offsets[number] = offset
-            offset = align(offset + self._on_disk[number].at.nbytes)
+            offset = align(offset + self.on_disk[number].at.nbytes)
         self._loading[extent.id] = offsets
         self._missing = None
         return extent.id, offsets
@@ -368,17 +343,16 @@ class ColdArena:
         """The bytes of these blocks are in the extent of this number. Its other blocks stay on the disk."""
         self._missing = None
         for member, at in self._loading.pop(number).items():
-            block = self._on_disk.get(member)
+            block = self.on_disk.get(member)
             if block is None or member not in loaded:
                 continue
-            del self._on_disk[member]
+            del self.on_disk[member]
             self._left_disk(block)
-            block.at = replace(block.at, shard=self.shard, extent=number, offset=at)
+            block.at = replace(block.at, shard=OWN_SHARD, extent=number, offset=at)
             self._blocks.arrive(block, number)
             self.committed(block)
         self._blocks.close(number)
         self._departed()
 
     def _left_disk(self, block: CommittedBlock) -> None:
-        self.blocks_on_disk -= 1
         self.bytes_on_disk -= block.at.nbytes

@@ -135,8 +135,8 @@ class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A remote shard: its number, what people call it, its arena, whether it is to leave, what clients have read from it and written by
-    carrier, and what is on its disk, if it has one."""
+    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it and written by
+    carrier."""
 
     shard: int
     label: str
@@ -146,7 +146,6 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
     drains: bool
     bulk_sent_bytes: dict[str, int] = {}
     bulk_received_bytes: dict[str, int] = {}
-    spill: SpillStats | None = None
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):

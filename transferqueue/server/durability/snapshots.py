@@ -49,7 +49,7 @@ from transferqueue.errors import (
 from transferqueue.ledger.effects import MustWait
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.persistence.snapshot import LedgerSnapshot
-from transferqueue.ledger.rows.cold_arena import ON_DISK, disk_of
+from transferqueue.ledger.rows.cold_arena import ON_DISK
 from transferqueue.limits import MIB, SNAPSHOT_FETCH_S
 from transferqueue.server.durability.snapshot_directory import SnapshotReader, SnapshotWriter, is_number
 from transferqueue.server.durability.snapshot_files import (
@@ -65,7 +65,8 @@ from transferqueue.server.durability.snapshot_job import SnapshotJob
 from transferqueue.server.durability.spool import BlockSpool
 from transferqueue.server.shards.block_fetches import ArrivedBlocks, BlockFetches
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
-from transferqueue.server.spill.spillers import Spillers
+from transferqueue.server.spill.spill_jobs import SpilledBlock
+from transferqueue.server.spill.spilling import Spilling
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.inputs.block_writer import BlockWriter
 from transferqueue.storage.inputs.from_snapshot import columns_from_arrow
@@ -89,8 +90,8 @@ Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 class SnapshotJobs:
     """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. spillers: has the
-    blocks that are on disks; None: none ever is. wake: makes the requests due that wait on a key. stir: has
+    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. spilling: has the
+    blocks that are on the disk; None: none ever is. wake: makes the requests due that wait on a key. stir: has
     the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is not restored.
     """
 
@@ -99,7 +100,7 @@ class SnapshotJobs:
         root: Path,
         ledger: Ledger,
         fetches: BlockFetches,
-        spillers: Spillers | None = None,
+        spilling: Spilling | None = None,
         *,
         wake: Callable[[tuple[str, ...]], None],
         stir: Callable[[], None],
@@ -107,7 +108,7 @@ class SnapshotJobs:
     ) -> None:
         self.root: Final = root
         self._ledger, self._fetches = ledger, fetches
-        self._spillers: Final = Spillers(ledger) if spillers is None else spillers
+        self._spilling: Final = Spilling(ledger) if spilling is None else spilling
         self._shards, self._memory = fetches.shards, fetches.shards.own
         self._wake, self._wake_loop = wake, stir
         self._index = index
@@ -268,13 +269,13 @@ class SnapshotJobs:
                 "get their numbers"
             )
         contents = self._ledger.take_snapshot(now)
-        spilled = self._spillers.hold()
-        remote = _take_own_copies(contents, spilled)
+        spilled = self._spilling.hold()
+        remote = _take_own_copies(contents)
         arrivals: Arrivals = queue.SimpleQueue()
         try:
             self._fetches.begin(remote, arrivals.put, now)
         except BaseException:
-            self._spillers.release()
+            self._spilling.release()
             raise
         extents = [
             number for at in contents.blocks.values() for number in (at.extent, *(copy.extent for copy in at.copies))
@@ -282,7 +283,7 @@ class SnapshotJobs:
         self._shards.hold(extents)
 
         def end(now: float) -> None:
-            self._spillers.release()
+            self._spilling.release()
             self._fetches.end(now)
             self._shards.release(extents, now)
             self._wake(("memory",))
@@ -306,7 +307,7 @@ class SnapshotJobs:
         keep: int,
         remote: list[m.BlockLocation],
         arrivals: Arrivals,
-        spilled: Mapping[int, m.SpilledBlock],
+        spilled: Mapping[int, SpilledBlock],
     ) -> None:
         arena = _mapped(self._memory, mmap.PROT_READ)
 
@@ -330,10 +331,10 @@ class SnapshotJobs:
         finally:
             writer.abandon()
 
-    def _read_spilled(self, place: m.SpilledBlock) -> U8:
+    def _read_spilled(self, place: SpilledBlock) -> U8:
         """The bytes of a block on the disk. `Corruption` if the disk does not give them, or gives others."""
         try:
-            content = self._spillers.read(place)
+            content = self._spilling.read(place)
         except OSError as error:
             raise Corruption(f"spilled block {place.block} cannot be read from the disk: {error}") from error
         verify(content, place.checksum, f"spilled block {place.block}")
@@ -433,9 +434,8 @@ class SnapshotJobs:
         return extent[0]
 
 
-def _take_own_copies(contents: LedgerSnapshot, spilled: Mapping[int, m.SpilledBlock]) -> list[m.BlockLocation]:
-    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from shards: from their memory,
-    or, with extent 0, from their disks."""
+def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
+    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from shards."""
     for number, at in contents.blocks.items():
         if own := [copy for copy in at.copies if copy.shard == SHARD]:
             others = [
@@ -445,12 +445,7 @@ def _take_own_copies(contents: LedgerSnapshot, spilled: Mapping[int, m.SpilledBl
             contents.blocks[number] = replace(
                 at, shard=SHARD, extent=own[0].extent, offset=own[0].offset, copies=others
             )
-    remote = [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
-    return [at if at.shard > SHARD else _on_disk_of_shard(at, spilled[at.block]) for at in remote]
-
-
-def _on_disk_of_shard(at: m.BlockLocation, place: m.SpilledBlock) -> m.BlockLocation:
-    return replace(at, shard=disk_of(at.shard), extent=0, offset=place.offset, checksum=place.checksum)
+    return [at for at in contents.blocks.values() if at.shard not in (SHARD, ON_DISK)]
 
 
 @contextmanager

@@ -114,7 +114,7 @@ class ServerProcess:
             root.absolute(),
             coordinator.ledger,
             coordinator.operations.fetches,
-            coordinator.spillers,
+            coordinator.spilling,
             wake=coordinator.waiting.wake,
             stir=wakeup.set,
             index=coordinator.index,
@@ -133,7 +133,7 @@ class ServerProcess:
             policy.directory, policy.nbytes, lambda: mapped(memory.arena.path, memory.arena.capacity), wakeup.set
         )
         made.callback(space.stop)
-        self.coordinator.spillers.add_own(memory, space, policy.nbytes)
+        self.coordinator.spilling.begin(memory, space, policy.nbytes)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
         """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see

@@ -1,7 +1,7 @@
 """How much an arena and the disk to which it spills may hold together, so that whatever is on the disk can always come back. It only keeps books.
 
 A block comes back into memory that others leave, and these need space on the disk. So both together have some room that nothing new takes, and the
-memory that blocks leave goes to nothing new. The rules (docs/decisions/0059):
+memory that blocks leave goes to nothing new. The rules (docs/decisions/0056):
 
 1. Memory and disk together hold no more than can change places: what fits on the disk; or what fits in memory, without the share of results; or both
    less two of the largest extents. Whichever is most, but beyond two arenas only what fits on the disk: then free memory in pieces hinders nothing.

@@ -76,9 +76,8 @@ class CopyOrders:
             return None
 
     def _with_tickets(self, session: int, order: m.CopyOrder) -> m.CopyOrder:
-        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk endpoints. Its own disk it
-        reads without."""
-        blocks = [self._shards.tickets_for(at.shard).block(session, at) if at.extent else at for at in order.blocks]
+        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk endpoints."""
+        blocks = [self._shards.tickets_for(at.shard).block(session, at) for at in order.blocks]
         return replace(
             order, target=self._shards.tickets_for(order.target.shard).granted(session, order.target), blocks=blocks
         )

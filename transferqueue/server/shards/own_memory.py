@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from transferqueue.errors import Impossible
-from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, LOADS_SHARE, PAGE_BYTES
+from transferqueue.limits import ARENA_STEP_BYTES, DEVICE_IDLE_S, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.storage.memory.allocator import Allocator
@@ -33,8 +33,6 @@ class OwnShardMemory:
     pages, and is freed whole. allocator, extents: of an earlier run of the server."""
 
     number: Final = SHARD
-    grows: Final = False
-    """Whether pages that were asked for are on their way: here they come at once."""
 
     def __init__(self, arena: Arena, allocator: Allocator | None = None, extents: int = 0) -> None:
         self.arena = arena
@@ -60,11 +58,6 @@ class OwnShardMemory:
     def grantable(self) -> int:
         """The most that it can grant."""
         return self.allocator.capacity
-
-    @property
-    def kept_for_loads(self) -> int:
-        """Bytes that are not for new rows, but for those that come back from a disk."""
-        return self.grantable // LOADS_SHARE if self.backlog is not None else 0
 
     def trim(self, now: float) -> None:
         """Reserve a few pages ahead of use, or give back pages that were free for a while, if there are many."""
@@ -98,10 +91,6 @@ class OwnShardMemory:
         self.extents += 1
         self._look_ahead(offset + nbytes, fresh=self.arena.backed > backed)
         return offset, nbytes
-
-    def take_for_load(self, nbytes: int) -> tuple[int, int] | None:
-        """As `take`, for blocks that come back from the disk."""
-        return self.take(nbytes)
 
     def _look_ahead(self, end: int, *, fresh: bool) -> None:
         """Reserve the pages behind an extent that was granted for the first time: they will be needed next."""

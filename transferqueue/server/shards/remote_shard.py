@@ -10,7 +10,7 @@ The rules (docs/decisions/0022):
 4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range needs pages again from then on.
 5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only the pages that
    exist count. A shard may confirm only commands that it got.
-6. A shard that drains grants nothing more, but to blocks that come back from its disk. When it is empty, and its disk, it is told to shut down.
+6. A shard that drains grants nothing more. When it is empty, it is told to shut down.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ import msgspec
 
 from transferqueue.errors import ProtocolError
 from transferqueue.ledger.effects import MustWait
-from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, LOADS_SHARE, PAGE_BYTES, SPILL_JOBS_BLOCKS
+from transferqueue.limits import ARENA_STEP_BYTES, ITEMS_MAX, PAGE_BYTES
 from transferqueue.schema import align
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
-from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import TRIM_AFTER_S, check_size
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
@@ -44,7 +43,6 @@ _ENDED_MAX: Final = 4096
 class _QueuedCommand(msgspec.Struct, frozen=True):
     number: int
     command: m.Order
-    blocks: int
     then: Callable[[bool, float], None]
 
 
@@ -74,14 +72,10 @@ class RemoteShard:
         self.offer: Final = offer
         self.tickets: Final = TicketIssuer(offer.secret)
         self.allocator: Final = Allocator.holding(offer.capacity, (granted or {}).values())
-        self.backlog: Final = Backlog(offer.capacity, offer.spill_bytes) if offer.spill_bytes else None
-        """What it may hold together with the disk to which cold blocks go; None: it has none."""
         self.draining = False
         self.sent_bytes = {"stream": 0, "one_sided": 0}
         self.received_bytes = dict(self.sent_bytes)
         """Bytes that clients have read from it by what carried them, as of its latest poll for commands."""
-        self.holds_spilled: Callable[[], bool] = lambda: False
-        """Whether blocks are on its disk, or on their way."""
         self._epoch = epoch
         self._wake = wake
         self._live_set = live_set
@@ -112,16 +106,6 @@ class RemoteShard:
         """The most that it can grant, as far as is known: after a failed request for pages, only the pages that exist."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
-    @property
-    def kept_for_loads(self) -> int:
-        """Bytes that are not for new rows, but for those that come back from its disk."""
-        return self.grantable // LOADS_SHARE if self.backlog is not None else 0
-
-    @property
-    def grows(self) -> bool:
-        """Whether pages that were asked for are on their way."""
-        return self._growing > 0 or not self._ready
-
     def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
         """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that are not granted."""
         self.tickets.resume(sessions, extents)
@@ -142,11 +126,7 @@ class RemoteShard:
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
         """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages now."""
-        return None if self.draining else self.take_for_load(nbytes)
-
-    def take_for_load(self, nbytes: int) -> tuple[int, int] | None:
-        """As `take`, for blocks that come back from the disk: a shard that drains takes these, too."""
-        if not self._ready:
+        if self.draining or not self._ready:
             return None
         size = align(nbytes, PAGE_BYTES)
         offset = self.allocator.allocate_warm(size)
@@ -180,7 +160,7 @@ class RemoteShard:
     def drain(self) -> None:
         """Grant nothing more, and leave as soon as the shard is empty."""
         self.draining = True
-        self.leave_if_empty()
+        self._leave_if_empty()
 
     def _free(self, offset: int, nbytes: int, now: float) -> None:
         self.allocator.free(offset, nbytes)
@@ -188,11 +168,11 @@ class RemoteShard:
         if self._trim_at is None:
             self._trim_at = now + TRIM_AFTER_S
         self._wake(("memory",))
-        self.leave_if_empty()
+        self._leave_if_empty()
 
-    def leave_if_empty(self) -> None:
+    def _leave_if_empty(self) -> None:
         """If the shard drains and nothing is left in it, tell it to shut down."""
-        if self.draining and not self.allocator.used and not self.holds_spilled():
+        if self.draining and not self.allocator.used:
             self._send(m.ShutDownShard())
 
     # ------------------------------------------------------------ pages
@@ -226,7 +206,7 @@ class RemoteShard:
         else:
             self.allocator.chill(offset, nbytes)
             self._full = True
-        self.leave_if_empty()
+        self._leave_if_empty()
 
     def next_deadline(self) -> float | None:
         """When `trim` has something to do next; None: nothing is due."""
@@ -260,33 +240,18 @@ class RemoteShard:
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._commands:
             return MustWait((("shard", str(self.number)),))
-        sent = self._next_commands()
+        sent = list(islice(self._commands, ITEMS_MAX))
         self._last_sent = max(self._last_sent, sent[-1].number)
         return m.ShardCommands(self._epoch, sent[0].number, [queued.command for queued in sent])
-
-    def _next_commands(self) -> list[_QueuedCommand]:
-        """As many as one answer has: `ITEMS_MAX` at most, and blocks for about `SPILL_JOBS_BLOCKS`."""
-        sent: list[_QueuedCommand] = []
-        blocks = 0
-        for queued in islice(self._commands, ITEMS_MAX):
-            sent.append(queued)
-            blocks += queued.blocks
-            if blocks >= SPILL_JOBS_BLOCKS:
-                break
-        return sent
 
     def _confirm(self, done: int, failed: frozenset[int], now: float) -> None:
         while self._commands and self._commands[0].number <= done:
             command = self._commands.popleft()
             command.then(command.number not in failed, now)
 
-    def command(self, command: m.Order, blocks: int) -> None:
-        """Give the shard a command that names so many blocks, and whose consequence does not wait for its confirmation."""
-        self._send(command, blocks=blocks)
-
-    def _send(self, command: m.Order, then: Callable[[bool, float], None] = _nothing, blocks: int = 0) -> None:
+    def _send(self, command: m.Order, then: Callable[[bool, float], None] = _nothing) -> None:
         self._last += 1
-        self._commands.append(_QueuedCommand(self._last, command, blocks, then))
+        self._commands.append(_QueuedCommand(self._last, command, then))
         self._wake(("shard", str(self.number)))
 
     def _count_ended(self) -> None:

@@ -27,9 +27,10 @@ import msgspec
 
 from transferqueue.errors import Full, Impossible, NotFound, OutOfMemory, UsageError, listing
 from transferqueue.ledger.effects import FreeExtent
-from transferqueue.limits import PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX, SPILL_BYTES_MIN
+from transferqueue.limits import LOADS_SHARE, PAGE_BYTES, RESULTS_SHARE, SHARD_BYTES_MAX, SHARDS_MAX
 from transferqueue.server.sessions.sessions import OpenSession
 from transferqueue.server.sessions.waiting import WakeKey
+from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.tickets import TicketIssuer, issue
@@ -42,8 +43,7 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 class ShardRegistry:
     """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block is in the own shard,
-    so an extent elsewhere is granted only for further copies. outlived: rows outlive this run of the coordinator. wake, live_set: see
-    `RemoteShard`."""
+    so an extent elsewhere is granted only for further copies. wake, live_set: see `RemoteShard`."""
 
     def __init__(
         self,
@@ -53,13 +53,11 @@ class ShardRegistry:
         *,
         last: int = SHARD,
         own_first: bool = False,
-        outlived: bool = False,
         wake: Callable[[WakeKey], None],
         live_set: Callable[[int], m.LiveSet],
     ) -> None:
         self.own: Final = own
         self.own_first: Final = own_first
-        self._outlived: Final = outlived
         self._tickets = tickets
         self._epoch = epoch
         self._wake = wake
@@ -109,20 +107,8 @@ class ShardRegistry:
             raise UsageError(
                 "shard refused: the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"
             )
-        self._check_spill(offer.spill_bytes)
         offer = msgspec.structs.replace(offer, number=self._last + 1, path="" if keyed else offer.path)
         return msgspec.structs.replace(hello, shard=offer)
-
-    def _check_spill(self, nbytes: int) -> None:
-        if nbytes and self._outlived:
-            raise UsageError(
-                "shard refused: spilled blocks end with the server, and the rows of this one do not; add the shard without --spill-dir, or serve with "
-                "--durability memory"
-            )
-        if 0 < nbytes < SPILL_BYTES_MIN:
-            raise UsageError(
-                f"shard refused: it would spill {nbytes:,} bytes, below {SPILL_BYTES_MIN:,}, which are written at a time; allow more (--spill-bytes)"
-            )
 
     def join(
         self, session: OpenSession, granted: dict[int, tuple[int, int]] | None = None, sessions: list[int] | None = None
@@ -212,24 +198,16 @@ class ShardRegistry:
                 refused = error
                 continue
             if extent is not None:
-                if shard.backlog is not None and use != "weights":
-                    shard.backlog.largest = max(shard.backlog.largest, extent[1])
+                if (backlog := _backlog_of(shard)) is not None and use != "weights":
+                    backlog.largest = max(backlog.largest, extent[1])
                 return shard.number, *extent
         if refused is not None:
             raise refused
         return None
 
-    def may_have(self, nbytes: int, apart: Collection[int], use: m.GrantPurpose) -> list[int]:
-        """The shards not in `apart` that grant memory and could have an extent of `nbytes`, if it were free. Not among them: those that get more
-        pages now."""
-        lending = [self.own] if self.own_first and SHARD not in apart else self._lending
-        return [
-            shard.number
-            for shard in lending
-            if shard.number not in apart
-            and not shard.grows
-            and nbytes <= (for_rows(shard) if use == "rows" else shard.grantable)
-        ]
+    def own_may_have(self, nbytes: int, apart: Collection[int], use: m.GrantPurpose) -> bool:
+        """Whether the coordinator's own arena may grant an extent of `nbytes`, if it were free."""
+        return SHARD not in apart and nbytes <= (for_rows(self.own) if use == "rows" else self.own.grantable)
 
     def lender(self, number: int) -> OwnShardMemory | RemoteShard:
         """The shard of this number, which must exist."""
@@ -272,13 +250,13 @@ class ShardRegistry:
         """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the ledger."""
         if not self.remote:
             return [self.own]
-        ranked: list[tuple[bool, float, float, int, OwnShardMemory | RemoteShard]] = [
-            (not _near(session, shard), _fill(shard), _fill_of_disk(shard), number, shard)
+        ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
+            (not _near(session, shard), _fill(shard), number, shard)
             for number, shard in self.remote.items()
             if not shard.draining
         ]
-        ranked.append((session.remote, _fill(self.own), _fill_of_disk(self.own), self._last + 1, self.own))
-        ordered = [shard for *_, shard in sorted(ranked, key=lambda entry: entry[:4])]
+        ranked.append((session.remote, _fill(self.own), self._last + 1, self.own))
+        ordered = [shard for *_, shard in sorted(ranked, key=lambda entry: entry[:3])]
         return sorted(ordered, key=lambda shard: shard is not self.own) if use == "weights" else ordered
 
     def give_back(self, freed: FreeExtent, now: float) -> None:
@@ -362,9 +340,14 @@ class ShardRegistry:
         return None if shard is None or _maps(session, shard) else shard.tickets
 
 
+def _backlog_of(shard: OwnShardMemory | RemoteShard) -> Backlog | None:
+    """What the arena may hold together with the disk to which cold blocks go: only the coordinator's own has one."""
+    return shard.backlog if isinstance(shard, OwnShardMemory) else None
+
+
 def for_rows(shard: OwnShardMemory | RemoteShard) -> int:
     """The bytes of a shard that new rows may take."""
-    return for_loads(shard) - shard.kept_for_loads
+    return for_loads(shard) - (0 if _backlog_of(shard) is None else shard.grantable // LOADS_SHARE)
 
 
 def for_loads(shard: OwnShardMemory | RemoteShard) -> int:
@@ -376,7 +359,7 @@ def _has_room(shard: OwnShardMemory | RemoteShard, nbytes: int, use: m.GrantPurp
     """Whether the shard may grant so much now. Whether it can, its memory says. Weights are no rows: they neither leave nor come back."""
     if use == "rows" and shard.used + nbytes > for_rows(shard):
         return False
-    backlog = shard.backlog
+    backlog = _backlog_of(shard)
     return (
         backlog is None
         or use == "weights"
@@ -385,7 +368,7 @@ def _has_room(shard: OwnShardMemory | RemoteShard, nbytes: int, use: m.GrantPurp
 
 
 def _room_for_rows(shard: OwnShardMemory | RemoteShard) -> int:
-    room, backlog = for_rows(shard) - shard.used, shard.backlog
+    room, backlog = for_rows(shard) - shard.used, _backlog_of(shard)
     if backlog is None or not backlog.on_disk:
         return room
     return 0 if backlog.is_held else min(room, backlog.room_for_rows(shard.used))
@@ -393,10 +376,6 @@ def _room_for_rows(shard: OwnShardMemory | RemoteShard) -> int:
 
 def _fill(shard: OwnShardMemory | RemoteShard) -> float:
     return shard.used / shard.allocator.capacity
-
-
-def _fill_of_disk(shard: OwnShardMemory | RemoteShard) -> float:
-    return shard.backlog.on_disk / shard.backlog.disk_bytes if shard.backlog is not None else 0.0
 
 
 def _near(session: OpenSession, shard: RemoteShard) -> bool:

@@ -19,17 +19,25 @@ import mmap
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 import numpy as np
 
-from transferqueue.errors import OutOfMemory, ProtocolError, UsageError
+from transferqueue.errors import OutOfMemory, UsageError
 from transferqueue.limits import KIB, MIB, PAGE_BYTES, SPILL_BYTES_MIN
 from transferqueue.schema import align
+from transferqueue.server.spill.spill_jobs import (
+    BlocksLoaded,
+    BlocksWritten,
+    BlockToLoad,
+    BlockToWrite,
+    SpillAnswers,
+    SpilledBlock,
+)
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena
@@ -37,7 +45,6 @@ from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.room import room
 from transferqueue.transport.system.file_system import memory_file_system
 from transferqueue.transport.system.private_files import private_directory
-from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 _CAUSE_CHARS: Final = 200
@@ -77,53 +84,6 @@ def spill_policy(directory: Path | None, nbytes: int | None) -> SpillPolicy | No
     return SpillPolicy(directory.absolute(), nbytes)
 
 
-class SpillAnswers(NamedTuple):
-    """Jobs of a disk that have ended."""
-
-    written: list[m.BlocksWritten]
-    loaded: list[m.BlocksLoaded]
-
-
-class SpillSpace(Protocol):
-    """What a spiller asks of a `SpillFile`, or of a shard that has one."""
-
-    def write(self, job: int, blocks: Sequence[m.BlockToWrite], /) -> None:
-        """See `SpillFile.write`."""
-
-    def load(self, job: int, blocks: Sequence[m.BlockToLoad], /) -> None:
-        """See `SpillFile.load`."""
-
-    def free(self, places: Iterable[m.SpilledBlock], /) -> None:
-        """See `SpillFile.free`."""
-
-    def answers(self) -> SpillAnswers:
-        """See `SpillFile.answers`."""
-
-    def read(self, place: m.SpilledBlock, /) -> U8:
-        """See `SpillFile.read`."""
-
-    def stop(self) -> None:
-        """See `SpillFile.stop`."""
-
-
-_CARRY_OUT: Final[Mapping[type[m.Order], Callable[[SpillSpace, Any], object]]] = {
-    m.WriteBlocks: lambda disk, command: disk.write(command.job, command.blocks),
-    m.LoadBlocks: lambda disk, command: disk.load(command.job, command.blocks),
-    m.FreeSpilled: lambda disk, command: disk.free(command.places),
-}
-
-
-def carry_out(command: m.Order, disk: SpillSpace | None) -> bool:
-    """Give the disk of a shard a command of the coordinator; False if the command is for nothing on a disk. `ProtocolError` if there is no disk."""
-    act = _CARRY_OUT.get(type(command))
-    if act is None:
-        return False
-    if disk is None:
-        raise ProtocolError(f"the coordinator sent {m.tag_of(command)}, and this shard has no disk; the shard ends")
-    act(disk, command)
-    return True
-
-
 class _Job(NamedTuple):
     """What the thread does, and what it does if it cannot."""
 
@@ -132,7 +92,7 @@ class _Job(NamedTuple):
 
 
 class SpillFile:
-    """The file of one server or shard, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
+    """The file of one server, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
 
     `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after each answer.
     """
@@ -157,29 +117,29 @@ class SpillFile:
         self._arena: U8 | None = arena()
         self._stir: Final = stir
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._written: queue.SimpleQueue[m.BlocksWritten] = queue.SimpleQueue()
-        self._loaded: queue.SimpleQueue[m.BlocksLoaded] = queue.SimpleQueue()
+        self._written: queue.SimpleQueue[BlocksWritten] = queue.SimpleQueue()
+        self._loaded: queue.SimpleQueue[BlocksLoaded] = queue.SimpleQueue()
         self._thread: Final = threading.Thread(target=self._work, name="transferqueue spill", daemon=True)
         self._thread.start()
 
     # ------------------------------------------------------------ the loop's side
 
-    def write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> None:
+    def write(self, job: int, blocks: Sequence[BlockToWrite]) -> None:
         """Have these blocks written. The answer names the job."""
         put = partial(self._answer, self._written)
-        self._jobs.put(_Job(lambda: put(self._write(job, blocks)), lambda why: put(m.BlocksWritten(job, [], why))))
+        self._jobs.put(_Job(lambda: put(self._write(job, blocks)), lambda why: put(BlocksWritten(job, [], why))))
 
-    def load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> None:
+    def load(self, job: int, blocks: Sequence[BlockToLoad]) -> None:
         """Have these blocks read. The answer names the job."""
         put, numbers = partial(self._answer, self._loaded), [block.place.block for block in blocks]
         self._jobs.put(
             _Job(
                 lambda: put(self._load(job, blocks)),
-                lambda why: put(m.BlocksLoaded(job, [], dict.fromkeys(numbers, why), [])),
+                lambda why: put(BlocksLoaded(job, [], dict.fromkeys(numbers, why), [])),
             )
         )
 
-    def free(self, places: Iterable[m.SpilledBlock]) -> None:
+    def free(self, places: Iterable[SpilledBlock]) -> None:
         """Have the space of these blocks returned to the disk, after all jobs before."""
         kept = list(places)
         self._jobs.put(_Job(lambda: self._free(kept), lambda why: None))
@@ -205,7 +165,7 @@ class SpillFile:
         os.close(self._fd)
         self._space.close()
 
-    def read(self, place: m.SpilledBlock) -> U8:
+    def read(self, place: SpilledBlock) -> U8:
         """The bytes of a block, for another thread. OSError if the disk does not give them. The caller checks them."""
         content = np.empty(place.nbytes, np.uint8)
         _read(self._fd, content, place.offset)
@@ -247,17 +207,17 @@ class SpillFile:
         answers.put(answer)
         self._stir()
 
-    def _write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> m.BlocksWritten:
-        places: list[m.SpilledBlock] = []
+    def _write(self, job: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
+        places: list[SpilledBlock] = []
         try:
             for block in blocks:
                 places.append(self._write_block(block))  # noqa: PERF401  (if one fails, those before it are freed)
         except (OSError, OutOfMemory) as error:
             self._free(places)
-            return m.BlocksWritten(job, [], str(error)[:_CAUSE_CHARS])
-        return m.BlocksWritten(job, places, "")
+            return BlocksWritten(job, [], str(error)[:_CAUSE_CHARS])
+        return BlocksWritten(job, places, "")
 
-    def _write_block(self, block: m.BlockToWrite) -> m.SpilledBlock:
+    def _write_block(self, block: BlockToWrite) -> SpilledBlock:
         nbytes = max(block.nbytes, 1)
         fits = self._allocator.used + align(nbytes, PAGE_BYTES) <= self._nbytes
         offset = self._allocator.allocate(nbytes) if fits else None
@@ -275,7 +235,7 @@ class SpillFile:
         except BaseException:
             self._free_unwritten(offset, nbytes)
             raise
-        return m.SpilledBlock(block.block, offset, block.nbytes, known)
+        return SpilledBlock(block.block, offset, block.nbytes, known)
 
     def _free_unwritten(self, offset: int, nbytes: int) -> None:
         """Free a place of which perhaps only parts were reserved."""
@@ -304,8 +264,8 @@ class SpillFile:
                 f"the disk of {self._directory} has no room for {nbytes:,} bytes ({error.__cause__}): {room(self._directory)}; free some space there"
             ) from error
 
-    def _load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> m.BlocksLoaded:
-        answer = m.BlocksLoaded(job, [], {}, [])
+    def _load(self, job: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
+        answer = BlocksLoaded(job, [], {}, [])
         for place, offset in blocks:
             content = self._bytes(offset, place.nbytes)
             try:
@@ -317,7 +277,7 @@ class SpillFile:
             (answer.loaded if good else answer.damaged).append(place.block)
         return answer
 
-    def _free(self, places: Iterable[m.SpilledBlock]) -> None:
+    def _free(self, places: Iterable[SpilledBlock]) -> None:
         for place in places:
             self._allocator.free(place.offset, max(place.nbytes, 1))
 

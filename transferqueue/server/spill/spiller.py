@@ -1,6 +1,6 @@
-"""Has cold blocks of one arena written when memory is short, and loaded when a request needs them. No I/O: a `SpillSpace` does that.
+"""Has cold blocks written when memory is short, and loaded when a request needs them. No I/O: a `SpillSpace` does that.
 
-The rules (docs/decisions/0056, 0059; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
+The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for memory, or a load, finds
    no room.
@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from transferqueue.errors import OutOfMemory
 from transferqueue.ledger.ledger import Ledger
-from transferqueue.ledger.rows.cold_arena import ColdArena
+from transferqueue.ledger.rows.cold_blocks import ColdBlocks
 from transferqueue.limits import (
     LOAD_TRIES,
     PAGE_BYTES,
@@ -36,8 +36,14 @@ from transferqueue.limits import (
 from transferqueue.schema import align
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
-from transferqueue.server.shards.remote_shard import RemoteShard
-from transferqueue.server.spill.spill_file import SpillSpace
+from transferqueue.server.spill.spill_jobs import (
+    BlocksLoaded,
+    BlocksWritten,
+    BlockToLoad,
+    BlockToWrite,
+    SpilledBlock,
+    SpillSpace,
+)
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.wire import messages as m
 
@@ -58,30 +64,30 @@ class SpillCounters:
 
 
 class Spiller:
-    """The spilling of one arena. cold: its blocks. space: its disk, of which `backlog` keeps the books. wake_memory: makes the requests due that wait for
-    memory. on_emptied: called when the last block has left the disk. Used by the loop's thread; `read` by any."""
+    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the books. wake_memory: makes the requests
+    due that wait for memory. Used by the loop's thread; `read` by any."""
 
     def __init__(
         self,
         ledger: Ledger,
-        cold: ColdArena,
-        memory: OwnShardMemory | RemoteShard,
+        cold: ColdBlocks,
+        memory: OwnShardMemory,
         backlog: Backlog,
         space: SpillSpace,
         wake_memory: Callable[[], object],
-        on_emptied: Callable[[], object] = lambda: None,
     ) -> None:
         self.backlog: Final = backlog
-        self.cold: Final = cold
+        self.loads: Final = cold
+        self.cold: Final = cold.arena
         self.counters: Final = SpillCounters()
         self.paused = ""
         """Why nothing is spilled now; "": nothing hinders it."""
         self.load_wants = 0
         """Bytes that the load order finds no memory for."""
         self._ledger, self._memory, self._space = ledger, memory, space
-        self._wake_memory, self._on_emptied = wake_memory, on_emptied
+        self._wake_memory: Final = wake_memory
         self._last_job = 0
-        self._places: dict[int, m.SpilledBlock] = {}
+        self._places: dict[int, SpilledBlock] = {}
         self._writing: dict[int, int] = {}
         """By job: the extent that is being written."""
         self._loads: dict[int, int] = {}
@@ -96,9 +102,9 @@ class Spiller:
         self._is_full = False
         """Whether `paused` says that nothing more can change places."""
         self._held = False
-        self._freed_while_held: list[m.SpilledBlock] = []
+        self._freed_while_held: list[SpilledBlock] = []
 
-    # ------------------------------------------------------------ what `Spillers` calls
+    # ------------------------------------------------------------ what `Spilling` calls
 
     def need(self, nbytes: int, use: m.GrantPurpose) -> None:
         """Somebody waits for memory, and found none. Blocks leave for it if they can all come back."""
@@ -133,7 +139,7 @@ class Spiller:
     def _share_memory(self) -> None:
         """Have others wait for memory, or not, as rules 3 and 4 of `shards.backlog` say."""
         backlog, was_held, was_stuck = self.backlog, self.backlog.is_held, self.backlog.is_stuck
-        backlog.is_held = self.load_wants > 0 and self.is_busy and not self.cold.is_silent
+        backlog.is_held = self.load_wants > 0 and self.has_work and not self.cold.is_silent
         backlog.is_stuck = self.load_wants > 0 and not backlog.is_held
         if (was_held and not backlog.is_held) or (backlog.is_stuck and not was_stuck):
             self._wake_memory()
@@ -144,19 +150,9 @@ class Spiller:
         return bool(self._writing or self._loads)
 
     @property
-    def is_busy(self) -> bool:
-        """Whether something is under way that may give the load order its memory."""
-        return self.has_work or (self.load_wants > 0 and self._memory.grows)
-
-    @property
     def is_above(self) -> bool:
         """Whether so much memory is in use that cold blocks leave ahead of need."""
         return self._memory.used > SPILL_ABOVE * self._memory.grantable
-
-    @property
-    def holds_blocks(self) -> bool:
-        """Whether blocks are on the disk, or on their way."""
-        return bool(self._places or self.has_work)
 
     def next_deadline(self) -> float | None:
         """When `turn` or `go_on` has something to do next, though nothing happens; None: nothing is due."""
@@ -174,7 +170,7 @@ class Spiller:
         counters = self.counters
         return {
             "bytes_max": self.backlog.disk_bytes,
-            "blocks": self.cold.blocks_on_disk,
+            "blocks": len(self.cold.on_disk),
             "bytes": self.cold.bytes_on_disk,
             "spilled_blocks": counters.spilled_blocks,
             "spilled_bytes": counters.spilled_bytes,
@@ -191,7 +187,7 @@ class Spiller:
 
     # ------------------------------------------------------------ for snapshots
 
-    def hold(self) -> dict[int, m.SpilledBlock]:
+    def hold(self) -> dict[int, SpilledBlock]:
         """Where all blocks on the disk lie. They keep their space until `release`."""
         self._held = True
         return dict(self._places)
@@ -202,7 +198,7 @@ class Spiller:
         freed, self._freed_while_held = self._freed_while_held, []
         self._free(freed)
 
-    def read(self, place: m.SpilledBlock) -> U8:
+    def read(self, place: SpilledBlock) -> U8:
         """See `SpillFile.read`."""
         return self._space.read(place)
 
@@ -229,9 +225,7 @@ class Spiller:
             job = self._new_job(now)
             self._writing[job] = extent.number
             self.backlog.largest = max(self.backlog.largest, extent.nbytes)
-            self._space.write(
-                job, [m.BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks]
-            )
+            self._space.write(job, [BlockToWrite(at.block, at.offset, at.nbytes, at.checksum) for at in extent.blocks])
 
     def _new_job(self, now: float) -> int:
         if not self.has_work:
@@ -239,7 +233,7 @@ class Spiller:
         self._last_job += 1
         return self._last_job
 
-    def _written(self, answer: m.BlocksWritten, now: float) -> None:
+    def _written(self, answer: BlocksWritten, now: float) -> None:
         extent = self._writing.pop(answer.job)
         if answer.error:
             self._pause(answer.error, now)
@@ -255,11 +249,10 @@ class Spiller:
             self._space.free(others)
         if not kept:  # no memory was freed, and whoever waits for some may have other extents written
             self._wake_memory()
-        self._report_if_empty()
 
     def _pause(self, why: str, now: float) -> None:
         if not self.paused or self._is_full:
-            _log.warning("spilling of shard %d pauses, and producers wait for memory: %s", self.cold.shard, why)
+            _log.warning("spilling pauses, and producers wait for memory: %s", why)
         self.paused, self._is_full, self._paused_until = why, False, now + SPILL_PAUSE_S
 
     # ------------------------------------------------------------ back into memory
@@ -280,7 +273,7 @@ class Spiller:
         extent, offsets = self.cold.begin_loading(offset, align(nbytes, PAGE_BYTES), numbers)
         job = self._new_job(now)
         self._loads[job] = extent
-        self._space.load(job, [m.BlockToLoad(self._places[number], at) for number, at in offsets.items()])
+        self._space.load(job, [BlockToLoad(self._places[number], at) for number, at in offsets.items()])
         return True
 
     def _take(self, nbytes: int) -> int | None:
@@ -288,7 +281,7 @@ class Spiller:
         if not self._fits(nbytes):
             return None
         try:
-            extent = self._memory.take_for_load(nbytes)
+            extent = self._memory.take(nbytes)
         except OutOfMemory:
             return None
         return None if extent is None else extent[0]
@@ -296,7 +289,7 @@ class Spiller:
     def _fits(self, nbytes: int) -> bool:
         return self._memory.used + align(nbytes, PAGE_BYTES) <= self.cold.room()
 
-    def _loaded(self, answer: m.BlocksLoaded, now: float) -> None:
+    def _loaded(self, answer: BlocksLoaded, now: float) -> None:
         self.cold.finish_loading(self._loads.pop(answer.job), answer.loaded)
         places = [self._places.pop(number) for number in answer.loaded if number in self._places]
         self.counters.loaded_blocks += len(places)
@@ -311,10 +304,9 @@ class Spiller:
             self._tries.pop(number, None)
         if lost:
             self._lose(lost, now)
-        self._report_if_empty()
 
     def _lose(self, lost: dict[int, str], now: float) -> None:
-        known = {number: why for number, why in lost.items() if self.cold.has_on_disk(number)}
+        known = {number: why for number, why in lost.items() if number in self.cold.on_disk}
         for number, why in known.items():
             _log.error("spilled block %d is lost: %s; its rows are made again, or end as lost", number, why)
         self.counters.lost_blocks += len(known)
@@ -328,9 +320,8 @@ class Spiller:
         for number in forgotten:
             self._tries.pop(number, None)
         self._free([self._places.pop(number) for number in forgotten if number in self._places])
-        self._report_if_empty()
 
-    def _free(self, places: list[m.SpilledBlock]) -> None:
+    def _free(self, places: list[SpilledBlock]) -> None:
         if not places:
             return
         if self._held:
@@ -345,10 +336,6 @@ class Spiller:
             self.backlog.has_refused = False
             self._wake_memory()
 
-    def _report_if_empty(self) -> None:
-        if not self.holds_blocks:
-            self._on_emptied()
 
-
-def _disk_bytes(places: Iterable[m.SpilledBlock]) -> int:
+def _disk_bytes(places: Iterable[SpilledBlock]) -> int:
     return sum(align(max(place.nbytes, 1), PAGE_BYTES) for place in places)

@@ -57,18 +57,13 @@ class ReplicatedShardsJob(SimJob):
     """Users leave so many rows in the table, so that some are there when a shard dies."""
     pause_s = 0.5
     """The longest pause between two puts."""
-    lost = LOST
     body = job.BODY
     row_bytes = job.ROW_BYTES
     """Of one row of `body`. Its first words are its stamp."""
     use: m.GrantPurpose = "results"
-    capacity = CAPACITY
-    spill_bytes = 0
-    """The most bytes on the disk of each shard; 0: it has none."""
 
-    def __init__(self, chance: random.Random, replicas: int = 0) -> None:
-        self.replicas: Final = replicas or chance.choice((1, 2, 2))
-        self._further: Final = chance.choice((1, 2))
+    def __init__(self, chance: random.Random) -> None:
+        self.replicas, self._further = self._shards(chance)
         self._arenas: dict[str, tuple[Process, int, bytearray]] = {}
         """By path of the memory: the process, its number when it joined with that memory, and the memory."""
         self._confirmed = self._sent = 0
@@ -79,6 +74,10 @@ class ReplicatedShardsJob(SimJob):
         """Blocks that shards reported as copied again."""
         self._over = False
 
+    def _shards(self, chance: random.Random) -> tuple[int, int]:
+        """How many shards have each row, and how many remote ones there are."""
+        return chance.choice((1, 2, 2)), chance.choice((1, 2))
+
     def roles(self) -> dict[str, Callable[[Process], Steps]]:
         """See `SimJob`."""
         shards = {f"shard {number}": self._lend for number in range(self._further)}
@@ -88,9 +87,7 @@ class ReplicatedShardsJob(SimJob):
         """See `SimJob`."""
         if not role.startswith("shard"):
             return None
-        return m.ShardOffer(
-            str(number), self.capacity, "tcp://simulated:1", "", bytes(32), spill_bytes=self.spill_bytes
-        )
+        return m.ShardOffer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
     def judge(self, state: LedgerState) -> None:
         """See `SimJob`. Rows with a copy in the server's own memory must not be lost, because that memory is never lost."""
@@ -115,13 +112,11 @@ class ReplicatedShardsJob(SimJob):
 
     def _lend(self, process: Process) -> Steps:
         """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at once."""
-        memory = bytearray(self.capacity)
-        self._arenas[str(process.number)] = process, process.number, memory
-        carry_out = self._disk_of(process, memory)
+        self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
         epoch = done = 0
         report = m.TakeCopies(wait_s=ASK_S)
         while not self._over:
-            if process.world.strikes(self.lost, "shard lost"):
+            if process.world.strikes(LOST, "shard lost"):
                 raise Unreachable("the machine of this shard failed")
             try:
                 orders = yield m.PollCommands(epoch, done, wait_s=POLL_S)
@@ -129,7 +124,6 @@ class ReplicatedShardsJob(SimJob):
                 pass
             else:
                 epoch, done = orders.epoch, orders.first + len(orders.orders) - 1
-                carry_out(orders.orders)
             try:
                 order = yield report
             except DeadlineExceeded:
@@ -137,10 +131,6 @@ class ReplicatedShardsJob(SimJob):
             else:
                 written = yield from self._copy(process, order)
                 report = m.TakeCopies(order.target.extent, written, ASK_S)
-
-    def _disk_of(self, process: Process, memory: bytearray) -> Callable[[list[m.Order]], object]:
-        """What carries out commands about blocks on the disk of a shard with this memory. Here there is none."""
-        return lambda orders: None
 
     def _copy(self, process: Process, order: m.CopyOrder) -> Steps:
         """Carry out a copy order, row by row. Returns the blocks that are written. Their source may be lost meanwhile, or freed and used

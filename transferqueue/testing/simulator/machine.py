@@ -224,7 +224,7 @@ LINES_MAX: Final = 400
 
 class SimServer:
     """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
-    blocks go to a disk, of `disk_bytes`; only at that level."""
+    blocks go to a disk, of `disk_bytes`, which hangs at times if `disk_hangs`; only at that level."""
 
     def __init__(
         self,
@@ -235,6 +235,7 @@ class SimServer:
         durable: bool,
         spills: bool = False,
         disk_bytes: int = SIZE_BYTES_MAX,
+        disk_hangs: bool = False,
     ) -> None:
         self.arena: Final = SimArena(arena_bytes)
         self.disk: Final = Disk()
@@ -251,6 +252,7 @@ class SimServer:
         self._durable: Final = durable
         self._spills: Final = spills
         self._disk_bytes: Final = disk_bytes
+        self._disk_hangs: Final = disk_hangs
         self._behind = 0.0
         self._watched: dict[int, int] = {}
         self._authorizer: Final = SimAuthorizer()
@@ -287,8 +289,8 @@ class SimServer:
             if self.node is node:
                 self._guarded(lambda node: node.tick(self._clock()))
 
-        space = SimSpill(self._world, self.arena.bytes, stir, self._disk_bytes)
-        node.spillers.add_own(node.memory, space, self._disk_bytes)
+        space = SimSpill(self._world, self.arena.bytes, stir, self._disk_bytes, hangs=self._disk_hangs)
+        node.spilling.begin(node.memory, space, self._disk_bytes)
 
     def _resume(self) -> None:
         journal = SimJournal(self.disk, self._world)
@@ -323,7 +325,7 @@ class SimServer:
     def kill(self) -> None:
         """End here."""
         if self.node is not None:
-            self.node.spillers.stop()
+            self.node.spilling.stop()
             self.node = None
             self.on_down()
             self._world.after(self._world.random.uniform(0.05, 0.8), self._restart)

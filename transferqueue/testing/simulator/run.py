@@ -15,6 +15,7 @@ from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES, SIZE_BYTES_MAX
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
+from transferqueue.testing.simulator.backlog import FEWER_FAULTS, BacklogJob, LargeBlocksJob
 from transferqueue.testing.simulator.bounds import bounded
 from transferqueue.testing.simulator.columns import ColumnEndsJob
 from transferqueue.testing.simulator.copied import ReplicatedShardsJob
@@ -26,7 +27,6 @@ from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, ow
 from transferqueue.testing.simulator.process import Process
 from transferqueue.testing.simulator.ranks import SharedBatchJob
 from transferqueue.testing.simulator.roles import Rollouts
-from transferqueue.testing.simulator.spilling import FEWER_FAULTS, LargeBlocksJob, SpillingShardsJob
 from transferqueue.testing.simulator.stepped import CheckpointJob
 from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
 from transferqueue.testing.simulator.world import Rates, World
@@ -38,8 +38,6 @@ SHARDED: Final = 0.12
 """Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a shard."""
 
 
-OWN_PAGES: Final = 1
-"""Of the server's own arena where rows are to lie in remote shards."""
 CROWDED: Final = {"t": "score", "interned": "learn", "copied": "use"}
 """Tables that a `CrowdJob` may lease rows of, each with the task."""
 COLUMNS_EVERY: Final = 5
@@ -48,23 +46,21 @@ COLUMNS_EVERY: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class WorldKind:
-    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. full: memory and disk have little room for their blocks, and
-    fill."""
+    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. backlog: the job that fills memory and
+    disk, instead of those that the seed chooses."""
 
     rates: Rates | None = None
     spills: bool = False
     interns: bool = False
-    sharded: bool = False
     crowded: bool = False
-    full: bool = False
+    backlog: type[BacklogJob] | None = None
 
 
 _KINDS: Final = {
     "mixed": WorldKind(),
     "disk": WorldKind(spills=True),
-    "shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True),
-    "full-disk": WorldKind(FEWER_FAULTS, spills=True, full=True),
-    "full-shards": WorldKind(FEWER_FAULTS, spills=True, sharded=True, full=True),
+    "backlog": WorldKind(FEWER_FAULTS, spills=True, backlog=BacklogJob),
+    "full-disk": WorldKind(FEWER_FAULTS, spills=True, backlog=LargeBlocksJob),
     "interrupted": WorldKind(Rates(interrupted=0.03)),
     "interned": WorldKind(interns=True),
     "interned-disk": WorldKind(interns=True, spills=True),
@@ -115,7 +111,7 @@ class SimRun:
     """The deployment of one seed: the server, the clients, and their jobs.
 
     A kind may say what the seed decides otherwise. spills: the server has a disk for cold blocks, and keeps nothing through a crash. interns: it has
-    an `InternedJob` beside `Rollouts`. sharded: rows lie in remote shards.
+    an `InternedJob` beside `Rollouts`.
     """
 
     def __init__(self, seed: int, kind: WorldKind = KINDS["mixed"]) -> None:
@@ -125,20 +121,19 @@ class SimRun:
         self.roomy = chance.random() < 0.5
         pages = chance.choice((24, 32) if self.roomy else (6, 10, 16))
         pages += INTERNED_PAGES * (kind.interns and not kind.spills)
-        pages = OWN_PAGES if kind.sharded else pages
         self.spills = kind.spills or (not self.durable and seed % 2 == 1)
         self.durable = self.durable and not kind.spills
-        own_spills = self.spills and not kind.sharded
         disk_bytes = pages * PAGE_BYTES // 2 if kind.crowded and not kind.interns else SIZE_BYTES_MAX
-        if kind.full:
-            disk_bytes = chance.choice((1, 2, 3)) * pages * PAGE_BYTES
+        if kind.backlog is not None:
+            disk_bytes = kind.backlog.disk_bytes
         self.server = SimServer(
             self.world,
-            pages * PAGE_BYTES,
+            pages * PAGE_BYTES if kind.backlog is None else kind.backlog.arena_bytes,
             self._lives,
             durable=self.durable,
-            spills=own_spills,
+            spills=self.spills,
             disk_bytes=disk_bytes,
+            disk_hangs=kind.spills,
         )
         self.server.arena.in_sight = self._in_sight
         self.server.deliver, self.server.checked = self._deliver, self._check
@@ -153,9 +148,10 @@ class SimRun:
         chance = self.world.random
         if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
-        elif chance.random() < SHARDED or self.kind.sharded:
-            spilling = LargeBlocksJob if self.kind.full else SpillingShardsJob
-            self.jobs = [spilling(chance) if self.spills else ReplicatedShardsJob(chance)]
+        elif self.kind.backlog is not None:
+            self.jobs = [self.kind.backlog(chance)]
+        elif chance.random() < SHARDED:
+            self.jobs = [ReplicatedShardsJob(chance)]
         else:
             self._choose_jobs(chance)
         if self.kind.crowded:

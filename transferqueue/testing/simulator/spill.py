@@ -1,5 +1,4 @@
-"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while, and in shards sometimes hung. The production `Spiller`
-uses it."""
+"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while, sometimes hung. The production `Spiller` uses it."""
 
 from __future__ import annotations
 
@@ -11,21 +10,27 @@ import numpy as np
 
 from transferqueue.limits import LOAD_TRIES, PAGE_BYTES, SPILL_SILENT_S
 from transferqueue.schema import align
-from transferqueue.server.spill.spill_file import SpillAnswers
+from transferqueue.server.spill.spill_jobs import (
+    BlocksLoaded,
+    BlocksWritten,
+    BlockToLoad,
+    BlockToWrite,
+    SpillAnswers,
+    SpilledBlock,
+)
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.testing.simulator.world import World
-from transferqueue.wire import messages as m
 
 SECONDS_MAX: Final = 0.2
 """The longest time that a job of the disk takes, unless it hangs."""
 HANGS: Final = 0.03
-"""Probability that the disk of a shard hangs, for each job."""
+"""Probability that a disk hangs, for each job."""
 HANG_S: Final = 1.5 * SPILL_SILENT_S
 
 
 class SimSpill:
-    """The spilled blocks of one server, or of a shard, whose disk `hangs` at times. stir: called when an answer is ready. nbytes: the most that they may
+    """The spilled blocks of one server, on a disk that `hangs` at times. stir: called when an answer is ready. nbytes: the most that they may
     take. It does its jobs in order, as the thread of a `SpillFile` does.
 
     Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that have not ended when the
@@ -44,15 +49,15 @@ class SimSpill:
         self._stopped = False
         self._unreadable: dict[int, int] = {}
 
-    def write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> None:
+    def write(self, job: int, blocks: Sequence[BlockToWrite]) -> None:
         """See `SpillFile.write`."""
         self._later(lambda: self._answers.written.append(self._write(job, blocks)))
 
-    def load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> None:
+    def load(self, job: int, blocks: Sequence[BlockToLoad]) -> None:
         """See `SpillFile.load`."""
         self._later(lambda: self._answers.loaded.append(self._load(job, blocks)))
 
-    def free(self, places: Iterable[m.SpilledBlock]) -> None:
+    def free(self, places: Iterable[SpilledBlock]) -> None:
         """See `SpillFile.free`."""
         kept = list(places)
         self._later(lambda: [self._stored.pop(place.block) for place in kept])
@@ -62,7 +67,7 @@ class SimSpill:
         ready, self._answers = self._answers, SpillAnswers([], [])
         return ready
 
-    def read(self, place: m.SpilledBlock) -> U8:
+    def read(self, place: SpilledBlock) -> U8:
         """See `SpillFile.read`."""
         return np.frombuffer(self._stored[place.block], np.uint8)
 
@@ -81,24 +86,24 @@ class SimSpill:
 
         self._world.at(self._free_at, do)
 
-    def _write(self, job: int, blocks: Sequence[m.BlockToWrite]) -> m.BlocksWritten:
+    def _write(self, job: int, blocks: Sequence[BlockToWrite]) -> BlocksWritten:
         if self._world.strikes(self._world.rates.spill_full, "spill disk full"):
-            return m.BlocksWritten(job, [], "No space left on device")
+            return BlocksWritten(job, [], "No space left on device")
         taken = sum(
             align(nbytes, PAGE_BYTES) for nbytes in (*map(len, self._stored.values()), *(one.nbytes for one in blocks))
         )
         if taken > self._nbytes:
             self._world.faults["spill file full"] += 1
-            return m.BlocksWritten(job, [], "the file of spilled blocks is full")
+            return BlocksWritten(job, [], "the file of spilled blocks is full")
         places = []
         for block, offset, nbytes, _ in blocks:
             self._stored[block] = bytes(self._memory[offset : offset + nbytes])
-            places.append(m.SpilledBlock(block, 0, nbytes, checksum(self._stored[block])))
+            places.append(SpilledBlock(block, 0, nbytes, checksum(self._stored[block])))
         self._world.faults["extent spilled"] += 1
-        return m.BlocksWritten(job, places, "")
+        return BlocksWritten(job, places, "")
 
-    def _load(self, job: int, blocks: Sequence[m.BlockToLoad]) -> m.BlocksLoaded:
-        answer = m.BlocksLoaded(job, [], {}, [])
+    def _load(self, job: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
+        answer = BlocksLoaded(job, [], {}, [])
         for place, offset in blocks:
             if self._is_unreadable(place.block):
                 answer.failed[place.block] = "Input/output error"

@@ -17,8 +17,7 @@ class ShardOffer(Message, tag="Offer"):
     """The memory that a session brings: it is a shard. path: of its arena, for processes of its host. capacity: bytes.
 
     endpoint: tcp address of its bulk endpoint, as others reach it. key: public key of CURVE to expect there; "": none.
-    secret: 32 bytes that tickets for it are made with. number: of the shard; the coordinator gives it. spill_bytes: the most bytes of cold blocks
-    that may go to its disk; 0: it has none.
+    secret: 32 bytes that tickets for it are made with. number: of the shard; the coordinator gives it.
     """
 
     path: Path
@@ -27,7 +26,6 @@ class ShardOffer(Message, tag="Offer"):
     key: Text
     secret: Secret
     number: Count = 0
-    spill_bytes: Count = 0
 
 
 class Welcome(Message):

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from msgspec import Meta
 
-from transferqueue.limits import (
-    COPY_ORDER_BLOCKS,
-    ITEMS_MAX,
-    REQUEST_BYTES_MAX,
-    SHARDS_MAX,
-    SPILL_JOB_BLOCKS,
-    SPILL_REPORTS_MAX,
-)
-from transferqueue.wire.messages.base import I64, Checksum, Count, Counts, DoneReply, Message, Path, Seconds, Text
+from transferqueue.limits import COPY_ORDER_BLOCKS, ITEMS_MAX, REQUEST_BYTES_MAX, SHARDS_MAX
+from transferqueue.wire.messages.base import I64, Count, Counts, DoneReply, Message, Path, Seconds, Text
 from transferqueue.wire.messages.declarations import request
 from transferqueue.wire.messages.memory import BlockLocation, Granted
 from transferqueue.wire.roles import ADMINS, SHARDS, WORKERS
@@ -113,94 +106,13 @@ class ShutDownShard(Message, tag="Leave"):
     """Nothing is left in the shard: it ends."""
 
 
-class SpilledBlock(NamedTuple):
-    """A block on a disk: its number, where its bytes begin in the file, how many they are, and their checksum."""
-
-    block: Count
-    offset: Count
-    nbytes: Count
-    checksum: Checksum
-
-
-class BlockToWrite(NamedTuple):
-    """A block in the arena. checksum: 0 if it is not known."""
-
-    block: Count
-    offset: Count
-    nbytes: Count
-    checksum: Checksum
-
-
-class BlockToLoad(NamedTuple):
-    """A block on the disk, and where its bytes go in the arena."""
-
-    place: SpilledBlock
-    offset: Count
-
-
-class WriteBlocks(Message):
-    """Write these blocks of the arena to the disk. job: the number of the job, which the report names."""
-
-    job: Count
-    blocks: Annotated[list[BlockToWrite], Meta(max_length=SPILL_JOB_BLOCKS)]
-
-
-class LoadBlocks(Message):
-    """Read these blocks from the disk into the arena. job: as of `WriteBlocks`."""
-
-    job: Count
-    blocks: Annotated[list[BlockToLoad], Meta(max_length=SPILL_JOB_BLOCKS)]
-
-
-class FreeSpilled(Message):
-    """Nobody needs these blocks on the disk any more. No report follows."""
-
-    places: Annotated[list[SpilledBlock], Meta(max_length=SPILL_JOB_BLOCKS)]
-
-
-Order = (
-    AllocatePages
-    | FreePages
-    | Revoke
-    | CloseTransfers
-    | LiveSet
-    | ShutDownShard
-    | WriteBlocks
-    | LoadBlocks
-    | FreeSpilled
-)
-
-
-class BlocksWritten(Message):
-    """The end of a write. places: where its blocks are, in order. error: why nothing of it was kept; "" if all blocks were written."""
-
-    job: Count
-    places: Annotated[list[SpilledBlock], Meta(max_length=SPILL_JOB_BLOCKS)]
-    error: Text
-
-
-class BlocksLoaded(Message):
-    """The end of a load. failed: why a block was not read. damaged: blocks that were read and had another checksum."""
-
-    job: Count
-    loaded: Annotated[list[Count], Meta(max_length=SPILL_JOB_BLOCKS)]
-    failed: Annotated[dict[Count, Text], Meta(max_length=SPILL_JOB_BLOCKS)]
-    damaged: Annotated[list[Count], Meta(max_length=SPILL_JOB_BLOCKS)]
-
-
-@request(reply=DoneReply, roles=SHARDS, repeat="again", verb="", bytes_max=REQUEST_BYTES_MAX)
-class ReportSpill(Message):
-    """What the disk of a shard has done, job by job. A job that was reported before changes nothing. Answer: Done."""
-
-    written: Annotated[list[BlocksWritten], Meta(max_length=SPILL_REPORTS_MAX)] = []
-    loaded: Annotated[list[BlocksLoaded], Meta(max_length=SPILL_REPORTS_MAX)] = []
+Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDownShard
 
 
 class CopyOrder(Message):
     """Blocks that this shard, number `shard`, is to copy into the extent `target`, each to the byte of the arena in `offsets`.
 
-    Each block is named without fields where it is to be read; one that is read or written in another shard, or here, has a ticket. One with
-    extent 0 is read from the disk of this shard, where it begins at `offset`.
+    Each block is named without fields where it is to be read; one that is read or written in another shard, or here, has a ticket.
     """
 
     shard: Count
@@ -219,5 +131,5 @@ class TakeCopies(Message):
     wait_s: Seconds = 0.0
 
 
-ShardRequests = ListShards | Drain | PollCommands | TakeCopies | ReportSpill
+ShardRequests = ListShards | Drain | PollCommands | TakeCopies
 ShardReplies = ShardList | ShardCommands | CopyOrder

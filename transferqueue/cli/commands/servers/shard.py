@@ -10,14 +10,7 @@ import typer
 
 from transferqueue.cli.connection import single_address_of
 from transferqueue.cli.logs import LogJsonOption, LogLevelOption, log_to_stderr
-from transferqueue.cli.options import (
-    AddressOption,
-    ArenaBytesOption,
-    CarrierOption,
-    SpillBytesOption,
-    SpillDirOption,
-    size_in_bytes,
-)
+from transferqueue.cli.options import AddressOption, ArenaBytesOption, CarrierOption, size_in_bytes
 from transferqueue.cli.screens.terminal import say_ready
 
 EXAMPLES = (
@@ -29,10 +22,6 @@ EXAMPLES = (
     (
         "transferqueue shard --store mooncake://10.0.0.5:50051 --arena-bytes 64GiB",
         "one whose bytes lie in a Mooncake Store",
-    ),
-    (
-        "transferqueue shard --arena-bytes 64GiB --spill-dir /local/nvme/spill --spill-bytes 500GiB",
-        "one whose cold rows go to a disk",
     ),
     ("transferqueue shard drain 2", "shard 2 takes no more rows, and ends when nothing is left in it"),
 )
@@ -81,8 +70,6 @@ def shard(
     store: StoreOption = "",
     host: HostOption = None,
     carrier: CarrierOption = None,
-    spill_dir: SpillDirOption = None,
-    spill_bytes: SpillBytesOption = None,
     label: LabelOption = "shard",
     log_level: LogLevelOption = None,
     log_json: LogJsonOption = False,
@@ -97,7 +84,6 @@ def shard(
         return
     from transferqueue.client.session.addresses import endpoint
     from transferqueue.cluster.shard import ShardProcess, serve_shard
-    from transferqueue.server.spill.spill_file import spill_policy
 
     server = single_address_of(address, "a shard adds its memory to")
     place, keys = endpoint(server)
@@ -109,7 +95,6 @@ def shard(
         carrier=carrier,
         keys=keys,
         label=label,
-        spill=spill_policy(spill_dir, size_in_bytes(spill_bytes)),
     )
     previous_handler = signal.signal(signal.SIGTERM, _stop)
     try:
