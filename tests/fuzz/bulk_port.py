@@ -230,7 +230,7 @@ class Attacker:
             return msgspec.structs.replace(
                 struct_, **{name: rng.choice([b"", value[:-1], bytes(len(value)), b"\xff" * len(value), value[::-1]])}
             )
-        if isinstance(value, dict):  # cuts
+        if isinstance(value, dict):  # slices
             numbers = [rng.choice([0, 1, 2, 5, 1 << 40]) for _ in range(3)]
             cut = b.BulkCut(numbers[: rng.randrange(4)], rng.choice([[], [numbers[:2]], [[]] * 8, [numbers[:1]]]))
             return msgspec.structs.replace(struct_, **{name: {rng.choice(["x", "y", ""]): cut}})

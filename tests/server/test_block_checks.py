@@ -126,7 +126,7 @@ def part_of(bench: Bench, cut: b.BulkCut, number: int = 1, sums: int = 1) -> b.R
     """A read of a part of 16 MiB, whose checksum is named."""
     at = bench.at
     asked = bench.read(at, number=number)
-    part = msgspec.structs.replace(asked.parts[0], cuts={"x": cut}, sums=[bench.sum] * sums)
+    part = msgspec.structs.replace(asked.parts[0], slices={"x": cut}, sums=[bench.sum] * sums)
     return msgspec.structs.replace(asked, parts=[part])
 
 

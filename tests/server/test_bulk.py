@@ -236,7 +236,7 @@ def test_checksums_are_forgotten_with_their_bytes_and_with_their_extent(bench, d
 )
 def test_a_cut_that_does_not_fit_its_field_is_refused(bench, cut, error, message):
     read = bench.read(bench.put(x=np.arange(60, dtype=np.float32).reshape(20, 3)))
-    read.parts[0].cuts["x"] = cut
+    read.parts[0].slices["x"] = cut
     bench.say(read)
     with pytest.raises(BY_NAME[error], match=message):
         raise refused(bench)
@@ -245,7 +245,7 @@ def test_a_cut_that_does_not_fit_its_field_is_refused(bench, cut, error, message
 def test_a_cut_is_all_that_leaves(bench):
     x = np.arange(60, dtype=np.float32).reshape(20, 3)
     read = bench.read(bench.put(x=x))
-    read.parts[0].cuts["x"] = b.BulkCut([1, 3], [])
+    read.parts[0].slices["x"] = b.BulkCut([1, 3], [])
     bench.say(read)
     assert bench.frames() == x[:, 1:].tobytes().ljust(192, b"\0")
 

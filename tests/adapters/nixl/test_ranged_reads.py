@@ -133,12 +133,12 @@ def test_slices_are_named_if_their_runs_are_long(bench: Named, cut: b.BulkCut, n
     whole, apart = np.arange(64), np.random.default_rng(3).permutation(64)
     for order in (whole, apart):
         asked = bench.read_ranges(at, order)
-        asked.parts[0].cuts["x"] = cut
+        asked.parts[0].slices["x"] = cut
         bench.made = b""
         bench.say(asked)
         found = frames(bench)
         streamed = bench.read(at, order)
-        streamed.parts[0].cuts["x"] = cut
+        streamed.parts[0].slices["x"] = cut
         bench.say(streamed)
         assert bench.made == Bench.frames(bench), "as over the stream"
         assert bench.in_arena(found) == named
@@ -161,7 +161,9 @@ def test_of_a_part_of_a_tensor_all_is_named_and_compared(
     values = np.random.default_rng(2).integers(0, 1 << 16, (1, *shape), np.uint16)
     at = bench.put(x=values)
     asked = bench.read_ranges(at)
-    part = msgspec.structs.replace(asked.parts[0], cuts={"x": cut}, sums=[checksum(np.array(bench.arena[: at.nbytes]))])
+    part = msgspec.structs.replace(
+        asked.parts[0], slices={"x": cut}, sums=[checksum(np.array(bench.arena[: at.nbytes]))]
+    )
     asked = msgspec.structs.replace(asked, parts=[part])
     bench.made = b""
     bench.say(asked)

@@ -96,7 +96,7 @@ def rows_of(
         blocks=located,
         block_of_row=b"" if alone else blocks.tobytes(),
         slot_of_row=slots.tobytes(),
-        cuts={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
+        slices={name: b.BulkCut.of(slices[name]) for name in part.fields if name in slices},
         sums=[block.checksum for block in part.blocks] if compare and slices.keys() & set(part.fields) else [],
     )
     return RequestedRows(wanted, len(slots), index, not alone or bool((slots[1:] - slots[:-1] != 1).any()))
@@ -218,9 +218,10 @@ class FetchTransfer(_StreamTransfer):
         if begun.part >= len(self._parts):
             raise Corruption(f"part {begun.part} came where {len(self._parts)} were asked for")
         part = self._parts[begun.part]
-        names, cuts = part.wanted.fields, part.wanted.cuts
+        names, slices = part.wanted.fields, part.wanted.slices
         fields = [
-            cut_field(self._fields[name], cuts[name].slice()) if name in cuts else self._fields[name] for name in names
+            cut_field(self._fields[name], slices[name].slice()) if name in slices else self._fields[name]
+            for name in names
         ]
         _, nbytes = layout(fields, part.count, begun.counts)
         if nbytes > self._bound(part):

@@ -304,10 +304,10 @@ def parts_of(
     for number, part in enumerate(read.parts):
         placement = _placement(read.shard, part, fields, backing)
         wanted = [_known(fields, name) for name in part.fields]
-        cuts = {name: cut.slice() for name, cut in part.cuts.items()}
-        sent = [cut_field(field, cuts[field.name]) if field.name in cuts else field for field in wanted]
-        if cuts:
-            counts, pieces = cut_column_stream(wanted, cuts, placement, FRAME_BYTES, ranges_from, room, join)
+        slices = {name: cut.slice() for name, cut in part.slices.items()}
+        sent = [cut_field(field, slices[field.name]) if field.name in slices else field for field in wanted]
+        if slices:
+            counts, pieces = cut_column_stream(wanted, slices, placement, FRAME_BYTES, ranges_from, room, join)
         else:
             counts, pieces = column_stream(wanted, placement, FRAME_BYTES, ranges_from, room, join)
         stored = None
@@ -316,7 +316,7 @@ def parts_of(
             stored = placement.blocks.addresses.item(0), Range(at.extent, at.offset, at.nbytes)
         nbytes = layout(sent, placement.rows, counts)[1]
         full_at = FRAME_BYTES if join is None or placement.run is not None else min(FRAME_BYTES, JOINED_BYTES)
-        compare = _compared(part, placement, fields, cuts, checks)
+        compare = _compared(part, placement, fields, slices, checks)
         yield ReadPart(b.PartHead(number, counts), stored, nbytes, pieces, compare, full_at)
 
 
@@ -324,7 +324,7 @@ def _compared(
     part: b.RowSelection,
     placement: RowPlacement,
     fields: Mapping[str, Field],
-    cuts: Mapping[str, Slice],
+    slices: Mapping[str, Slice],
     checks: BlockChecks,
 ) -> list[PartCheck]:
     """The comparisons that the client asks for. Of one field of one block only the bytes that it may have are compared, once the block is known."""
@@ -335,8 +335,8 @@ def _compared(
     found = []
     for at, memory, expected in zip(part.blocks, placement.blocks.live_memory(), part.sums, strict=True):
         span = 0, at.nbytes
-        if len(part.blocks) == len(part.fields) == 1 and part.fields[0] in cuts:
-            span = cut_span(fields[part.fields[0]], cuts[part.fields[0]], placement)
+        if len(part.blocks) == len(part.fields) == 1 and part.fields[0] in slices:
+            span = cut_span(fields[part.fields[0]], slices[part.fields[0]], placement)
         if expected != UNCHECKED and span[0] < span[1]:
             found.append(checks.check(Range(at.extent, at.offset, at.nbytes), memory, expected, at.block, span))
     return found

@@ -55,7 +55,7 @@ Stream = tuple[list[int], Iterator[U8]]
 
 def cut_column_stream(
     fields: Sequence[Field],
-    cuts: Mapping[str, Slice],
+    slices: Mapping[str, Slice],
     placement: RowPlacement,
     piece_bytes: int,
     ranges_from: int = 0,
@@ -64,8 +64,8 @@ def cut_column_stream(
 ) -> Stream:
     """The block of these columns, some of them cut (`cut.cut_stream`), as `column_stream` gives uncut ones."""
     streams = [
-        _listed(cut_stream(field, cuts[field.name], placement, piece_bytes, ranges_from, room))
-        if field.name in cuts
+        _listed(cut_stream(field, slices[field.name], placement, piece_bytes, ranges_from, room))
+        if field.name in slices
         else column_stream([field], placement, piece_bytes, ranges_from, room, join)
         for field in fields
     ]

@@ -154,7 +154,7 @@ def _part(numbers: list[int]) -> tuple[int, int] | Share | None:
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there.
-    cuts: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none), which the shard compares before the read ends,
+    slices: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none), which the shard compares before the read ends,
     since the receiver of a part of a block cannot; empty: of none."""
 
     fields: Names
@@ -162,7 +162,7 @@ class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     blocks: Annotated[list[BulkBlock], Meta(max_length=ITEMS_MAX)]
     block_of_row: I32
     slot_of_row: I32
-    cuts: Annotated[dict[Text, BulkCut], Meta(max_length=FIELDS_MAX)] = {}
+    slices: Annotated[dict[Text, BulkCut], Meta(max_length=FIELDS_MAX)] = {}
     sums: Annotated[list[Checksum], Meta(max_length=ITEMS_MAX)] = []
 
 
