@@ -74,7 +74,7 @@ def test_what_is_for_one_alone_says_so(address: str, words: tuple[str, ...], why
 
 
 def test_a_snapshot_of_all_prints_where_each_part_is(address: str, tmp_path: Path) -> None:
-    path = f"cut-{tmp_path.name}"
+    path = f"all-{tmp_path.name}"
     done = run("snapshot", path, "--address", address)
     parts = [Path(line) for line in done.stdout.splitlines()]
     try:

@@ -1,5 +1,7 @@
 """`transferqueue snapshot` and `restore`, as people use them."""
 
+import json
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -23,6 +25,8 @@ def test_a_snapshot_of_one_server_is_restored_into_another(tmp_path: Path) -> No
         assert outside.returncode
         assert "is outside" in outside.stderr
     with served("--snapshots", str(tmp_path)) as second:
-        assert run("restore", "run", "--address", second.address).stdout.strip() == str(tmp_path / "run/000001")
+        made = json.loads((tmp_path / "run/000001/MANIFEST.json").read_text())["about"]["made_at"]
+        said = run("restore", "run", "--address", second.address).stdout.strip()
+        assert said == f"{tmp_path / 'run/000001'}  made {datetime.fromtimestamp(made, UTC):%Y-%m-%dT%H:%M:%SZ}"
         with tq.connect(second.address) as queue:
             assert queue.table("t").read()["text"].list() == ["a", "b"]

@@ -246,7 +246,7 @@ def test_a_snapshot_is_restored_at_its_seat_only(tmp_path: Path, monkeypatch: py
                 second.restore("s")
             assert second.tables() == []
             first.drop_table(name)
-            assert first.restore("s") == where
+            assert list(first.restore("s")) == [where]
         with tq.connect(two.address) as queue:
             assert queue.table(name).read()["x"].list() == [[7]]
 

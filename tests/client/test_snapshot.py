@@ -139,7 +139,7 @@ def test_everything_comes_back(queue: tq.Queue, root: Path) -> None:
     made = queue.snapshot("run/a", progress=lambda done, total: seen.append((done, total)))
     assert made == str(root / "run/a/000001")
     with tq.connect() as other:
-        assert other.restore("run/a") == made
+        assert list(other.restore("run/a")) == [made]
         again = other.table("rollouts")
         rows, wanted = again.read(), table.read()
         for name in ("prompt_ids", "text", "image"):

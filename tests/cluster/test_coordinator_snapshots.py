@@ -128,6 +128,11 @@ def contents(queue: tq.Queue, name: str) -> dict[str, object]:
     return found
 
 
+def made_at(part: str) -> float:
+    """When a part of a snapshot was made, in seconds since 1970."""
+    return json.loads((Path(part) / "MANIFEST.json").read_text())["about"]["made_at"]
+
+
 def rows_in(part: str, name: str) -> pa.Table:
     """The rows file of a table in a part of a snapshot."""
     tables = json.loads((Path(part) / "MANIFEST.json").read_text())["about"]["tables"]
@@ -164,7 +169,10 @@ def test_each_coordinator_restores_its_newest_snapshot(deployed: Deployed, empty
         assert sorted(path.name for path in (root / "s").iterdir()) == ["1-of-2", "2-of-2"]
         shutil.rmtree(root / "s/1-of-2/000002")
         restored = other.restore("s")
-        assert [Path(directory).name for directory in restored.split(",")] == ["000001", "000002"]
+        assert [Path(directory).name for directory in restored] == ["000001", "000002"]
+        assert {directory: when and when.timestamp() for directory, when in restored.items()} == pytest.approx(
+            {directory: made_at(directory) for directory in restored}, abs=1e-5
+        )
         assert [len(other.table(name).read()) for name in (FIRST, SECOND)] == [ROWS, 2 * ROWS]
 
 
@@ -220,7 +228,7 @@ def test_all_is_the_same_elsewhere_and_each_table_is_whole(
         finally:
             chain.stop()
         other = stack.enter_context(tq.connect(empty.address))
-        assert other.restore("s", timeout_s=PATIENCE_S).split(",") == parts
+        assert list(other.restore("s", timeout_s=PATIENCE_S)) == parts
         assert other.tables() == queue.tables()
         for name in (FIRST, SECOND):
             assert contents(other, name) == contents(queue, name)

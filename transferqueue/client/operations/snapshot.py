@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
 from typing import Final, TypeVar
 
 from transferqueue.client.client import ClientSession
@@ -75,6 +76,13 @@ class SnapshotCalls:
     def paths(self) -> str:
         """The directory of each coordinator's snapshot, joined by commas."""
         return ",".join(job.path for job in self._jobs.values())
+
+    @property
+    def times(self) -> dict[str, datetime | None]:
+        """When each coordinator's snapshot was made, by its directory; None: it is not known yet."""
+        return {
+            job.path: datetime.fromtimestamp(job.made_at, UTC) if job.made_at else None for job in self._jobs.values()
+        }
 
     def begin(self, client: ClientSession) -> Operation[None]:
         """Begin the job of one coordinator."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, Self
 
@@ -154,20 +155,21 @@ class Queue(QueueBase):
         Each of several coordinators writes its own snapshot, into a directory of its own in `path`: each table is whole,
         and tables of different coordinators are of moments that lie apart. Returns their places, joined by commas.
         """
-        return self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))
+        return (self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).paths
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
-    ) -> str:
+    ) -> dict[str, datetime | None]:
         """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock, weights.
 
         path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
         returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
         is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
-        Each of several coordinators restores its newest snapshot under `path`, into as many coordinators; their manifests
-        say of which times they are. If one fails, the error names it, and the others keep what they restored.
+        Each of several coordinators restores its newest snapshot under `path`, into as many coordinators. If one fails,
+        the error names it, and the others keep what they restored. Returns when each snapshot was made, by its directory
+        (None if `timeout_s` is 0: it is not known yet).
         """
-        return self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))
+        return (self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).times
 
     def close(self) -> None:
         """End the session, and an embedded server with it. Waits end with `Disconnected`. Again: nothing."""
@@ -182,13 +184,13 @@ class Queue(QueueBase):
     ) -> None:
         self.close()
 
-    def _carry_out(self, calls: SnapshotCalls) -> str:
-        """Begin a job at each coordinator, then follow each. Returns the directories of all, joined by commas."""
+    def _carry_out(self, calls: SnapshotCalls) -> SnapshotCalls:
+        """Begin a job at each coordinator, then follow each."""
         for client in self._clients:
             run_sync(client.connection, calls.begin(client))
         for client in self._clients:
             run_sync(client.connection, calls.follow(client))
-        return calls.paths
+        return calls
 
     def _each(self, operation: Callable[[], Operation[T]]) -> list[T]:
         """What each coordinator answers, one after the other."""

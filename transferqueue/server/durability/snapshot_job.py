@@ -9,11 +9,13 @@ from transferqueue.wire import messages as m
 
 
 class SnapshotJob:
-    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers."""
+    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers. made_at: when the snapshot was made, in
+    seconds since 1970; 0: it is not known yet."""
 
     def __init__(self, number: int, path: Path, total: int) -> None:
         self.number, self.path, self.total = number, path, total
         self.done = self.reported = 0
+        self.made_at = 0.0
         self.ended = False
         self.error: TransferQueueError | None = None
         self._given_up: TransferQueueError | None = None
@@ -33,4 +35,4 @@ class SnapshotJob:
 
     def reply(self) -> m.JobProgress:
         """The progress of the job."""
-        return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended)
+        return m.JobProgress(self.number, str(self.path), self.done, self.total, self.ended, self.made_at)

@@ -327,7 +327,7 @@ class SnapshotJobs:
                     time.time(),
                     VERSION,
                 )
-            job.path = writer.publish(manifest, keep)
+            job.path, job.made_at = writer.publish(manifest, keep), manifest.made_at
         finally:
             writer.abandon()
 
@@ -374,6 +374,7 @@ class SnapshotJobs:
     def _read(self, job: SnapshotJob) -> None:
         snapshot = SnapshotReader.open(job.path, lambda nbytes: self._add_progress(job, nbytes), job.expect_twice)
         job.path, manifest = snapshot.path, read_manifest(snapshot)
+        job.made_at = manifest.made_at
         tables, channels = ([entry.name for entry in entries] for entries in (manifest.tables, manifest.channels))
         self._index.check_kept(tables, channels, f"snapshot {job.path}")
         table_snapshots = read_tables(snapshot, manifest)

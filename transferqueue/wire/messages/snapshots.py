@@ -13,13 +13,17 @@ from transferqueue.wire.roles import ADMINS
 
 
 class JobProgress(Message, tag="Working"):
-    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there."""
+    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there.
+
+    made_at: when the snapshot was made, in seconds since 1970; 0: it is not known yet.
+    """
 
     work: int
     path: FullPath
     done: int
     total: int
     ended: bool
+    made_at: float = 0.0
 
 
 @request(

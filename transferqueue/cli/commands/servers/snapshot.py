@@ -40,18 +40,28 @@ def snapshot(
     Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the command prints its path: of several
     coordinators one line for each. `transferqueue docs snapshots` describes the files.
     """
-    _carry_out(address, lambda queue, progress: queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress))
+
+    def write(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
+        places = queue.snapshot(path, keep=keep, timeout_s=timeout, progress=progress)
+        return places.split(",") if len(queue.coordinators) > 1 else [places]
+
+    _carry_out(address, write)
 
 
 def restore(path: SnapshotPath, timeout: TimeoutOption = 600.0, address: AddressOption = None) -> None:
     """Read a snapshot into a server that has no tables. The checksum of every file is compared before anything changes.
 
-    Each of several coordinators restores its newest snapshot.
+    Each of several coordinators restores its newest snapshot. Prints the path of each, and when it was made.
     """
-    _carry_out(address, lambda queue, progress: queue.restore(path, timeout_s=timeout, progress=progress))
+
+    def read(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
+        restored = queue.restore(path, timeout_s=timeout, progress=progress)
+        return [f"{place}  made {made:%Y-%m-%dT%H:%M:%SZ}" for place, made in restored.items()]
+
+    _carry_out(address, read)
 
 
-def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], None]], str]) -> None:
+def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], None]], list[str]]) -> None:
     from rich.progress import BarColumn, DownloadColumn, Progress, TransferSpeedColumn
 
     from transferqueue.cli.connection import connected
@@ -62,7 +72,6 @@ def _carry_out(address: str | None, act: Callable[[Queue, Callable[[int, int], N
     bar = Progress(*columns, console=terminal, transient=True, disable=not terminal.is_terminal)
     with connected(address_of(address), label="snapshot") as queue, bar:
         task = bar.add_task("")
-        where = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
-        parts = len(queue.coordinators)
-    for place in where.split(",") if parts > 1 else [where]:
-        say(place)
+        lines = act(queue, lambda done, total: bar.update(task, completed=done, total=max(done, total)))
+    for line in lines:
+        say(line)
