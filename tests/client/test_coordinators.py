@@ -238,6 +238,7 @@ def test_a_snapshot_is_restored_at_its_seat_only(tmp_path: Path, monkeypatch: py
         with tq.connect(two.address) as queue:
             name = one_each(2)[0]
             queue.create_table(name, tasks=[TASK]).put(x=[[7]])
+            of_all = queue.snapshot("all")
         with tq.connect(two.all[0].ipc) as first, tq.connect(two.all[1].ipc) as second:
             where = first.snapshot("s")
             with pytest.raises(
@@ -247,6 +248,8 @@ def test_a_snapshot_is_restored_at_its_seat_only(tmp_path: Path, monkeypatch: py
             assert second.tables() == []
             first.drop_table(name)
             assert list(first.restore("s")) == [where]
+            first.drop_table(name)
+            assert list(first.restore("all/1-of-2")) == of_all.split(",")[:1]
         with tq.connect(two.address) as queue:
             assert queue.table(name).read()["x"].list() == [[7]]
 

@@ -32,7 +32,7 @@ def snapshot(
     """Write a snapshot of each coordinator."""
     path = check_path("path", path)
     kept = checks.whole("keep", keep, least=1, most=SNAPSHOTS_KEPT_MAX)
-    requests = {client: m.SnapshotRequest(path=directory_of(path, client), keep=kept) for client in clients}
+    requests = {client: m.SnapshotRequest(path=each, keep=kept) for client, each in _directories(path, clients).items()}
     return SnapshotCalls(requests, timeout_s, progress)
 
 
@@ -40,19 +40,18 @@ def restore(
     clients: Sequence[ClientSession], path: Path, timeout_s: float | None, progress: Progress | None
 ) -> SnapshotCalls:
     """Restore the newest snapshot of each coordinator."""
-    path = check_path("path", path)
-    return SnapshotCalls(
-        {client: m.Restore(path=directory_of(path, client)) for client in clients}, timeout_s, progress
-    )
+    directories = _directories(check_path("path", path), clients)
+    requests = {client: m.Restore(path=each) for client, each in directories.items()}
+    return SnapshotCalls(requests, timeout_s, progress)
 
 
-def directory_of(path: Path, client: ClientSession) -> str:
-    """The directory of a coordinator's snapshots: `path`; of several, which may have the same root, one of its own in `path`."""
-    if client.seat.of == 1:
-        return os.fspath(path)
-    parent, name = os.path.split(os.fspath(path))
-    own = f"{client.seat.number}-of-{client.seat.of}"
-    return os.path.join(parent, own, name) if _NUMBER.fullmatch(name) else os.path.join(parent, name, own)
+def _directories(path: str, clients: Sequence[ClientSession]) -> dict[ClientSession, str]:
+    """Where each coordinator has its snapshots: `path`; of several, which may have the same root, a directory of its own in `path`."""
+    if len(clients) == 1:
+        return {clients[0]: path}
+    parent, name = os.path.split(path)
+    within, number = (parent, name) if _NUMBER.fullmatch(name) else (path, "")
+    return {client: os.path.join(within, f"{client.seat.number}-of-{client.seat.of}", number) for client in clients}
 
 
 class SnapshotCalls:
