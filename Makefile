@@ -190,7 +190,7 @@ $(NEMOED): tests/engines/nemo.txt pyproject.toml
 test-nemo: $(NEMOED) ## NeMo-RL's data plane on the queue, by its own tests too (a minute; NEMO_AT=main: as it is today)
 	$(NEMO)/bin/python -m pytest tests/engines/test_nemo.py $(ARGS)
 
-test-ray: $(SHIMMED) ## a deployment on a Ray cluster of four nodes (a minute)
+test-ray: $(SHIMMED) ## a deployment, and a training job, on Ray clusters of several nodes (minutes)
 	$(SHIM)/bin/python -m pytest tests/cluster tests/deploy $(ARGS)
 
 $(MOONCAKED): tests/engines/mooncake.txt pyproject.toml

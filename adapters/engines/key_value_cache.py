@@ -50,7 +50,7 @@ class GrowingStates:
     def _make_room(self, key_states: Tensor, value_states: Tensor, end: int) -> None:
         start, capacity = end - key_states.shape[-2], max(end + ROOM_TOKENS, 2 * (end - key_states.shape[-2]))
         used = (self.keys, self.values) if start else ()
-        self._buffers = [_zeros(states, capacity) for states in (key_states, value_states)]
+        self._buffers = [_room(states, len(states), capacity) for states in (key_states, value_states)]
         for buffer, states in zip(self._buffers, used, strict=False):
             buffer[:, :, :start] = states
 
@@ -80,17 +80,18 @@ def joined(empty: Any, parts: Sequence[Part]) -> tuple[Any, int]:
     return empty, tokens
 
 
-def _zeros(like: Tensor, tokens: int) -> Tensor:
-    """Padding must be finite: attention multiplies it by 0."""
-    return like.new_zeros(like.shape[0], like.shape[1], tokens, like.shape[3])
+def _room(like: Tensor, rows: int, tokens: int) -> Tensor:
+    """Return a buffer whose values are not set: a token is written before it is shown."""
+    return like.new_empty(rows, like.shape[1], tokens, like.shape[3])
 
 
 def _aligned(parts: Sequence[tuple[Tensor, int]], tokens: int) -> Tensor:
     first = parts[0][0]
     rows = sum(len(states) for states, _ in parts)
-    buffer = first.new_zeros(rows, first.shape[1], tokens + ROOM_TOKENS, first.shape[3])
+    buffer = _room(first, rows, tokens + ROOM_TOKENS)
     at = 0
     for states, last in parts:
+        buffer[at : at + len(states), :, : tokens - last] = 0  # padding must be finite: attention multiplies it by 0
         if last:
             buffer[at : at + len(states), :, tokens - last : tokens] = states[:, :, states.shape[2] - last :]
         at += len(states)
