@@ -150,8 +150,8 @@ class Ledger:
                 self._cold.attach(self.state.core.blocks)
 
     def spill(self, room: Callable[[], int]) -> ColdBlocks:
-        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it would lack them. room: the
-        most bytes that the blocks of one request may take in memory now."""
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it
+        would lack them. room: the most bytes that the blocks of one request may take in memory now."""
         self._cold = ColdBlocks(self.state.core.blocks, self._usages, room)
         return self._cold
 

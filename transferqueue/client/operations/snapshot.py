@@ -46,7 +46,7 @@ def restore(
 
 
 def _directories(path: str, clients: Sequence[ClientSession]) -> dict[ClientSession, str]:
-    """Where each coordinator has its snapshots: `path`; of several, which may have the same root, a directory of its own in `path`."""
+    """Where each coordinator has its snapshots: `path`. Several may have the same root, so each has a directory in it."""
     if len(clients) == 1:
         return {clients[0]: path}
     parent, name = os.path.split(path)

@@ -2,14 +2,16 @@
 
 The rules (docs/decisions/0056; what leaves and comes back: `cold_arena`):
 
-1. Only blocks of tables that lie in the coordinator's own arena alone are spilled. Versions of weights and blocks with copies stay.
+1. Only blocks of tables that lie in the coordinator's own arena alone are spilled. Versions of weights and blocks with
+   copies stay.
 2. A block is *cold* while nobody pins it.
-3. A block on the disk has no extent, and its location names the shard `cold_arena.ON_DISK`. No reply contains such a location: a request that would
-   name the block waits, and asks for its bytes with a *load order*.
-4. A load order names all blocks that its request needs. All orders wait in one line. The first one is carried out, and its blocks are not spilled.
-   So they are all in memory when it ends; then its request is tried again, before anything else is spilled, and pins them. An order that finds no
-   memory goes to the end of the line, so that no request keeps others from their blocks. An order ends when the sessions of all requests that wait
-   for it have ended. If the wait of its request is over, it is carried out all the same, for the next such request.
+3. A block on the disk has no extent, and its location names the shard `cold_arena.ON_DISK`. No reply contains such a
+   location: a request that would name the block waits, and asks for its bytes with a *load order*.
+4. A load order names all blocks that its request needs. All orders wait in one line. The first one is carried out, and
+   its blocks are not spilled. So they are all in memory when it ends; then its request is tried again, before anything
+   else is spilled, and pins them. An order that finds no memory goes to the end of the line, so that no request keeps
+   others from their blocks. An order ends when the sessions of all requests that wait for it have ended. If the wait of
+   its request is over, it is carried out all the same, for the next such request.
 5. While the disk is silent, an order that lacks blocks is not carried out, and spares none.
 6. A request whose blocks could never be in memory together is refused.
 7. A block that nobody needs any more is forgotten, and its bytes on the disk with it.

@@ -9,8 +9,8 @@ from transferqueue.wire import messages as m
 
 
 class SnapshotJob:
-    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers. made_at: when the snapshot was made, in
-    seconds since 1970; 0: it is not known yet."""
+    """One snapshot or restore. done, total: bytes. reported: the value of `done` at the last wake-up of its watchers.
+    made_at: when the snapshot was made, in seconds since 1970; 0: it is not known yet."""
 
     def __init__(self, number: int, path: Path, total: int) -> None:
         self.number, self.path, self.total = number, path, total

@@ -64,8 +64,8 @@ class SpillCounters:
 
 
 class Spiller:
-    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the books. wake_memory: makes the requests
-    due that wait for memory. Used by the loop's thread; `read` by any."""
+    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the books.
+    wake_memory: makes the requests due that wait for memory. Used by the loop's thread; `read` by any."""
 
     def __init__(
         self,

@@ -3,8 +3,9 @@
 The rules (docs/decisions/0056; how blocks go and come back: `spiller`):
 
 1. A request that finds no memory has cold blocks written.
-2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory for `LOAD_STUCK_S`, while nothing is being written or loaded,
-   ends. Its request goes to the end of the line. An order also ends with the session whose request made it, unless another request waits for it.
+2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory for `LOAD_STUCK_S`, while
+   nothing is being written or loaded, ends. Its request goes to the end of the line. An order also ends with the
+   session whose request made it, unless another request waits for it.
 3. While nothing is to be done or under way, a turn costs nothing.
 """
 
