@@ -65,7 +65,7 @@ def test_a_put_that_finds_no_room_for_two_extents_writes_one() -> None:
         kept = 5 * MIB + 3 * MIB // 4
         keeper.put(blob=np.zeros((1, kept), np.uint8))  # a byte in eight is kept for results: 1.25 MiB are free
         with pytest.raises(tq.Full):
-            table.put(image=images(2), ids=[[1], [2]], timeout_s=None)
+            table.put(image=images(2), ids=[[1], [2]], timeout_s=0)
         assert (used(queue), table.stats()["rows_put"]) == (kept, 0)
         table.put(image=images(2, 400 * KIB), ids=[[1], [2]])  # no room for an extent that small puts share
         assert used(queue) < kept + MIB

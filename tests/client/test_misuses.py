@@ -6,7 +6,6 @@ import asyncio
 import copy
 import json
 import os
-import pickle  # noqa: TID251  (a misuse, which the queue refuses)
 import threading
 import time
 import warnings
@@ -100,13 +99,13 @@ class World:
         if child == 0:
             try:
                 call()
-            except BaseException as error:  # noqa: BLE001  (told to the parent)
+            except tq.TransferQueueError as error:
                 os.write(write, json.dumps([type(error).__name__, str(error)]).encode())
             finally:
                 os._exit(0)
         os.close(write)
         with os.fdopen(read, "rb") as pipe:
-            kind, text = json.loads(pipe.read())
+            kind, text = json.load(pipe)
         os.waitpid(child, 0)
         raise getattr(tq, kind)(text)
 
@@ -236,6 +235,11 @@ TABLES: dict[str, Misuse] = {
         lambda w: w.table.add_task(tq.Task("judge", needs=["respones_ids"])),
         tq.UsageError,
         r"needs 'respones_ids', which no field is called.*; did you mean 'response_ids'",
+    ),
+    "a class for groups": (
+        lambda w: w.table.add_task(tq.Task("judge", needs=["text"], groups=tq.Complete)),
+        tq.UsageError,
+        r"task: groups=<class .*Complete'> is not Complete \| None; give one",
     ),
     "a plug-in that is not there": (
         lambda w: w.table.add_task(tq.Task("judge", needs=["text"], selector=tq.Plugin("mine"))),
@@ -520,10 +524,26 @@ UPDATE: dict[str, Misuse] = {
         tq.UsageError,
         r'"text" of row 0 .* is not freed: task "whole".*free it when the task is done',
     ),
+    "freed, again as text": (
+        lambda w: w.table.free_columns([0], ["text"], again="no"),
+        tq.UsageError,
+        r"again='no' is str; give True or False",
+    ),
     "a read of a field that is not there": (
         lambda w: w.table.read(fields=["txt"]),
         tq.NotFound,
         r'"txt" is not in table .*; it has image, response_ids',
+    ),
+    "values as text": (lambda w: w.table.read(values="no"), tq.UsageError, r"values='no' is str; give True or False"),
+    "a column of a list": (
+        lambda w: tq.Column.of_inline(tq.Field("reward", "float32"), [1.0]),
+        tq.UsageError,
+        r'values of field "reward" are list; give a numpy array, or bytes',
+    ),
+    "a ragged column of scalars": (
+        lambda w: tq.Column.of_inline(tq.Field("ids", "int32", (None,)), np.zeros(1, np.int32)),
+        tq.UsageError,
+        r"is no field of one number a row; give a Field of a number's dtype, without a shape",
     ),
     "an array of ragged rows": (
         lambda w: w.table.read()["response_ids"].numpy(),
@@ -670,7 +690,7 @@ BATCH: dict[str, Misuse] = {
         r"a pipeline is used inside its block.*; write: with table.pipeline\(\) as pipeline",
     ),
     "copied": (lambda w: copy.copy(w.batch), tq.UsageError, r"cannot be pickled or copied; pass its values"),
-    "a table in a pickle": (lambda w: pickle.dumps(w.table), tq.UsageError, r"cannot be pickled or copied; pass queue.address"),
+    "a table copied": (lambda w: copy.deepcopy(w.table), tq.UsageError, r"cannot be pickled or copied; pass queue.address"),
 }  # fmt: skip
 
 QUEUE: dict[str, Misuse] = {

@@ -154,6 +154,8 @@ def _refusal(value: Any, kind: Any) -> Exception | None:
 
 def _misfit(value: Any) -> str:
     """Name the part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``. "": none."""
+    if isinstance(value, type):  # a policy's class, whose fields have no values
+        return ""
     for field in getattr(value, "__struct_fields__", ()):
         part, kind = getattr(value, field), get_type_hints(type(value))[field]
         if _refusal(part, kind) is not None:

@@ -147,6 +147,7 @@ def read(
     device: Any,
 ) -> Operation[Rows]:
     """Read rows without a lease."""
+    values = checks.flag("values", values)
     if device is not None and not values:
         raise UsageError(f"device={shown(device)} with values=False: no values are read; leave out one of the two")
     where_to = None if device is None else named_device(device)
@@ -229,7 +230,9 @@ def free_columns(terms: TableInfo, rows: object, fields: Iterable[str], again: b
     names = checks.names("field", fields)
     if not names:
         raise UsageError("free_columns frees the columns that it names; give at least one field, or delete the rows")
-    request = m.FreeColumns(table=terms.name, rows=checks.row_ids(rows), fields=names, again=bool(again))
+    request = m.FreeColumns(
+        table=terms.name, rows=checks.row_ids(rows), fields=names, again=checks.flag("again", again)
+    )
     return (yield from request_reply(request, m.DoneReply)).rows
 
 

@@ -73,7 +73,14 @@ class Column(ProcessBound):
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
-        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values, which is not."""
+        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values, which is not. `UsageError` for other data, and for a
+        field of more than one number a row."""
+        if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
+            raise UsageError(
+                f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a shape"
+            )
+        if not isinstance(data, bytes | np.ndarray):
+            raise UsageError(f'values of field "{field.name}" are {type(data).__name__}; give a numpy array, or bytes')
         values = np.frombuffer(data, stored_dtype(field.dtype)).copy() if isinstance(data, bytes) else data
         column = cls.__new__(cls)
         column.field, column._placement, column._rows = field, None, len(values)
