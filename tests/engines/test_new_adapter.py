@@ -113,18 +113,18 @@ def test_adapters_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     from transferqueue.adapters.stages.callables import Rewards
 
     points = EntryPoints(
-        EntryPoint(name, value, registry.GROUP)
+        EntryPoint(name, value, registry.ADAPTERS.group)
         for name, value in (
             ("theirs", "fractions:Fraction"),
             ("rewards", "fractions:Fraction"),
             ("broken", "no_such:Thing"),
         )
     )
-    monkeypatch.setattr(registry, "entry_points", lambda group: points.select(group=group))
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda group: points.select(group=group))
     assert registry.load("rewards") is Rewards
     assert registry.load("theirs").__name__ == "Fraction"
     assert {"theirs", "vllm", "openai"} <= set(registry.names())
     with pytest.raises(NotFound, match='no adapter "absent" is registered; there are agents'):
         registry.load("absent")
-    with pytest.raises(UsageError, match=r'"broken" .* cannot be imported: .*no_such'):
+    with pytest.raises(UsageError, match=r"'broken' .* cannot be imported: .*no_such"):
         registry.load("broken")

@@ -27,19 +27,27 @@ def test_what_ran_out_of_memory_is_refused_or_ends_the_server_and_no_row_is_wron
         directory = tmp_path / str(number)
         directory.mkdir(mode=0o700)
         server = LimitedServer(directory, level)
-        out = work(server, headroom * MIB, rows=300_000, at_once=60_000)
-        assert out.refused or out.ended is not None, f"{headroom} MiB were enough"
-        assert all("memory of the server process is exhausted" in text for text in out.refused)
-        if out.ended is not None:
-            assert out.ended == EXIT_TORN
-            assert "memory" in server.process.communicate()[1].lower()
-        elif level != "memory":
-            server.stop(signal.SIGKILL)
-        if level != "memory":
-            server.start()
-        elif out.ended is not None:
-            continue
-        server.limit(None)
-        wrong = judge(server, out)
-        assert not wrong, f"{headroom} MiB: {wrong}"
-        assert server.stop(signal.SIGTERM)[0] == 0
+        try:
+            _check(server, level, headroom)
+        finally:
+            server.process.kill()
+            server.process.wait()
+
+
+def _check(server: LimitedServer, level: str, headroom: int) -> None:
+    out = work(server, headroom * MIB, rows=300_000, at_once=15_000)
+    assert out.refused or out.ended is not None, f"{headroom} MiB were enough"
+    assert all("memory of the server process is exhausted" in text for text in out.refused)
+    if out.ended is not None:
+        assert out.ended == EXIT_TORN
+        assert "memory" in server.process.communicate()[1].lower()
+    elif level != "memory":
+        server.stop(signal.SIGKILL)
+    if level != "memory":
+        server.start()
+    elif out.ended is not None:
+        return
+    server.limit(None)
+    wrong = judge(server, out)
+    assert not wrong, f"{headroom} MiB: {wrong}"
+    assert server.stop(signal.SIGTERM)[0] == 0

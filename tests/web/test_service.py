@@ -170,7 +170,7 @@ def test_samples_are_requested_by_prompts_and_come_by_the_number_of_their_reques
     assert samples["columns"]["request"] == [7, 7, 7]
     left = service.call("get_experience_data", table=name, request=other, at_least=1, **train)
     assert left["columns"]["request"] == [other]
-    too_many = [{"ids": [1], "samples": 1 << 20}] * 2
+    too_many = [{"ids": [1], "samples": 1 << 16}] * 2
     assert "make several requests" in service.refused("generate", table=name, prompts=too_many).json["text"]
 
 

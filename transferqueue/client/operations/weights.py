@@ -30,6 +30,7 @@ from transferqueue.client.operations.arriving import (
 )
 from transferqueue.client.operations.tensor_parts import WHOLE, Only, TensorParts
 from transferqueue.client.session.calls import Deadline, seconds
+from transferqueue.client.session.deferred_interrupts import DeferredInterrupts
 from transferqueue.client.session.run import Operation, request_reply
 from transferqueue.errors import Corruption, NotFound, UsageError, listing
 from transferqueue.limits import check_name
@@ -239,13 +240,18 @@ class Weights(ProcessBound, Mapping[str, Any]):
 
     def release(self) -> None:
         """Return the memory, as soon as no view of it is left and no later version shares it. Again: nothing."""
-        if self._released:
-            return
-        self._released = True
-        for tensor in self._tensors.values():
-            tensor.release(
-                f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
-            )
+        interrupts = DeferredInterrupts()  # one between two tensors would keep the others, or the lock that all share
+        interrupts.begin()
+        try:
+            if self._released:
+                return
+            self._released = True
+            for tensor in self._tensors.values():
+                tensor.release(
+                    f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
+                )
+        finally:
+            interrupts.end()
 
     def __enter__(self) -> Self:
         return self

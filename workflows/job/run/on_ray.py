@@ -71,7 +71,7 @@ def flow_on_ray(
 ) -> RayFlow:
     """Return the flow of the job's processes. environment: variables of their processes. terms: others of `RayFlow`."""
     here = str(Path.cwd())
-    passed = {name: os.environ[name] for name in _PASSED if name in os.environ}
+    passed = {name: value for name, value in os.environ.items() if name in _PASSED}
     paths = os.pathsep.join(filter(None, (environment.get("PYTHONPATH") or os.environ.get("PYTHONPATH", ""), here)))
     return RayFlow(
         address,
