@@ -151,7 +151,6 @@ class Search:
         return msgspec.structs.replace(
             cause,
             text=f"{who} has waited {span(wait.waited_s)} for {what}: {cause.text}",
-            short=f"{what} waits",
             since_s=wait.waited_s,
         )
 
