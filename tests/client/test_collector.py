@@ -61,9 +61,13 @@ def test_a_call_leaves_nothing_to_the_collector(table: tq.Table, call: Callable[
     ):  # finalizers of what earlier tests left, such as tasks of a closed event loop, make garbage in turn
         continue
     gc.disable()
+    gc.set_debug(gc.DEBUG_SAVEALL)
     try:
         call(table)
-        left = gc.collect()
+        gc.collect()
+        left = [f"{type(each).__name__} {str(each)[:200]}" for each in gc.garbage]
     finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
         gc.enable()
-    assert left == 0
+    assert left == []

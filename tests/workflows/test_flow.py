@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 import transferqueue as tq
-from transferqueue.workflows.flow.events import Event, Figures
+from transferqueue.workflows.flow.events import START, Event, Figures, TimeSpan
 from transferqueue.workflows.flow.flow import RESTARTS_MAX, Flow, StageFailed
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.flow.stage import Stage
@@ -194,6 +194,28 @@ def test_a_process_that_keeps_dying_ends_the_flow(queue: tq.Queue, tmp_path: Pat
         flow.run()
     assert len([event for event in told if isinstance(event, Figures)]) == 3
     assert flow.pids() == {}
+
+
+def test_a_process_that_is_killed_while_it_waits_is_started_again_each_time(queue: tq.Queue, tmp_path: Path) -> None:
+    """It has no batch that could be the cause: five kills, though the flow may restart it twice."""
+    table = queue.create_table("u", fields=[tq.Field("x", "int64"), tq.Field("y", "int64")], tasks=[DOUBLE])
+    starts: list[str] = []
+
+    def observe(label: str, event: Event) -> None:
+        if not isinstance(event, TimeSpan) or event.name != START:
+            return
+        starts.append(label)
+        if len(starts) <= 5:
+            os.kill(flow.pids()[label], signal.SIGKILL)
+        else:
+            table.put(x=[1, 2])
+            table.seal()
+
+    waits = msgspec.structs.replace(jobs("double")[1], table="u")
+    with Flow(queue, [waits], directory=tmp_path, observe=observe) as flow:
+        flow.run()
+    assert starts == ["double-0"] * 6
+    assert table.audit()["rows_done"] == 2
 
 
 def test_a_process_that_works_between_its_deaths_is_started_again_each_time(queue: tq.Queue, tmp_path: Path) -> None:

@@ -25,6 +25,9 @@ WEIGHTS: Final = "weights"
 PUBLISH: Final = "publish"
 """Span in which a trainer publishes a version."""
 
+START: Final = "start"
+"""Span from the start of a process until it asks for its first batch."""
+
 
 class TimeSpan(msgspec.Struct, frozen=True, kw_only=True, tag="span"):
     """A time span of one process. rows, version: of its batch; -1 if it has none."""
@@ -96,6 +99,8 @@ class Receiver:
         self._rest = b""
         self.progressed = False
         """Whether the process has worked on a batch or published a version since its last failure."""
+        self.is_idle = False
+        """Whether the process has started, and has no batch."""
 
     def feed(self, received: bytes) -> Iterator[Event]:
         """Yield the events whose last byte is in `received`."""
@@ -106,4 +111,6 @@ class Receiver:
                 self.progressed = False
             elif isinstance(event, TimeSpan) and event.name in (WORK, PUBLISH):
                 self.progressed = True
+            if isinstance(event, TimeSpan) and event.name in (START, WAIT, WORK):
+                self.is_idle = event.name != WAIT
             yield event

@@ -8,8 +8,8 @@ Rules:
    thread when a process sends an event or exits; nothing is polled.
 3. A flow ends when all processes have exited with success. A process that dies is started again; its rows have gone to
    other workers by then. When it has died `restarts_max` times more without work in between, or when it reports that a
-   restart is useless, the flow fails with
-   `StageFailed`, which shows the process's last output, and the other processes are ended.
+   restart is useless, the flow fails with `StageFailed`, which shows the process's last output, and the other processes are
+   ended. A kill while the process waits for a batch does not count.
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
    of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
    raises it too, unless `run` did.
@@ -61,6 +61,8 @@ from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, Sta
 RESTARTS_MAX: Final = 2
 """Restarts of a process without work in between. A process that works between its deaths is killed from outside, such as
 a preempted one; one that dies three times before it has worked is broken."""
+_FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
+"""What ends an idle process with one of these is not the process: it has no batch that could be the cause."""
 _FAREWELL_S: Final = 1.0
 """Seconds between SIGTERM and SIGKILL."""
 _PIPE_BYTES: Final = 1 << 16
@@ -336,7 +338,7 @@ class Flow:
             if removed:
                 self._removed(child, code)
             return
-        if child.receiver.progressed:
+        if child.receiver.progressed or (child.receiver.is_idle and -code in _FROM_OUTSIDE):
             child.restarts = 0
         if code == EXIT_FINAL or child.restarts >= self._restarts_max:
             raise _failed(child, code, last_words)

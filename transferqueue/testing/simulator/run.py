@@ -271,9 +271,9 @@ class SimRun:
             left = [reservation.left for reservation in table.flow.reservations.values()]
             if table.flow.reserved != sum(left) or table.flow.reserved < 0:
                 raise PromiseBroken(f"{table.flow.reserved} rows are reserved, by reservations of {sum(left)}")
-            if table.rows.pages.resident + table.flow.reserved > table.limits.rows:
+            if table.rows_resident + table.flow.reserved > table.limits.rows:
                 raise PromiseBroken(
-                    f"{table.rows.pages.resident} rows there and {table.flow.reserved} reserved, above {table.limits.rows}"
+                    f"{table.rows_resident} rows there and {table.flow.reserved} reserved, above {table.limits.rows}"
                 )
             if table.limits.bytes_max is not None and table.usage.bytes > table.limits.bytes_max:
                 raise PromiseBroken(f"{table.usage.bytes} bytes are in a table, above {table.limits.bytes_max}")

@@ -11,6 +11,7 @@ import argparse
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -21,7 +22,7 @@ import msgspec
 import transferqueue as tq
 from transferqueue.errors import Corruption, DeadlineExceeded, Impossible, TransferQueueError, UsageError
 from transferqueue.workflows.flow.draining import EXIT_DRAINED, DrainRequest
-from transferqueue.workflows.flow.events import Sender
+from transferqueue.workflows.flow.events import START, Sender, TimeSpan
 from transferqueue.workflows.flow.loop.runner import StageFailedInProcess, run_source, run_stage
 from transferqueue.workflows.flow.stage import STALL_S, Context, Stage, load
 
@@ -76,7 +77,7 @@ def run_job(
 
     leave: called, in another thread, when the drain is requested before the process has taken a row.
     """
-    drain = drain or DrainRequest()
+    started, drain = time.monotonic(), drain or DrainRequest()
     with ExitStack() as opened:
         queue = opened.enter_context(tq.connect(address, timeout_s=job.timeout_s, label=job.label))
         weights = opened.enter_context(tq.connect(job.weights, label=job.label)) if job.weights else queue
@@ -94,6 +95,7 @@ def run_job(
         with ExitStack() as stack:
             with drain.when_requested(leave):
                 function = stack.enter_context(_opened(job, context))
+            emit(TimeSpan(name=START, start=started, end=time.monotonic()))
             if job.loop:
                 function()
             elif job.stage is None:
