@@ -56,7 +56,8 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
-    """Run a server in a forked child, again after each crash. Returns the exit code of the last child.
+    """Run a server in a forked child, again after each crash. Returns the exit code of the last child, or 0 if it is told
+    to stop while it waits for a disk.
 
     Call it in the main thread of a process that has no other thread and no server.
     """
@@ -73,7 +74,7 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
             if code == EXIT_DISK:
                 pause_s = DISK_RETRY_S if now - began > DISK_RETRY_S_MAX else pause_s
                 if _stopped_within(pause_s):
-                    return code
+                    return 0
                 pause_s = min(2 * pause_s, DISK_RETRY_S_MAX)
                 continue
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
