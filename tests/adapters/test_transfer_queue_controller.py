@@ -348,7 +348,7 @@ def test_arguments_of_another_type_are_refused(client: Any, wrong: dict[str, Any
 
 @pytest.mark.parametrize("samples", [0, -4, 1 << 40])
 def test_a_number_of_samples_that_cannot_be_inserted_is_refused(client: Any, samples: int) -> None:
-    with pytest.raises(ValueError, match="one call inserts 1 to 1,048,576 samples"):
+    with pytest.raises(ValueError, match="one call inserts 1 to 65,536 samples"):
         client.get_meta([], samples, "p", mode="insert")
 
 
