@@ -92,8 +92,11 @@ def check_end_work(table: TableState, rows: IntArray) -> None:
     if table.group_tasks:
         at, resident = table.rows.pages.find(rows)
         ids = np.unique(table.rows.group_id.a[at[resident]])
-        units = rows.size - int(resident.sum()) + int((ids >= 0).sum())
-        ended = max(ended, len(table.groups.members_of(ids[ids >= 0].tolist())[0]))
+        known = [
+            unit for unit in ids[ids >= 0].tolist() if table.groups.get(unit) is not None
+        ]  # rows that ended may stay
+        units = rows.size - int(resident.sum()) + len(known)
+        ended = max(ended, len(table.groups.members_of(known)[0]))
     check_work(
         f"the end of {rows.size:,} rows" + (f", with {ended:,} rows of their groups" if ended > rows.size else ""),
         rows.size,
