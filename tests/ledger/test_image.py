@@ -17,8 +17,12 @@ from tests.ledger.test_determinism import Fuzz, run
 from transferqueue.errors import Corruption, InternalError, NotFound, UsageError
 from transferqueue.ledger import Ledger
 from transferqueue.ledger.persistence.image import _KNOWN, _Header
+from transferqueue.ledger.table import TableState
+from transferqueue.ledger.tasks.group_task import GroupTaskState
+from transferqueue.ledger.tasks.task_state import TaskState
 from transferqueue.limits import PAGE_ROWS, Limits
-from transferqueue.policies import Plugin, Priority, Task
+from transferqueue.policies import Complete, Plugin, Priority, Retry, Task
+from transferqueue.wire import messages as m
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -59,6 +63,23 @@ class Shortest:
 
     def keys(self, units: object) -> object:
         return units.tokens  # type: ignore[attr-defined]
+
+
+def test_nothing_keeps_the_state_of_a_dropped_table() -> None:
+    world = World()
+    client = world.client()
+    late = Complete(deadline_s=3600.0)
+    client.create(tasks=[Task("g", groups=late), Task("t", retry=Retry(attempts=9, first_s=60.0))])
+    client.put(3, group_id=1, group_size=4)
+    client.put(4, group_id=2, group_size=4)
+    client.release(client.lease("t", 2), failed=True)
+    client.lease("t", 1)
+    client.lease("g", 4)
+    client.apply(m.DropTable("t"))
+    heap = msgspec.msgpack.decode(msgspec.msgpack.decode(world.ledger.image(), type=_Header).state)
+    states = {number for number, form in enumerate(_KNOWN.forms) if form.cls in (TableState, TaskState, GroupTaskState)}
+    assert not states & {number for number, _, _ in heap[2]}
+    world.ledger.tick(7200.0)
 
 
 def test_selectors_are_given_anew() -> None:

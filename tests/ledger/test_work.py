@@ -11,7 +11,7 @@ import pytest
 
 from tests.fuzz.bounds import Measured, R, columns, grouped, int64s
 from transferqueue.limits import ROWS_DESCRIBED_MAX, ROWS_PER_REQUEST_MAX, TASKS_MAX, Limits
-from transferqueue.policies import Complete, DeliverPartial, DropGroup, Refill, Task
+from transferqueue.policies import Complete, DeliverPartial, DropGroup, Manual, Refill, Task
 from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
@@ -104,3 +104,14 @@ def test_the_end_of_a_member_of_each_of_many_groups(measured: Measured, rule: An
     assert isinstance(reply, m.Leased) == isinstance(rule, DeliverPartial)
     if isinstance(reply, m.Leased):
         assert np.frombuffer(reply.content.rows, "<i8").tolist() == left.tolist()
+
+
+def test_rows_that_ended_may_end_again_where_they_stay(measured: Measured) -> None:
+    measured.ask(m.CreateTable("t", [R], [Task("train", ["r"], groups=Complete())], retention=Manual()))
+    measured.ask(m.PutRequest("t", 4, columns(4, **grouped(4, 4))))
+    leased = measured.ask(m.LeaseRequest("t", "train", groups=1))
+    measured.ask(m.Ack("t", leased.lease, leased.token, leased.content.rows))
+    reply = measured.send("admin", drop := m.Drop("t", int64s(4), "unused"), m.tag_of(drop))
+    assert isinstance(reply, m.Failed)
+    assert reply.error == "NotFound", reply.text
+    assert measured.ask(m.Delete("t", int64s(4))).rows == 4

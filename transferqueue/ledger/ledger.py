@@ -267,9 +267,11 @@ class Ledger:
             trial_due(table, task, now)
             apply_group_and_stale_rules(table, now)
         elif isinstance(subject, FormingGroup):
-            subject.late = True
-            subject.owner.changed[subject.unit] = None
-            apply_group_and_stale_rules(self.state.tables[subject.owner.rows.table], now)
+            table = self.state.table(subject.table)
+            for task in table.group_tasks:
+                if task.task.name == subject.task:
+                    task.group_is_late(subject)
+            apply_group_and_stale_rules(table, now)
         elif isinstance(subject, weight_channels.UpdateSlot):
             weight_channels.end_turn(self.state.channels[subject.channel], subject.session, self.state.core.effects)
         elif isinstance(subject, CopyOrderState):

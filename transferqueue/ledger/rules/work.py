@@ -92,9 +92,8 @@ def check_end_work(table: TableState, rows: IntArray) -> None:
     if table.group_tasks:
         at, resident = table.rows.pages.find(rows)
         ids = np.unique(table.rows.group_id.a[at[resident]])
-        known = [
-            unit for unit in ids[ids >= 0].tolist() if table.groups.get(unit) is not None
-        ]  # rows that ended may stay
+        # Of a row that ended and stays, the group may be gone.
+        known = [unit for unit in ids[ids >= 0].tolist() if table.groups.get(unit) is not None]
         units = rows.size - int(resident.sum()) + len(known)
         ended = max(ended, len(table.groups.members_of(known)[0]))
     check_work(

@@ -42,12 +42,12 @@ FORMING, QUEUED, OUT, OVER = range(4)
 
 
 class FormingGroup:
-    """The state of one group in one task."""
+    """The state of one group in one task; a subject of `Deadlines`."""
 
-    __slots__ = ("deadline", "late", "lost", "order", "owner", "ready", "stamp", "state", "unit")
+    __slots__ = ("deadline", "late", "lost", "order", "ready", "stamp", "state", "table", "task", "unit")
 
-    def __init__(self, owner: GroupTaskState, unit: int) -> None:
-        self.owner = owner
+    def __init__(self, table: str, task: str, unit: int) -> None:
+        self.table, self.task = table, task
         self.unit = unit
         self.state = FORMING
         self.ready = 0
@@ -108,11 +108,20 @@ class GroupTaskState(TaskState):
         for unit, count in self.groups.counts(self.groups.units(rows, at)):
             group = self.forming.get(unit)
             if group is None:
-                group = self.forming[unit] = FormingGroup(self, unit)
+                group = self._form(unit)
             group.ready += count
             self.changed[unit] = None
             if self.rule.deadline_s:
                 self.start_deadline(group, now)
+
+    def _form(self, unit: int) -> FormingGroup:
+        group = self.forming[unit] = FormingGroup(self.rows.table, self.task.name, unit)
+        return group
+
+    def group_is_late(self, group: FormingGroup) -> None:
+        """The deadline of a group has passed. The group rules decide what becomes of it."""
+        group.late = True
+        self.changed[group.unit] = None
 
     def start_deadline(self, group: FormingGroup, now: float) -> None:
         """Start the deadline of a group that has ready members and no deadline yet."""
@@ -167,7 +176,7 @@ class GroupTaskState(TaskState):
         """Mark the group as over: the task is done with it."""
         group = self.forming.get(unit)
         if group is None:
-            group = self.forming[unit] = FormingGroup(self, unit)
+            group = self._form(unit)
         self._leave_queue(group)
         group.state, group.ready, group.deadline = OVER, 0, None
         group.lost, group.late = 0, False
@@ -188,7 +197,7 @@ class GroupTaskState(TaskState):
     def _lose_members(self, unit: int, ready: int, lost: int) -> FormingGroup:
         group = self.forming.get(unit)
         if group is None:
-            group = self.forming[unit] = FormingGroup(self, unit)
+            group = self._form(unit)
         group.ready -= ready
         group.lost += lost
         self.changed[unit] = None
@@ -236,7 +245,7 @@ class GroupTaskState(TaskState):
         )
         queued = []
         for unit, state, lost, late, order, left_s in every:
-            group = self.forming[unit] = FormingGroup(self, unit)
+            group = self._form(unit)
             group.state, group.lost, group.late, group.order = state, lost, late, order
             group.ready = ready.get(unit, 0) if state in (FORMING, QUEUED) else 0
             if left_s == left_s:
