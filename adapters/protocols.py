@@ -2,14 +2,14 @@
 
 Rules:
 
-- A *generator* turns prompts into completions and yields each when it is finished. Its methods block and may be called from any
-  thread: another thread may update weights or pause while one iterates over completions. An engine with an event loop runs it
-  in a thread of its own.
+- A *generator* turns prompts into completions and yields each when it is finished. Its methods block and may be called
+  from any thread: another thread may update weights or pause while one iterates over completions. An engine with an
+  event loop runs it in a thread of its own.
 - Every token is stamped with the version of the weights that drew it. A completion that was cut short (`ABORT`) is
   yielded with its tokens so far; any generator may continue it, under other weights (`Prompt.begun`).
 - Log-probabilities are those of the distribution that the token was drawn from, after temperature and top-p.
-- A *learner* takes steps and returns its weights. A *weight source* iterates over the tensors of one version, one at a time, so
-  that no process has to hold two copies.
+- A *learner* takes steps and returns its weights. A *weight source* iterates over the tensors of one version, one at a
+  time, so that no process has to hold two copies.
 - A method raises `Unsupported` at the call for what its engine cannot do. It never does something else silently.
 
 All protocols are structural: a class conforms if it has the methods. It need not import this module.
@@ -67,9 +67,9 @@ class Pause(enum.Enum):
 class Sampling:
     """How tokens are drawn.
 
-    tokens_max: length limit of a completion, including the tokens of `Prompt.begun`. temperature: 0 is greedy. top_p: 1 keeps all
-    tokens. stop_ids: tokens that end a completion; the stop token is part of it. seed: with the same seed, an engine that supports
-    seeds draws the same completions again; None: unseeded.
+    tokens_max: length limit of a completion, including the tokens of `Prompt.begun`. temperature: 0 is greedy. top_p: 1
+    keeps all tokens. stop_ids: tokens that end a completion; the stop token is part of it. seed: with the same seed, an
+    engine that supports seeds draws the same completions again; None: unseeded.
     """
 
     tokens_max: int
@@ -81,8 +81,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.tokens_max < 1 or self.temperature < 0 or not 0 < self.top_p <= 1:
             raise UsageError(
-                f"sampling tokens_max={self.tokens_max}, temperature={self.temperature}, top_p={self.top_p}: they must be "
-                "at least 1, at least 0, and in (0, 1]"
+                f"sampling tokens_max={self.tokens_max}, temperature={self.temperature}, top_p={self.top_p}: they must "
+                "be at least 1, at least 0, and in (0, 1]"
             )
 
 
@@ -90,8 +90,9 @@ class Sampling:
 class Completion:
     """One completion, finished or cut short.
 
-    prompt, sample: index of the prompt in the request, and of the sample of that prompt. ids: int32 ``[tokens]``, including the stop
-    token. logprobs: float32 ``[tokens]``. spans: ``(version, tokens)`` pairs in order, which cover all tokens.
+    prompt, sample: index of the prompt in the request, and of the sample of that prompt. ids: int32 ``[tokens]``,
+    including the stop token. logprobs: float32 ``[tokens]``. spans: ``(version, tokens)`` pairs in order, which cover
+    all tokens.
     """
 
     prompt: int
@@ -119,9 +120,11 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then samples is 1).
+    """Token ids to complete: int ``[tokens]``. samples: number of completions. begun: a completion to continue (then
+    samples is 1).
 
-    seed: of this prompt's completions, whatever else is in the request; None: `Sampling.seed` and the prompt's place decide.
+    seed: of this prompt's completions, whatever else is in the request; None: `Sampling.seed` and the prompt's place
+    decide.
     """
 
     ids: Ids
@@ -172,13 +175,14 @@ class Generator(Protocol):
 
     @property
     def version(self) -> int:
-        """Version of the weights that the next token will be drawn with; -1: the weights that the generator was created with."""
+        """Version of the weights that the next token will be drawn with; -1: the weights that the generator was created
+        with."""
 
     def generate(self, prompts: Sequence[Prompt], sampling: Sampling, *, timeout_s: float = GENERATE_S) -> Completions:
         """Yield each completion when it is finished, in any order. Blocks until the next one is finished.
 
-        Closing the iterator early aborts the completions that are left. Several threads may iterate at once. Raises `DeadlineExceeded`
-        when not all completions are finished after `timeout_s` (pauses count); the rest is aborted.
+        Closing the iterator early aborts the completions that are left. Several threads may iterate at once. Raises
+        `DeadlineExceeded` when not all completions are finished after `timeout_s` (pauses count); the rest is aborted.
         """
 
     def pause(self, mode: Pause, *, timeout_s: float = PAUSE_S) -> None:
@@ -193,8 +197,9 @@ class Generator(Protocol):
     def update_weights(self, source: WeightSource, version: int, *, timeout_s: float = PAUSE_S) -> None:
         """Replace the weights between two tokens; tokens drawn after the return are stamped `version`.
 
-        Completions that are being generated continue under the new weights, with their context computed again. Raises `UsageError` if
-        names, shapes or dtypes do not fit, and `DeadlineExceeded` after `timeout_s`; in both cases the old weights stay.
+        Completions that are being generated continue under the new weights, with their context computed again. Raises
+        `UsageError` if names, shapes or dtypes do not fit, and `DeadlineExceeded` after `timeout_s`; in both cases the
+        old weights stay.
         """
 
     def close(self) -> None:
@@ -247,12 +252,12 @@ class Producer(Protocol):
 class PartialResult:
     """Results for some rows of a batch, yielded by a function that finishes rows at different times.
 
-    at: positions of the rows in the batch (None: all that are left). columns: results in that order. facts: `policy_version`,
-    `policy_version_max`, `tokens` and other facts that `Batch.ack` takes.
+    at: positions of the rows in the batch (None: all that are left). columns: results in that order. facts:
+    `policy_version`, `policy_version_max`, `tokens` and other facts that `Batch.ack` takes.
 
-    unfinished: the columns replace the rows' values, and the rows are released, so that any worker may lease and continue them.
-    drop: the rows end as dropped with this reason. Raises `UsageError` for both together, for an unfinished part without
-    positions, and for a dropped part with columns.
+    unfinished: the columns replace the rows' values, and the rows are released, so that any worker may lease and
+    continue them. drop: the rows end as dropped with this reason. Raises `UsageError` for both together, for an
+    unfinished part without positions, and for a dropped part with columns.
     """
 
     columns: Mapping[str, Any]
@@ -268,7 +273,8 @@ class PartialResult:
             )
         if self.drop and (self.columns or self.facts):
             raise UsageError(
-                f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: nobody would read them; leave them out"
+                f"part dropped as {self.drop!r} with {[*self.columns, *self.facts]}: nobody would read them; leave "
+                "them out"
             )
 
 

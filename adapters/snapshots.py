@@ -25,13 +25,16 @@ INLINE, PLACED = "field/", "at/"
 
 
 def read_table(path: str | os.PathLike[str], table: str, *, fields: Sequence[str] | None = None) -> pa.Table:
-    """Read the rows of `table` in the snapshot at `path`, or in the newest snapshot under it: facts, fields, and their state for each task.
+    """Read the rows of `table` in the snapshot at `path`, or in the newest snapshot under it: facts, fields, and their
+    state for each task.
 
-    fields: the fields to read (None: all); values that were not set are null. Column types are those of `Column.arrow`; `transferqueue docs snapshots`
-    names facts and task columns. A field that has the name of a fact becomes ``field/NAME``. Every file is compared with its
-    checksum first. Values that rows share are repeated; file contents are memory-mapped.
+    fields: the fields to read (None: all); values that were not set are null. Column types are those of `Column.arrow`;
+    `transferqueue docs snapshots` names facts and task columns. A field that has the name of a fact becomes
+    ``field/NAME``. Every file is compared with its checksum first. Values that rows share are repeated; file contents
+    are memory-mapped.
 
-    Raises `NotFound` for a missing snapshot, table or field, and `Corruption` for a file that was changed or that no server has written.
+    Raises `NotFound` for a missing snapshot, table or field, and `Corruption` for a file that was changed or that no
+    server has written.
     """
     snapshot = SnapshotReader.open(Path(path), lambda _: None)
     about = _about(snapshot, table)

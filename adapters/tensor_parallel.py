@@ -1,10 +1,12 @@
-"""Weights for the workers of a tensor-parallel engine: each pulls its part of each tensor, and no more crosses to its host.
+"""Weights for the workers of a tensor-parallel engine: each pulls its part of each tensor, and no more crosses to its
+host.
 
 Two ways, by what the engine has:
 
-- Parameters that say which part they are (`DTensor`): `parts_of` a module, which `WeightChannel.pull` takes as ``only=``, and `copy_parts`.
-- An engine's own ``load_weights``, which is given whole tensors and cuts them (vLLM, SGLang): `PartsLoader` gives it tensors that are read when they
-  are used, and notes what it takes.
+- Parameters that say which part they are (`DTensor`): `parts_of` a module, which `WeightChannel.pull` takes as
+  ``only=``, and `copy_parts`.
+- An engine's own ``load_weights``, which is given whole tensors and cuts them (vLLM, SGLang): `PartsLoader` gives it
+  tensors that are read when they are used, and notes what it takes.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ _aten: Final = torch.ops.aten
 
 
 def parts_of(module: nn.Module) -> dict[str, tq.Slice | None]:
-    """The part of each parameter and buffer that this rank has, for ``pull(only=)``; None: all of it. What this rank has nothing of is left out.
+    """The part of each parameter and buffer that this rank has, for ``pull(only=)``; None: all of it. What this rank
+    has nothing of is left out.
 
     `Unsupported` for a parameter that is split otherwise than in even chunks along its dimensions.
     """
@@ -40,7 +43,8 @@ def parts_of(module: nn.Module) -> dict[str, tq.Slice | None]:
 
 
 def copy_parts(weights: tq.Weights, module: nn.Module) -> None:
-    """Copy weights that were pulled with ``only=parts_of(module)`` into the parameters that this rank has; dtypes are converted.
+    """Copy weights that were pulled with ``only=parts_of(module)`` into the parameters that this rank has; dtypes are
+    converted.
 
     `SchemaError`, before anything is copied, for a tensor that is missing, in another shape, or no part of the module.
     """
@@ -100,11 +104,13 @@ def _slice_of(box: Box, tensor: Any) -> tq.Slice | None:
 
 
 class PartsLoader:
-    """Loads versions of a channel by an engine's own ``load_weights`` in one worker, of each tensor only what the worker takes.
+    """Loads versions of a channel by an engine's own ``load_weights`` in one worker, of each tensor only what the
+    worker takes.
 
-    It gives `load_weights` tensors without bytes, which can be narrowed, indexed, split and transposed; what remains is read when it is used. Of the
-    first version whole tensors are pulled, and what the worker takes of each is noted: later versions are pulled in these parts, in one pull, so that a version is
-    held until it is loaded. Where memory is mapped, parts are views, as whole tensors are. For one thread.
+    It gives `load_weights` tensors without bytes, which can be narrowed, indexed, split and transposed; what remains is
+    read when it is used. Of the first version whole tensors are pulled, and what the worker takes of each is noted:
+    later versions are pulled in these parts, in one pull, so that a version is held until it is loaded. Where memory is
+    mapped, parts are views, as whole tensors are. For one thread.
     """
 
     def __init__(self, channel: tq.WeightChannel) -> None:
@@ -118,8 +124,8 @@ class PartsLoader:
         return {name: _slice_of(box, self._published[name]) for name, box in self._taken.items() if box is not None}
 
     def load(self, load_weights: LoadWeights, *, version: int, timeout_s: float) -> None:
-        """Load the version. It is held for as long as a tensor that `load_weights` was given. Raises as `WeightChannel.pull` before anything is
-        loaded, and what `load_weights` raises."""
+        """Load the version. It is held for as long as a tensor that `load_weights` was given. Raises as
+        `WeightChannel.pull` before anything is loaded, and what `load_weights` raises."""
         weights = self._pull(version, timeout_s)
         held = {name: self._taken[name] or _whole(self._published[name]) for name in weights}
         load_weights(_Loading(weights, held, self._published, self._taken, self._more).tensors())
@@ -141,8 +147,8 @@ class PartsLoader:
 
 
 class _Loading:
-    """One version while it is loaded. held: what of each tensor was pulled. taken: what the worker has taken, which is noted here. more: pulls what is
-    not held."""
+    """One version while it is loaded. held: what of each tensor was pulled. taken: what the worker has taken, which is
+    noted here. more: pulls what is not held."""
 
     def __init__(
         self,
@@ -187,8 +193,8 @@ def _around(one: Box, other: Box) -> Box:
 
 
 class _PartTensor(Tensor):
-    """A part of a tensor that is read when it is used: narrowed, indexed and split without a byte. dims: which dimensions of the tensor it has, in its own
-    order; of the others its box has one element."""
+    """A part of a tensor that is read when it is used: narrowed, indexed and split without a byte. dims: which
+    dimensions of the tensor it has, in its own order; of the others its box has one element."""
 
     _loading: _Loading
     _name: str

@@ -1,8 +1,9 @@
-"""Makes ``import transfer_queue`` give the drop-in: one module under two names, in this process and those that it starts.
+"""Makes ``import transfer_queue`` give the drop-in: one module under two names, in this process and those that it
+starts.
 
 The drop-in is imported when something first imports ``transfer_queue``. Child processes inherit the change through
-``PYTHONPATH``: the folder ``transfer_queue_path`` holds a ``transfer_queue`` that only calls `install`, and it comes before an
-installed one.
+``PYTHONPATH``: the folder ``transfer_queue_path`` holds a ``transfer_queue`` that only calls `install`, and it comes
+before an installed one.
 """
 
 from __future__ import annotations

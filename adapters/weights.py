@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 
 class TensorWeights:
-    """A weight source over tensors by name: a state dict, or a version pulled from a channel (`transferqueue.Weights`)."""
+    """A weight source over tensors by name: a state dict, or a version pulled from a channel
+    (`transferqueue.Weights`)."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._tensors = tensors
@@ -32,7 +33,8 @@ class TensorWeights:
 
 
 class ChannelWeights(TensorWeights):
-    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version there itself.
+    """A version pulled from a channel, with the address of the channel: an engine in another process reads the version
+    there itself.
 
     Of tensors that were published in slices, one at a time is put together.
     """
@@ -48,10 +50,11 @@ class ChannelWeights(TensorWeights):
 
 
 class ModuleWeights(TensorWeights):
-    """A weight source over a module's parameters and buffers, named as in its state dict. Not copied: valid until the next step.
+    """A weight source over a module's parameters and buffers, named as in its state dict. Not copied: valid until the
+    next step.
 
-    Tied tensors (an embedding that is also the output layer) occur once, as engines expect. Shards are gathered one tensor at a time
-    during iteration, so every rank must iterate, in the same order.
+    Tied tensors (an embedding that is also the output layer) occur once, as engines expect. Shards are gathered one
+    tensor at a time during iteration, so every rank must iterate, in the same order.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -87,7 +90,8 @@ def check_fits(source: WeightSource, wanted: Mapping[str, TensorSpec]) -> None:
 
 
 def copy_weights(source: WeightSource, module: nn.Module) -> None:
-    """Copy the tensors of `source` into `module`, by name; dtypes are converted. Tensors that the source lacks stay as they are.
+    """Copy the tensors of `source` into `module`, by name; dtypes are converted. Tensors that the source lacks stay as
+    they are.
 
     Raises `SchemaError`, before anything is copied, for a tensor that the module does not have or has in another shape.
     """
@@ -106,7 +110,8 @@ def copy_fitting_weights(source: WeightSource, module: nn.Module) -> None:
 
 
 class WeightHandoff:
-    """Gives engines in other processes a channel to read weights from: the channel that the weights came from, or one that it publishes."""
+    """Gives engines in other processes a channel to read weights from: the channel that the weights came from, or one
+    that it publishes."""
 
     _CHANNEL: Final = "relay"
 
@@ -149,9 +154,9 @@ def checkpoint_specs(directory: Path) -> dict[str, TensorSpec]:
 class WeightUpdater:
     """Keeps an engine at the newest version of a channel.
 
-    `follow` waits at the server for a newer version, passes it to `update`, and reports it as applied. Call it between two batches,
-    and no completion sees a change of weights. Call it in a thread beside the engine, and weights change in flight while
-    generation continues.
+    `follow` waits at the server for a newer version, passes it to `update`, and reports it as applied. Call it between
+    two batches, and no completion sees a change of weights. Call it in a thread beside the engine, and weights change
+    in flight while generation continues.
     """
 
     def __init__(
@@ -163,7 +168,8 @@ class WeightUpdater:
         self._update = update
 
     def follow(self, timeout_s: float = 0.0) -> bool:
-        """Wait at most `timeout_s` for a version newer than the current one, and apply the newest. Return whether there was one."""
+        """Wait at most `timeout_s` for a version newer than the current one, and apply the newest. Return whether there
+        was one."""
         try:
             weights = self._channel.pull(above=self.version, timeout_s=timeout_s)
         except tq.DeadlineExceeded:

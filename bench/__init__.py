@@ -1,1 +1,2 @@
-"""Benchmarks: the queue beside what a user would take instead, and beside what the machine can do. Start at README.md."""
+"""Benchmarks: the queue beside what a user would take instead, and beside what the machine can do. Start at
+README.md."""

@@ -1,4 +1,5 @@
-"""Rows in another store than an arena: put and get of a client that maps nothing, by where the shard's bytes lie, by turns in one run.
+"""Rows in another store than an arena: put and get of a client that maps nothing, by where the shard's bytes lie, by
+turns in one run.
 
     python -m bench.backings --store mooncake://127.0.0.1:50051 --store file:///var/tmp/rows [--out RECORD]
 
@@ -6,11 +7,13 @@
 - `put`, `get`: 33.5 MB of one dense field, each get of rows that nobody has read before, compared with what was put;
   `put_of_arena`, `get_of_arena`: the arena's seconds of the same turn over theirs.
 - `small_put`, `small_get`: one row of 1 KiB, the latter by its lease.
-- `store_put`, `store_get`: the same 33.5 MB straight into the store and back by its own client, in the objects that a shard makes.
+- `store_put`, `store_get`: the same 33.5 MB straight into the store and back by its own client, in the objects that a
+  shard makes.
 
-A store costs the shard one copy more in either direction, by its own client, one after the other with ours: what arrived is put when
-an object is full, and nothing is sent before all objects of a block have come. Estimate for put: a store of 0.7 GB/s beside a line of
-1.6 makes 1 / (1/0.7 + 1/1.6) = 0.49 GB/s, 0.3 of the arena's; get at 1.3 and 1.8: 0.75 GB/s, 0.4.
+A store costs the shard one copy more in either direction, by its own client, one after the other with ours: what
+arrived is put when an object is full, and nothing is sent before all objects of a block have come. Estimate for put: a
+store of 0.7 GB/s beside a line of 1.6 makes 1 / (1/0.7 + 1/1.6) = 0.49 GB/s, 0.3 of the arena's; get at 1.3 and 1.8:
+0.75 GB/s, 0.4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Scenario: a backlog of rows that were put one by one: the longest calls while it grows, and the server's memory for each row.
+"""Scenario: a backlog of rows that were put one by one: the longest calls while it grows, and the server's memory for
+each row.
 
     python -m bench.backlog [--rows 250000] [--out FILE]
 
@@ -54,8 +55,9 @@ def main() -> None:
     times = calls.raw
     long = [took for took in times if took > LONG_S]
     print(
-        f"put of one row: p50 {percentile(times, 0.5) * 1e6:.0f} µs, p99.9 {percentile(times, 0.999) * 1e3:.1f} ms, longest {max(times) * 1e3:.0f} ms; "
-        f"{len(long)} over {LONG_S * 1e3:.0f} ms, together {sum(long):.2f} s; {nbytes.raw[0]:.0f} bytes of the server a row"
+        f"put of one row: p50 {percentile(times, 0.5) * 1e6:.0f} µs, p99.9 {percentile(times, 0.999) * 1e3:.1f} ms, "
+        f"longest {max(times) * 1e3:.0f} ms; {len(long)} over {LONG_S * 1e3:.0f} ms, together {sum(long):.2f} s; "
+        f"{nbytes.raw[0]:.0f} bytes of the server a row"
     )
     if chosen.out:
         save_results(chosen.out, results)

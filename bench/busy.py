@@ -1,11 +1,15 @@
-"""Scenario: clients keep one coordinator busy. How many requests a second does it carry, and what does each cost its processor?
+"""Scenario: clients keep one coordinator busy. How many requests a second does it carry, and what does each cost its
+processor?
 
-    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--tcp] [--redis] [--record --out FILE]
+    python -m bench.busy [--clients 1 4 16] [--rows 1 4] [--seconds 3] [--rounds 3] [--pin] [--tcp] [--redis] [--record
+    --out FILE]
 
-Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table. With `--tcp` requests go
-over tcp, as from other machines; bytes of rows stay in mapped memory. Rounds of all numbers of clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
-requests a second do not. pin: the server has a core of its own, and the clients have the others. redis: rounds alternate with as many
-clients of a redis-server, over a socket file, whose turn is XADD of one entry with the bytes of all rows, XREADGROUP, XACK.
+Each client is a process that puts, leases and acks so many rows of 64 bytes, one call after the other, in one table.
+With `--tcp` requests go over tcp, as from other machines; bytes of rows stay in mapped memory. Rounds of all numbers of
+clients alternate. The server's processor time is what the kernel counts, so it holds also while the machine is busy;
+requests a second do not. pin: the server has a core of its own, and the clients have the others. redis: rounds
+alternate with as many clients of a redis-server, over a socket file, whose turn is XADD of one entry with the bytes of
+all rows, XREADGROUP, XACK.
 """
 
 from __future__ import annotations

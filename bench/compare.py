@@ -4,9 +4,9 @@
 
 What is compared is made independent of the machine first: required figures are ratios already; a time that moves bytes
 is divided by the time of a memcpy of as many bytes in its own run, any other time by its run's ZeroMQ round trip.
-OLD and NEW are folders of records that `bench.run` wrote, or single records. Records of the form before this one, one file
-with all samples, are refused.
-Exit code 1: something got worse, or is no longer measured. 2: a file is not a record.
+OLD and NEW are folders of records that `bench.run` wrote, or single records. Records of the form before this one, one
+file with all samples, are refused. Exit code 1: something got worse, or is no longer measured. 2: a file is not a
+record.
 """
 
 from __future__ import annotations

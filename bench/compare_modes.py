@@ -85,8 +85,8 @@ def show_run(run: ComparisonRun) -> None:
     """Print one line a run."""
     of = run.summary
     print(
-        f"{run.mode:8} seed {run.seed}: {of.samples_per_s:7,.0f} samples/s, trainer idle {of.trainer_idle or 0.0:4.0%}, "
-        f"held-out {of.before or 0.0:.3f} -> {of.after or 0.0:.3f}, {of.seconds:.0f} s"
+        f"{run.mode:8} seed {run.seed}: {of.samples_per_s:7,.0f} samples/s, trainer idle "
+        f"{of.trainer_idle or 0.0:4.0%}, held-out {of.before or 0.0:.3f} -> {of.after or 0.0:.3f}, {of.seconds:.0f} s"
     )
 
 

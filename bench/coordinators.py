@@ -2,16 +2,16 @@
 
     python -m bench.coordinators --clients 4 --out FILE --record
 
-Each client puts eight rows of one number into its table, leases and acks them, over and over: nothing but control messages. Half of
-the clients work on one table, half on another, which lie at one coordinator or at two. Runs with one and with two take turns.
-Measured: cycles a second; what share of a core the busiest coordinator used; its time for a cycle, of which the inverse is what one
-core of a coordinator could carry.
+Each client puts eight rows of one number into its table, leases and acks them, over and over: nothing but control
+messages. Half of the clients work on one table, half on another, which lie at one coordinator or at two. Runs with one
+and with two take turns. Measured: cycles a second; what share of a core the busiest coordinator used; its time for a
+cycle, of which the inverse is what one core of a coordinator could carry.
 
-Estimate: a cycle is a put, a lease, an ack and an unpin, 0.1 ms each of a coordinator that has a core and is kept busy, so 2,500 a
-second for each coordinator; clients need about as much, so two cores are full with one coordinator and two clients. What two
-coordinators add shows with more cores than that, and in the busiest one's share. (Measured: 0.6 to 0.7 ms a cycle, where every
-message wakes a coordinator that slept. The machine of the record had other work, where more processes also get more of it: two
-carried 2.1 times as much as one with two clients, 1.5 with four.)
+Estimate: a cycle is a put, a lease, an ack and an unpin, 0.1 ms each of a coordinator that has a core and is kept busy,
+so 2,500 a second for each coordinator; clients need about as much, so two cores are full with one coordinator and two
+clients. What two coordinators add shows with more cores than that, and in the busiest one's share. (Measured: 0.6 to
+0.7 ms a cycle, where every message wakes a coordinator that slept. The machine of the record had other work, where more
+processes also get more of it: two carried 2.1 times as much as one with two clients, 1.5 with four.)
 """
 
 from __future__ import annotations

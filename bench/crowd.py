@@ -1,7 +1,7 @@
 """Many clients in a few processes, rows offered to them at a fixed rate, and how late each row was, window by window.
 
-Every client waits for a row, says when it got it, ends it, and says when that was answered. `sessions.py` runs clients of the queue so,
-`echo.py` clients of bare sockets: what the machine itself adds.
+Every client waits for a row, says when it got it, ends it, and says when that was answered. `sessions.py` runs clients
+of the queue so, `echo.py` clients of bare sockets: what the machine itself adds.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ class Samples:
 
 
 class Crowd:
-    """Processes with all the clients, connected. work: ``(control, address, count)``; it sends a number when its clients are connected,
-    then arrays of `Samples`, and at last a list with the number of rows of each client."""
+    """Processes with all the clients, connected. work: ``(control, address, count)``; it sends a number when its
+    clients are connected, then arrays of `Samples`, and at last a list with the number of rows of each client."""
 
     def __init__(self, work: Callable[[Connection, str, int], None], address: str, clients: int) -> None:
         self._open: list[Connection] = []

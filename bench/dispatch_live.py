@@ -1,15 +1,19 @@
 """Generation time of a batch with dispatch by length, on two real engines: ``python -m bench.dispatch_live``.
 
-Two processes serve one generation service (`workflows.service.serve`), each with vLLM's CPU build on a core and a thread of its own: a Qwen3 of eleven million random weights, no stop
-token, so that each request is exactly as long as its ``max_tokens``. Lengths are the ones digitised from StreamRL's figure 7, scaled; *mild* halves the deviation of
+Two processes serve one generation service (`workflows.service.serve`), each with vLLM's CPU build on a core and a
+thread of its own: a Qwen3 of eleven million random weights, no stop token, so that each request is exactly as long as
+its ``max_tokens``. Lengths are the ones digitised from StreamRL's figure 7, scaled; *mild* halves the deviation of
 their logarithm. Prompts are synthetic (`bench/published/prompts.py`). Per batch, by turns:
 
 - *given*: rows in their order, any engine, as `serve` does without dispatch;
-- *ranker*: `LengthRequests` with a ranker that has seen 2,048 other prompts of the same kind and their lengths, and was judged on 512 more;
+- *ranker*: `LengthRequests` with a ranker that has seen 2,048 other prompts of the same kind and their lengths, and was
+  judged on 512 more;
 - *oracle*: the same plan maker with the true lengths.
 
-Beside each ratio stands what the plan maker's own schedule predicts for the same lengths, from the decode curves that the engines measured. Expected, written before the first run: with 16 slots an engine and 192 rows (six rounds), ranker 0.80 to 0.95 and oracle 0.75 to 0.90 of the given order's time on *published*, less gain on *mild*; predicted
-ratios within 0.05. Takes about as many minutes as `--seeds` plus two, on two idle cores.
+Beside each ratio stands what the plan maker's own schedule predicts for the same lengths, from the decode curves that
+the engines measured. Expected, written before the first run: with 16 slots an engine and 192 rows (six rounds), ranker
+0.80 to 0.95 and oracle 0.75 to 0.90 of the given order's time on *published*, less gain on *mild*; predicted ratios
+within 0.05. Takes about as many minutes as `--seeds` plus two, on two idle cores.
 
     .venv-engines/bin/python -m bench.dispatch_live --seeds 5
 """
@@ -60,10 +64,12 @@ SIZE: Final = {
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
 }
-"""Of the model: a token of sixteen rows takes a core several times as long as a token of one, as on an accelerator whose batch is large."""
+"""Of the model: a token of sixteen rows takes a core several times as long as a token of one, as on an accelerator
+whose batch is large."""
 START_S: Final = 600.0
 SETTLE_S: Final = 0.6
-"""After a plan is published for an arm without a dispatcher of its own: an idle engine sees it within `preference.LOOK_S`. The ranker's arm pays for this itself."""
+"""After a plan is published for an arm without a dispatcher of its own: an idle engine sees it within
+`preference.LOOK_S`. The ranker's arm pays for this itself."""
 
 Lengths = np.ndarray[Any, np.dtype[np.int64]]
 
@@ -76,7 +82,8 @@ def key_of(ids: Any) -> str:
 
 
 def serve_engine(address: str, name: str, model: Path, lengths: Path, slots: int, *, paced: bool) -> None:
-    """Serve the service until it is sealed. lengths: folder in which a file for each prompt is named after it and has its length."""
+    """Serve the service until it is sealed. lengths: folder in which a file for each prompt is named after it and has
+    its length."""
     engine = paced_engine(lengths) if paced else vllm_engine(int(name), model, lengths, slots)
     with closing(engine), tq.connect(address, label=f"engine-{name}") as queue:
         serve(

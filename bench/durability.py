@@ -2,8 +2,9 @@
 
     python -m bench.durability --rounds 7 --out FILE
 
-Estimate for `process`: beside the round trip of a put (some 200 µs of two processes) one record of 3 KB is encoded (5 µs) and
-one row inserted into SQLite without a sync (25 µs): 0.85 of the speed of `memory`. `disk` waits for the device twice.
+Estimate for `process`: beside the round trip of a put (some 200 µs of two processes) one record of 3 KB is encoded (5
+µs) and one row inserted into SQLite without a sync (25 µs): 0.85 of the speed of `memory`. `disk` waits for the device
+twice.
 """
 
 from __future__ import annotations
@@ -85,9 +86,9 @@ def _tell(contenders: list[Contender]) -> None:
         puts = [mine / its for mine, its in zip(one.puts, base.puts, strict=True)]
         acks = [mine / its for mine, its in zip(one.acks, base.acks, strict=True)]
         print(
-            f"{one.level:8} put {statistics.median(one.puts):9,.0f} rows/s ({statistics.median(puts):.2f} of {base.level}, "
-            f"{min(puts):.2f} to {max(puts):.2f})   lease and ack {statistics.median(one.acks):9,.0f} rows/s "
-            f"({statistics.median(acks):.2f}, {min(acks):.2f} to {max(acks):.2f})"
+            f"{one.level:8} put {statistics.median(one.puts):9,.0f} rows/s ({statistics.median(puts):.2f} of "
+            f"{base.level}, {min(puts):.2f} to {max(puts):.2f})   lease and ack {statistics.median(one.acks):9,.0f} "
+            f"rows/s ({statistics.median(acks):.2f}, {min(acks):.2f} to {max(acks):.2f})"
         )
 
 

@@ -2,9 +2,9 @@
 
     python -m bench.echo --clients 1000 --rate 500 --seconds 20
 
-A process passes each row, a number, to the client that waits longest; the client answers, and gets an answer. So three messages a row
-cross a socket file, as with the queue, and nothing is decided, stored or encoded. How late rows are here is what a busy machine does to any
-program of this shape.
+A process passes each row, a number, to the client that waits longest; the client answers, and gets an answer. So three
+messages a row cross a socket file, as with the queue, and nothing is decided, stored or encoded. How late rows are here
+is what a busy machine does to any program of this shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """A live job whose responses become longer for its middle part: ``python -m bench.elastic [--on ray]``.
 
-The job is real: its source, the transformers engine with a tiny model, rewards, advantages, the trainer, weights, and the controller of `workflows.elastic`. Two things are paced, since two cores cannot
-stand for accelerators: a response comes no sooner than its tokens times `TOKEN_S`, and a trained row takes `ROW_S` more. Limits are `SHORT` tokens, and `LONG` in the middle part. Expected: δ
-passes the bound a few steps into the middle part, a generator is added, the step time falls to that of training or nearly, and after the part the generator is removed.
+The job is real: its source, the transformers engine with a tiny model, rewards, advantages, the trainer, weights, and
+the controller of `workflows.elastic`. Two things are paced, since two cores cannot stand for accelerators: a response
+comes no sooner than its tokens times `TOKEN_S`, and a trained row takes `ROW_S` more. Limits are `SHORT` tokens, and
+`LONG` in the middle part. Expected: δ passes the bound a few steps into the middle part, a generator is added, the step
+time falls to that of training or nearly, and after the part the generator is removed.
 
 Needs transformers; with ``--on ray`` Ray too. About two minutes on an idle machine.
 """
@@ -219,7 +221,8 @@ def main() -> None:
     for name, seconds in found.items():
         print(f"{name}: {seconds:.2f} s a step")
     print(
-        f"rows put {audit['rows_put']}, done {audit['rows_done']}, dropped {dict(audit['dropped'])}; failures {len(failures)}"
+        f"rows put {audit['rows_put']}, done {audit['rows_done']}, dropped {dict(audit['dropped'])}; failures "
+        f"{len(failures)}"
     )
     details = {
         "on": chosen.on,

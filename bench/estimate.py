@@ -2,8 +2,8 @@
 
     python -m bench.estimate [RECORD] [--busy RECORD] [--into bench/estimate.md]
 
-The load is assumed, and said; the unit costs are measured: those of bytes in a run of `bench.run`, those of requests in a record of `bench.busy`. Nothing else is: an estimate says what saturates first, not how fast a
-cluster would be.
+The load is assumed, and said; the unit costs are measured: those of bytes in a run of `bench.run`, those of requests in
+a record of `bench.busy`. Nothing else is: an estimate says what saturates first, not how fast a cluster would be.
 """
 
 from __future__ import annotations
@@ -121,7 +121,10 @@ def units(found: Costs) -> str:
         "|---|---|",
         f"| put of 32 MiB into the arena, same machine | {found.put_bytes_per_s / GIB:.2f} GiB/s |",
         f"| get of 32 MiB over TCP, checksums included | {found.stream_bytes_per_s / GIB:.2f} GiB/s |",
-        f"| put, lease or ack of one row over tcp: processor of a coordinator with {CLIENTS} busy clients | {found.request_s * 1e6:.0f} µs |",
+        (
+            f"| put, lease or ack of one row over tcp: processor of a coordinator with {CLIENTS} busy clients | "
+            f"{found.request_s * 1e6:.0f} µs |"
+        ),
         f"| the same of {BATCH} rows | {found.batched_s * 1e6:.0f} µs |",
         f"| heartbeat of a session, the same processor | {found.heartbeat_s * 1e6:.0f} µs |",
         f"| lease of 64 rows at 10⁶ resident rows, client included | {found.lease_s * 1e6:.0f} µs |",
@@ -134,8 +137,9 @@ def scaling(load: Load, found: Costs) -> str:
     """Bytes, messages and memory by number of nodes."""
     lines = [
         (
-            "| nodes | rows/s | coordinators busy, 1 row a request | 4 rows a request | bytes/s in all | a shard's share of its put speed | "
-            "bytes/s into one trainer node of 8 | its share of one stream | live bytes a node | ledger |"
+            "| nodes | rows/s | coordinators busy, 1 row a request | 4 rows a request | bytes/s in all | a shard's "
+            "share of its put speed | bytes/s into one trainer node of 8 | its share of one stream | live bytes a node "
+            "| ledger |"
         ),
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
@@ -160,8 +164,8 @@ def scaling(load: Load, found: Costs) -> str:
 
 
 def busy(load: Load, found: Costs, rows: int, coordinators: int = 1) -> float:
-    """Share of one of so many coordinators that a node takes, with one or with `BATCH` rows a put or update. Requests divide over the
-    coordinators; heartbeats do not, since a queue has a session with each."""
+    """Share of one of so many coordinators that a node takes, with one or with `BATCH` rows a put or update. Requests
+    divide over the coordinators; heartbeats do not, since a queue has a session with each."""
     return requests(load, found, rows) / coordinators + load.heartbeats_per_s * found.heartbeat_s
 
 
@@ -174,7 +178,10 @@ def requests(load: Load, found: Costs, rows: int) -> float:
 def verdict(load: Load, found: Costs, rows: int) -> str:
     """How many nodes one coordinator carries, and how many coordinators the largest cluster needs."""
     most, beats = int(BUSY_MAX / busy(load, found, rows)), load.heartbeats_per_s * found.heartbeat_s * NODES[-1]
-    subject = f"at {rows} row{'s' * (rows > 1)} a request one coordinator is {BUSY_MAX:.0%} busy at {most:,} nodes, and {NODES[-1]:,} nodes"
+    subject = (
+        f"at {rows} row{'s' * (rows > 1)} a request one coordinator is {BUSY_MAX:.0%} busy at {most:,} nodes, and "
+        f"{NODES[-1]:,} nodes"
+    )
     if beats >= BUSY_MAX:
         return f"{subject} fit into no number of coordinators: heartbeats alone take {beats:.0%} of each"
     count = math.ceil(requests(load, found, rows) * NODES[-1] / (BUSY_MAX - beats))
@@ -193,8 +200,10 @@ def markdown(record: RunRecord, busy_record: RunRecord) -> str:
             (
                 f"Over tables that share nothing: {verdict(load, found, 1)}; {verdict(load, found, BATCH)}. "
                 f"{found.row_bytes:.0f} bytes of ledger a row stand beside "
-                f"{load.bytes_per_row / KIB:.0f} KiB of values. Records: commit {record.first.commit}, {record.first.start[:10]}; "
-                f"requests: commit {busy_record.first.commit}, {busy_record.first.start[:10]}, load {busy_record.first.load['start']:.0f} to {busy_record.first.load['end']:.0f} on 2 cores."
+                f"{load.bytes_per_row / KIB:.0f} KiB of values. Records: commit {record.first.commit}, "
+                f"{record.first.start[:10]}; requests: commit {busy_record.first.commit}, "
+                f"{busy_record.first.start[:10]}, load {busy_record.first.load['start']:.0f} to "
+                f"{busy_record.first.load['end']:.0f} on 2 cores."
             ),
         ]
     )

@@ -1,10 +1,12 @@
 """What it gains to lease rows as slots come free, beside whole leases: ``python -m bench.feeder``.
 
-One engine generates the same rows twice, in turn: with one lease at a time, which is done when its longest row is, and with slots that are kept full
-(`workflows.flow.loop.slots`). Lengths are StreamRL's published ones, scaled, as exact limits of tokens without a stop token. Everything else is the same: engine, queue,
-rows, order. Both do the rows of several leases, and both end with a tail in which slots stand empty.
+One engine generates the same rows twice, in turn: with one lease at a time, which is done when its longest row is, and
+with slots that are kept full (`workflows.flow.loop.slots`). Lengths are StreamRL's published ones, scaled, as exact
+limits of tokens without a stop token. Everything else is the same: engine, queue, rows, order. Both do the rows of
+several leases, and both end with a tail in which slots stand empty.
 
-Needs vLLM (its CPU build will do) or transformers; times are of a machine whose other work shares the cores, so compare ratios of pairs.
+Needs vLLM (its CPU build will do) or transformers; times are of a machine whose other work shares the cores, so compare
+ratios of pairs.
 """
 
 from __future__ import annotations

@@ -144,8 +144,8 @@ VERBS = ("put", "lease", "ack")
 
 
 def request(metric: str, work: str, against: str, bound: float, placed: str = "") -> Callable[[RunRecord], Figure]:
-    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario. placed: the suffix of
-    the workload's name."""
+    """The largest ratio of ours to Redis' of three requests, of 1 and of 64 rows. Measured by turns, in one scenario.
+    placed: the suffix of the workload's name."""
 
     def figure(record: RunRecord) -> Figure:
         pairs = [

@@ -1,17 +1,21 @@
 """When each site of a chain of relays has a version, with forwarding and without: ``python -m bench.forwarding``.
 
-Sites are joined by links of `--ms` milliseconds there and back and `--mbit` Mbit/s each way: near, far, near again, and so on. The near and the far side are two network namespaces with process
-numbers of their own, so that nothing is mapped across a link (see `bench.two_sites`, whose proxy is the link). At each site a relay brings the versions to a server of the site, and an engine pulls them
-from there. Every tensor of a version is new.
+Sites are joined by links of `--ms` milliseconds there and back and `--mbit` Mbit/s each way: near, far, near again, and
+so on. The near and the far side are two network namespaces with process numbers of their own, so that nothing is mapped
+across a link (see `bench.two_sites`, whose proxy is the link). At each site a relay brings the versions to a server of
+the site, and an engine pulls them from there. Every tensor of a version is new.
 
-- *held at N*: from the call of `publish` until the engine of site N holds the version: it is pulled, and its checksums match.
+- *held at N*: from the call of `publish` until the engine of site N holds the version: it is pulled, and its checksums
+  match.
 - *part at N*: the same, until the server of site N has committed something of it.
 - *link N*: bytes that crossed into site N, over the bytes of a version.
 
-Ways: `whole` (``--part-bytes`` above the size of a version: a site forwards what is published there) and `parts` (the default).
+Ways: `whole` (``--part-bytes`` above the size of a version: a site forwards what is published there) and `parts` (the
+default).
 
-Expected, written before the first run, for 32 MiB over two links of 200 Mbit/s: 1.34 s a link, so 1.5 s at the first site both ways, 2.9 s at the second site without forwarding, and with it 1.9 s: one version,
-and two parts of 4 MiB, which share the first link while they cross (0.34 s). Links 1.00 both ways.
+Expected, written before the first run, for 32 MiB over two links of 200 Mbit/s: 1.34 s a link, so 1.5 s at the first
+site both ways, 2.9 s at the second site without forwarding, and with it 1.9 s: one version, and two parts of 4 MiB,
+which share the first link while they cross (0.34 s). Links 1.00 both ways.
 
     python -m bench.forwarding --rounds 3
 """
@@ -64,7 +68,8 @@ def model(version: int, tensors: int) -> dict[str, np.ndarray[Any, np.dtype[np.u
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """End a process. One on the far side is the child of the process that entered the far side, which passes no signal on."""
+    """End a process. One on the far side is the child of the process that entered the far side, which passes no signal
+    on."""
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text(encoding="ascii").split()
     if "nsenter" in str(process.args):
         for child in children:
@@ -142,7 +147,8 @@ class Site:
                 return float(at)
 
     def look(self, version: int, before: int, found: list[float]) -> None:
-        """Note when the server has a part of the version, or all of it. before: bytes of the versions that it had. Looks every `LOOK_S`."""
+        """Note when the server has a part of the version, or all of it. before: bytes of the versions that it had.
+        Looks every `LOOK_S`."""
         until = time.monotonic() + WAIT_S
         while time.monotonic() < until:
             channel = self.channel

@@ -1,8 +1,8 @@
 """How time is taken: warm-up, repetitions, and the samples that a scenario hands to whoever writes its record.
 
 A `Result` is one metric of one contender on one workload in one scenario, with every sample. `run_record.py` writes the
-records, which hold medians and percentiles only. This module also runs in the environment of the peers, which lacks pyarrow and
-xxhash: it imports nothing that needs them.
+records, which hold medians and percentiles only. This module also runs in the environment of the peers, which lacks
+pyarrow and xxhash: it imports nothing that needs them.
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
-"""Scenario: a shard of a table with two copies is killed under load. How soon does each row have two copies again, and what does work lose?
+"""Scenario: a shard of a table with two copies is killed under load. How soon does each row have two copies again, and
+what does work lose?
 
     python -m bench.healing --mib 512 --shards 3 --out FILE
 
-Rows of 256 KiB fill the table twice over the shards and the coordinator. A producer and a consumer put, lease, compare and ack rows of
-another table of two copies all the while. Then one shard is killed. Measured: seconds from the kill until no row has one copy left, as `stats`
-says; the bytes that were copied in that time; rows that the producer and consumer did in a second before the kill and during the copies; rows
-lost at the end, which is zero or the run fails.
+Rows of 256 KiB fill the table twice over the shards and the coordinator. A producer and a consumer put, lease, compare
+and ack rows of another table of two copies all the while. Then one shard is killed. Measured: seconds from the kill
+until no row has one copy left, as `stats` says; the bytes that were copied in that time; rows that the producer and
+consumer did in a second before the kill and during the copies; rows lost at the end, which is zero or the run fails.
 
-Estimate: of the bytes put, two copies over four places are half in each pair that has the dead shard: a shard of three plus the coordinator had
-2 / 4 of the rows. They cross once over loopback at about 1 GB/s, and a shard pauses as long as it copies while clients' transfers are
-under way: 256 MiB take under a second.
+Estimate: of the bytes put, two copies over four places are half in each pair that has the dead shard: a shard of three
+plus the coordinator had 2 / 4 of the rows. They cross once over loopback at about 1 GB/s, and a shard pauses as long as
+it copies while clients' transfers are under way: 256 MiB take under a second.
 """
 
 from __future__ import annotations

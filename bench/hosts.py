@@ -2,17 +2,19 @@
 
     python -m bench.hosts --out FILE
 
-The hosts are two network namespaces with a veth pair between them (`bench.namespaces`); the server and the sender of the
-stream are on the far one, the client on the near one. No privileges are needed, where the kernel lends user namespaces.
+The hosts are two network namespaces with a veth pair between them (`bench.namespaces`); the server and the sender of
+the stream are on the far one, the client on the near one. No privileges are needed, where the kernel lends user
+namespaces.
 
-- `raw/stream`, `transferqueue/get`, `put`, `get_of_stream`, `put_of_stream`: as in `bench.remote`, equal bytes in 1 to 128
-  fields. `flat`: the time of each over that with one field.
-- All of this with keys, for calls, and with `--plain-bytes`, since the stream is not encrypted either; `hosts_encrypted` has
-  the same without it.
+- `raw/stream`, `transferqueue/get`, `put`, `get_of_stream`, `put_of_stream`: as in `bench.remote`, equal bytes in 1 to
+  128 fields. `flat`: the time of each over that with one field.
+- All of this with keys, for calls, and with `--plain-bytes`, since the stream is not encrypted either;
+  `hosts_encrypted` has the same without it.
 - `slow_get`: a get over a link of so many Mbit/s, as a share of what the link could carry. `slow_held`: by how much the
   server's own memory had grown at most meanwhile. Rows are in random order, so that what is on its way was gathered.
 - `stalled_held`: the same while readers stand still (SIGSTOP) in the middle of a get, for longer than `STALL_S`;
-  `stalled_beside`: a get by another client meanwhile, as a share of the stream. The readers end well once they may go on.
+  `stalled_beside`: a get by another client meanwhile, as a share of the stream. The readers end well once they may go
+  on.
 """
 
 from __future__ import annotations

@@ -2,11 +2,12 @@
 
     python -m bench.idle --clients 1000 [--bare] --out FILE
 
-A few processes open the connections, which from then on only say that they live. Measured: seconds of processor time that
-the server takes per second, its memory per client, how long a question about all sessions keeps everyone waiting, and put to delivered between two clients that work.
+A few processes open the connections, which from then on only say that they live. Measured: seconds of processor time
+that the server takes per second, its memory per client, how long a question about all sessions keeps everyone waiting,
+and put to delivered between two clients that work.
 
-bare: each process serves its sessions from one thread with a frame at their times, and they name no process and no lock: so silence alone judges them, as clients on
-other machines, and ten thousand need no ten thousand threads here.
+bare: each process serves its sessions from one thread with a frame at their times, and they name no process and no
+lock: so silence alone judges them, as clients on other machines, and ten thousand need no ten thousand threads here.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""What a request costs the server's core, without sockets and without Redis: microseconds and function calls of put, lease and ack.
+"""What a request costs the server's core, without sockets and without Redis: microseconds and function calls of put,
+lease and ack.
 
     python -m bench.requests --in-process [--rows 1 64] [--calls 200] [--rounds 9]
 
-Frames of one client are given to a real coordinator, with a real ledger and arena, as its loop gives them. The time is that of the processor, and
-function calls are counted by the interpreter, so both hold on a busy machine; the count is exact. The loop, the kernel and the client are not in it.
+Frames of one client are given to a real coordinator, with a real ledger and arena, as its loop gives them. The time is
+that of the processor, and function calls are counted by the interpreter, so both hold on a busy machine; the count is
+exact. The loop, the kernel and the client are not in it.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class Core:
     def __init__(self) -> None:
         self._arena = Arena.create(None, 1 << 30)
         identity = ServerIdentity(
-            epoch=1, address="ipc:///none", runtime="/none", version="0", pid=os.getpid(), started_at=0.0, lock_directory=None
+            epoch=1, address="ipc:///none", runtime="/none", version="0", pid=os.getpid(), started_at=0.0,
+            lock_directory=None
         )  # fmt: skip
         self.coordinator = Coordinator(Ledger(epoch=1), OwnShardMemory(self._arena), identity, watcher=NoProcess())
         here, self._there = socket.socketpair()

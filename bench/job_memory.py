@@ -1,13 +1,16 @@
-"""Bytes that a training job's table holds from step to step, when rows keep their columns until they end and when columns end with their last task.
+"""Bytes that a training job's table holds from step to step, when rows keep their columns until they end and when
+columns end with their last task.
 
     python -m bench.job_memory
 
-The tables and tasks are those of `transferqueue train`; stand-ins for the engine, the reward and the trainer lease and give columns of realistic sizes. So the counts are those of a
-job, and nothing depends on the machine. ``rows``, ``columns``: `Acked` and `AckedColumns`. A result is the bytes of the table after each step, in jobs that drop stale rows;
-``image_requeue`` generates them again.
+The tables and tasks are those of `transferqueue train`; stand-ins for the engine, the reward and the trainer lease and
+give columns of realistic sizes. So the counts are those of a job, and nothing depends on the machine. ``rows``,
+``columns``: `Acked` and `AckedColumns`. A result is the bytes of the table after each step, in jobs that drop stale
+rows; ``image_requeue`` generates them again.
 
-The job puts the rows of a group together, and says that they share their prompt. ``vision/...`` is the job with images and `Acked`, with other producers: ``one_by_one`` puts each
-row by itself, as rollouts finish; ``mixed`` puts one row of each prompt of the step together. ``..._interned`` gives prompt and image as `Interned`. Those clients send their bytes
+The job puts the rows of a group together, and says that they share their prompt. ``vision/...`` is the job with images
+and `Acked`, with other producers: ``one_by_one`` puts each row by itself, as rollouts finish; ``mixed`` puts one row of
+each prompt of the step together. ``..._interned`` gives prompt and image as `Interned`. Those clients send their bytes
 over the network, and ``sent`` is what they send in all steps.
 """
 

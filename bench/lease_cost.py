@@ -4,8 +4,8 @@
 
 Ours: `table.lease("train", rows=64)` in a client of a served queue; the rows are released again, off the clock, so the
 same number stays resident. The incumbent: `get_meta` of 64 samples in fetch mode; its rows stay consumed, which is
-why each repetition asks under another task name. The drop-in: the same program after `activate()`. `first_64` is the first
-request of all at a level, which the others do not contain.
+why each repetition asks under another task name. The drop-in: the same program after `activate()`. `first_64` is the
+first request of all at a level, which the others do not contain.
 """
 
 from __future__ import annotations

@@ -2,12 +2,12 @@
 
     python -m bench.limits --out FILE
 
-- `memcpy/copy`: one thread copies warm memory to warm memory, back to back; `memcpy/copy_cold`: after a pause, and neither end is in a
-  cache; `memcpy/read`: one thread reads warm memory once.
+- `memcpy/copy`: one thread copies warm memory to warm memory, back to back; `memcpy/copy_cold`: after a pause, and
+  neither end is in a cache; `memcpy/read`: one thread reads warm memory once.
 - `tcp/stream`: one process sends, another receives into a buffer it reuses, over loopback.
 - `zmq/round_trip`: a 64-byte message to another process and back, over ipc, blocking on both sides, back to back.
-- `zmq/round_trip_paced`: the same, 250 a second, as `latency.py` offers rows: between two of them processes sleep and caches
-  cool, which makes the very same exchange several times slower.
+- `zmq/round_trip_paced`: the same, 250 a second, as `latency.py` offers rows: between two of them processes sleep and
+  caches cool, which makes the very same exchange several times slower.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def memcpy(sizes: tuple[int, ...]) -> list[Result]:
 
 
 def _cold(size: int) -> Result:
-    """The same as a queue meets it: after a pause, other bytes to another place each time, and neither end in a cache."""
+    """The same as a queue meets it: after a pause, other bytes to another place each time, and neither end in a
+    cache."""
     sources = [np.full(size, value, np.uint8) for value in range(2)]
     targets, raw = np.ones((4, size), np.uint8), []
     for turn in range(15):

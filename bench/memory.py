@@ -2,10 +2,10 @@
 
     python -m bench.memory --out FILE
 
-- `live/server_per_payload`: a table is filled with ragged rows and kept full; the server's own memory and the pages of its
-  arena, over the bytes of the values.
-- `churn/growth`: a million rows pass through a table limited to 4,096; memory of server, arena and client at the end over
-  what it was after the first ten thousand.
+- `live/server_per_payload`: a table is filled with ragged rows and kept full; the server's own memory and the pages of
+  its arena, over the bytes of the values.
+- `churn/growth`: a million rows pass through a table limited to 4,096; memory of server, arena and client at the end
+  over what it was after the first ten thousand.
 
 A process's own memory is what the kernel counts as its resident anonymous and file pages; pages of the arena are
 counted once, as the blocks that its file has.

@@ -38,8 +38,9 @@ def inside(module: str, *arguments: str, timeout_s: float) -> None:
 
 
 class Far:
-    """The second host. `command`: what to put before a command so that it runs there. own_processes: with process numbers and shared memory of its own, so that the queue
-    takes its clients for those of another machine, and sends them bytes instead of mapping memory. Their locks must lie there too.
+    """The second host. `command`: what to put before a command so that it runs there. own_processes: with process
+    numbers and shared memory of its own, so that the queue takes its clients for those of another machine, and sends
+    them bytes instead of mapping memory. Their locks must lie there too.
     """
 
     def __init__(self, *, own_processes: bool = False) -> None:

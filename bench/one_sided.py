@@ -1,22 +1,27 @@
-"""Scenario: columns that a client reads one-sided, beside the same over a plain stream, one raw TCP stream and a copy, by turns in one run.
+"""Scenario: columns that a client reads one-sided, beside the same over a plain stream, one raw TCP stream and a copy,
+by turns in one run.
 
     .venv-nixl/bin/python -m bench.one_sided --record --out FILE
 
-`make test-nixl` makes the environment; on a machine without RDMA the carriers are TCP and CMA, between processes of this host. Each carrier has a
-process and a server of its own, since UCX reads its transports once; in it, turn by turn:
+`make test-nixl` makes the environment; on a machine without RDMA the carriers are TCP and CMA, between processes of
+this host. Each carrier has a process and a server of its own, since UCX reads its transports once; in it, turn by turn:
 
-- `raw/stream`: one process sends the bytes of a workload over TCP, another receives them into a buffer that it reuses. `raw/copy`: numpy copies them.
-- `stream/get`, `nixl/get`: `table.read` until every column is checked and lies in its array, by a client that maps nothing. `put`: the same put, by
-  the same two clients.
-- `get_server`, `get_client`: processor time that a get takes of the server's process and of this one, which says most on a machine that others use.
-- `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs. `one_sided`: the share of the bytes that was read one-sided; `pulled`: the
-  share of those that were put that the shard read out of the client's memory.
+- `raw/stream`: one process sends the bytes of a workload over TCP, another receives them into a buffer that it reuses.
+  `raw/copy`: numpy copies them.
+- `stream/get`, `nixl/get`: `table.read` until every column is checked and lies in its array, by a client that maps
+  nothing. `put`: the same put, by the same two clients.
+- `get_server`, `get_client`: processor time that a get takes of the server's process and of this one, which says most
+  on a machine that others use.
+- `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs. `one_sided`: the share of the
+  bytes that was read one-sided; `pulled`: the share of those that were put that the shard read out of the client's
+  memory.
 
-Estimate, before it was run: over CMA one range takes 0.7 of the raw stream's time and the comparison a third more, so `nixl` is at best equal to
-`stream`, which needs both processors; over TCP the READ alone takes 2.2 times as long. 32 ragged fields are whole blocks, as one dense field. Random
-ragged rows below 16 KiB are staged: over CMA the shard's thread need not send and the client's copies once instead of receiving, 0.7 of the stream's time; over
-TCP twice its time. A pulled put is one hash at the client, one READ, one hash and one copy at the shard, where the
-stream has two copies by the kernel and two hashes: over CMA about equal, over TCP half the stream's speed.
+Estimate, before it was run: over CMA one range takes 0.7 of the raw stream's time and the comparison a third more, so
+`nixl` is at best equal to `stream`, which needs both processors; over TCP the READ alone takes 2.2 times as long. 32
+ragged fields are whole blocks, as one dense field. Random ragged rows below 16 KiB are staged: over CMA the shard's
+thread need not send and the client's copies once instead of receiving, 0.7 of the stream's time; over TCP twice its
+time. A pulled put is one hash at the client, one READ, one hash and one copy at the shard, where the stream has two
+copies by the kernel and two hashes: over CMA about equal, over TCP half the stream's speed.
 """
 
 from __future__ import annotations
@@ -139,7 +144,8 @@ def _compare(expected: dict[str, Flat], found: tq.Rows, order: Any) -> None:
 def _results(
     carrier: str, name: str, size: int, times: dict[str, list[float]], shares: dict[str, float]
 ) -> list[Result]:
-    """Contenders are named after the carrier beside which they were measured: ``cma raw``, ``cma stream``, ``cma nixl``."""
+    """Contenders are named after the carrier beside which they were measured: ``cma raw``, ``cma stream``,
+    ``cma nixl``."""
     beside = carrier.partition(":")[2]
     results = [Result(SCENARIO, f"{beside} raw", name, "stream", "s", times["raw"], size)]
     results.append(Result(SCENARIO, f"{beside} raw", name, "copy", "s", times["copy"], size))

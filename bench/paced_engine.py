@@ -1,6 +1,8 @@
-"""An engine that takes given times: it decodes any number of rows at once, a token of each of n rows in ``token_s(n)`` seconds, and draws no real tokens.
+"""An engine that takes given times: it decodes any number of rows at once, a token of each of n rows in ``token_s(n)``
+seconds, and draws no real tokens.
 
-Waits until a deadline instead of computing, so that several of them share a core and what a run shows is order and fill, not cores.
+Waits until a deadline instead of computing, so that several of them share a core and what a run shows is order and
+fill, not cores.
 """
 
 from __future__ import annotations
@@ -15,7 +17,8 @@ from transferqueue.adapters import protocols
 
 
 class PacedEngine:
-    """A generator (`adapters.protocols.Generator`). length_of: tokens of the answer to a prompt. most: the most rows that ran at once."""
+    """A generator (`adapters.protocols.Generator`). length_of: tokens of the answer to a prompt. most: the most rows
+    that ran at once."""
 
     def __init__(self, token_s: Callable[[int], float], length_of: Callable[[protocols.Prompt], int]) -> None:
         self._token_s, self._length_of = token_s, length_of

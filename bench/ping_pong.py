@@ -2,10 +2,10 @@
 
     python -m bench.ping_pong --out FILE
 
-One puts a row into table `ping`; the other, which waits in a lease there, puts one into `pong` as soon as the lease returns.
-Half of the time from the first put until the second lease returns is one put to delivered. Nothing sleeps between two
-exchanges, and no clock is shared. Both compare the bytes of each row, off the clock. Rounds alternate with the same exchange over two
-`multiprocessing.Queue`, so what else the machine does meets both.
+One puts a row into table `ping`; the other, which waits in a lease there, puts one into `pong` as soon as the lease
+returns. Half of the time from the first put until the second lease returns is one put to delivered. Nothing sleeps
+between two exchanges, and no clock is shared. Both compare the bytes of each row, off the clock. Rounds alternate with
+the same exchange over two `multiprocessing.Queue`, so what else the machine does meets both.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def main() -> None:
     results = run()
     for result in results:
         print(
-            f"{result.contender:14} p50 {percentile(result.raw, 0.5) * 1e6:7.1f} µs   p90 {percentile(result.raw, 0.9) * 1e6:7.1f} µs"
+            f"{result.contender:14} p50 {percentile(result.raw, 0.5) * 1e6:7.1f} µs   p90 "
+            f"{percentile(result.raw, 0.9) * 1e6:7.1f} µs"
         )
     save_results(parser.parse_args().out, results)
 

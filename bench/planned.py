@@ -1,7 +1,10 @@
 """Predicted beside measured: one profile of a job, and a run of each of several plans: ``python -m bench.planned``.
 
-The job is real and nothing is paced: `transferqueue profile` measures the transformers engine and the trainer with a tiny model, alone, and the job in two trial runs of 12 steps; then the job
-runs with each plan, whose processes share two cores (generation takes one, training the other, rewards and the server a little). The trials have the slots and micro-batch of two of the plans. Plans have one engine and differ in mode, slots and micro-batch. Goal: the order of the plans is right, and each step within 15 %.
+The job is real and nothing is paced: `transferqueue profile` measures the transformers engine and the trainer with a
+tiny model, alone, and the job in two trial runs of 12 steps; then the job runs with each plan, whose processes share
+two cores (generation takes one, training the other, rewards and the server a little). The trials have the slots and
+micro-batch of two of the plans. Plans have one engine and differ in mode, slots and micro-batch. Goal: the order of the
+plans is right, and each step within 15 %.
 
 Needs transformers and an idle machine; about five minutes (``--rounds 3``: twelve).
 """
@@ -110,7 +113,8 @@ def main() -> None:
     rows = [compared(plan, file, median(each)) for plan, file, each in zip(candidates, files, seconds, strict=True)]
     for row in rows:
         print(
-            f"{row['plan']}: predicted {row['predicted_s']:.3f} s, measured {row['measured_s']:.3f} s, {row['error']:+.0%}"
+            f"{row['plan']}: predicted {row['predicted_s']:.3f} s, measured {row['measured_s']:.3f} s, "
+            f"{row['error']:+.0%}"
         )
     right, pairs = in_order(rows)
     print(f"{right} of {pairs} pairs of plans that differ by more than 5 % measured are in the predicted order")
@@ -132,7 +136,8 @@ def compared(plan: DevicePlan, file: PlanFile, measured: float) -> dict[str, Any
 def in_order(rows: list[dict[str, Any]]) -> tuple[int, int]:
     """Pairs of plans in the predicted order, of those whose measured times differ by more than 5 %.
 
-    >>> rows = [{"predicted_s": 1.0, "measured_s": 1.2}, {"predicted_s": 2.0, "measured_s": 1.9}, {"predicted_s": 3.0, "measured_s": 1.95}]
+    >>> rows = [{"predicted_s": 1.0, "measured_s": 1.2}, {"predicted_s": 2.0, "measured_s": 1.9}]
+    >>> rows.append({"predicted_s": 3.0, "measured_s": 1.95})
     >>> in_order(rows)
     (2, 2)
     """

@@ -1,15 +1,17 @@
-"""Scenario: chaos on a Ray cluster. Nodes come and go, shards and the server are killed; is every row done once, to the byte?
+"""Scenario: chaos on a Ray cluster. Nodes come and go, shards and the server are killed; is every row done once, to the
+byte?
 
     python -m bench.ray_chaos --seconds 45 --out FILE            # on four nodes that are processes of this machine
     python -m bench.ray_chaos --seconds 45 --replicas 2 --out FILE
 
-A producer puts rows whose bytes follow from their number; workers, which are Ray tasks all over the cluster, half of them reading
-over the network, compare every byte and acknowledge. Every few seconds, right after a burst of rows, one thing happens, by
-turns: a shard is killed, a node is removed with the shard and the workers on it, the server is killed, a node is added and lends
-memory. Rows that are lost are counted by the queue; their producer finds their numbers missing, and puts them again.
+A producer puts rows whose bytes follow from their number; workers, which are Ray tasks all over the cluster, half of
+them reading over the network, compare every byte and acknowledge. Every few seconds, right after a burst of rows, one
+thing happens, by turns: a shard is killed, a node is removed with the shard and the workers on it, the server is
+killed, a node is added and lends memory. Rows that are lost are counted by the queue; their producer finds their
+numbers missing, and puts them again.
 
-Judged at the end, `RuntimeError` otherwise: each number has one row, and it is done; no number was acknowledged twice; rows put
-are rows done and rows lost, nothing else, as many lost as put again; with two replicas none is lost.
+Judged at the end, `RuntimeError` otherwise: each number has one row, and it is done; no number was acknowledged twice;
+rows put are rows done and rows lost, nothing else, as many lost as put again; with two replicas none is lost.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ class Chaos:
         )
 
     def run(self, seconds: float, done: Path) -> None:
-        """Load and faults for so long, then until all is done. done: a folder where workers write what they acknowledged."""
+        """Load and faults for so long, then until all is done. done: a folder where workers write what they
+        acknowledged."""
         import ray
 
         work = ray.remote(worker(self._service.address, self._seed, done))
@@ -214,7 +217,8 @@ class Chaos:
 
 
 def worker(address: str, seed: int, done: Path) -> Callable[[bool], int]:
-    """A task that checks and acknowledges rows until there are no more; returns how many. Ray carries it to its node."""
+    """A task that checks and acknowledges rows until there are no more; returns how many. Ray carries it to its
+    node."""
 
     def work(remote: bool) -> int:
         payload, rows = Payload(seed, WORDS), 0

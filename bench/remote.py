@@ -4,19 +4,21 @@
     python -m bench.remote --moving-only --workloads ragged_32 ragged_128 random_ragged --out FILE
 
 - `raw/stream`: one process sends the bytes of a workload, another receives them into a buffer that it reuses.
-- `transferqueue/get`, `put`: `table.read` and `table.put` by a client that maps nothing (`data="remote"`), checksums included;
-  `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs.
-- `transferqueue/arrays`: the part of a get after which every column is checked and lies in its array (`Column.load`); `arrays_of_stream`
-  as above. `tensors`: the rest of the get, which makes torch tensors of the arrays: torch's jagged constructor takes 110-140 µs a field.
+- `transferqueue/get`, `put`: `table.read` and `table.put` by a client that maps nothing (`data="remote"`), checksums
+  included; `get_of_stream`, `put_of_stream`: the raw stream's seconds of the same turn over theirs.
+- `transferqueue/arrays`: the part of a get after which every column is checked and lies in its array (`Column.load`);
+  `arrays_of_stream` as above. `tensors`: the rest of the get, which makes torch tensors of the arrays: torch's jagged
+  constructor takes 110-140 µs a field.
 - `transferqueue/wire_get`, `wire_put`: what passes both connections, per byte of the values.
-- `transferqueue/lease_alone`, `lease_beside`: lease and ack of one row by a local client, alone and while a client of another
-  process reads 32 MiB again and again.
+- `transferqueue/lease_alone`, `lease_beside`: lease and ack of one row by a local client, alone and while a client of
+  another process reads 32 MiB again and again.
 - `transferqueue/small_put`, `small_put_local`: a put of one row of 1 KiB.
 
-A get moves each byte over loopback once, as the stream does, from the arena to where it belongs; beyond it: a checksum at
-either end (in the cache), two round trips before the first byte, and for rows of many puts the gathering. Estimate: the
-sender is the slower side, 1 / (1/3.4 + 1/25) = 3.0 GB/s, 0.88 of the stream; a millisecond for the round trips of 33.5 MB
-makes 0.8 of it. A put copies once at the sender before anything leaves: 1 / (1/0.88 + 3.4/8) = 0.64 where that is cold.
+A get moves each byte over loopback once, as the stream does, from the arena to where it belongs; beyond it: a checksum
+at either end (in the cache), two round trips before the first byte, and for rows of many puts the gathering. Estimate:
+the sender is the slower side, 1 / (1/3.4 + 1/25) = 3.0 GB/s, 0.88 of the stream; a millisecond for the round trips of
+33.5 MB makes 0.8 of it. A put copies once at the sender before anything leaves: 1 / (1/0.88 + 3.4/8) = 0.64 where that
+is cold.
 """
 
 from __future__ import annotations

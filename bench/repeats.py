@@ -1,19 +1,23 @@
-"""What finding repeated values costs a put that repeats nothing, and what it and `Interned` spare a group that shares an image.
+"""What finding repeated values costs a put that repeats nothing, and what it and `Interned` spare a group that shares
+an image.
 
     python -m bench.repeats --turns 25
     python -m bench.repeats --turns 0        # only the group
     .venv-shim/bin/python -m bench.repeats --drop-in --turns 25
 
-Costs: CPU time of a process with an embedded server, for a put and the deletion of its rows. Each turn puts the same columns through three clients: one that does not
-look for repeated values (`TRANSFERQUEUE_FIND_REPEATS=0`), another one of that kind, and one that looks. A sample of ``on/...`` is the time of the last over that of the
-first, in one turn; of ``control/...`` that of the second over the first: what the machine does to a ratio of equal work. The order changes from turn to turn.
-``search/...`` is the CPU time of the search alone, for the columns of one put, and ``share/...`` its least over the least of ``off/...``: what a busy machine disturbs less.
+Costs: CPU time of a process with an embedded server, for a put and the deletion of its rows. Each turn puts the same
+columns through three clients: one that does not look for repeated values (`TRANSFERQUEUE_FIND_REPEATS=0`), another one
+of that kind, and one that looks. A sample of ``on/...`` is the time of the last over that of the first, in one turn; of
+``control/...`` that of the second over the first: what the machine does to a ratio of equal work. The order changes
+from turn to turn. ``search/...`` is the CPU time of the search alone, for the columns of one put, and ``share/...`` its
+least over the least of ``off/...``: what a busy machine disturbs less.
 
-Group: 16 rows of one prompt with an image, to a client of another host. ``stored``: bytes of the table; ``received``: bytes (both exact) that the shard sent for the leases of all rows,
-one lease a row.
+Group: 16 rows of one prompt with an image, to a client of another host. ``stored``: bytes of the table; ``received``:
+bytes (both exact) that the shard sent for the leases of all rows, one lease a row.
 
-Drop-in: the same costs for puts of samples through the drop-in for ``transfer_queue``, none of which comes again, with its table of recurring values and without it; all
-three clients search the rows of each put. ``drop_in_group/...``: the bytes of a group that is put one by one, with it and without it. It needs tensordict and omegaconf.
+Drop-in: the same costs for puts of samples through the drop-in for ``transfer_queue``, none of which comes again, with
+its table of recurring values and without it; all three clients search the rows of each put. ``drop_in_group/...``: the
+bytes of a group that is put one by one, with it and without it. It needs tensordict and omegaconf.
 """
 
 from __future__ import annotations
@@ -169,7 +173,8 @@ def _cpu_s(table: tq.Table, columns: Columns, puts: int) -> float:
 
 
 def group() -> list[MeasuredResult]:
-    """Bytes that a group of `GROUP` rows takes and that cross to a remote reader, as rows are put together or one by one."""
+    """Bytes that a group of `GROUP` rows takes and that cross to a remote reader, as rows are put together or one by
+    one."""
     image = torch.from_numpy(_bytes(np.random.default_rng(1), *IMAGE_SHAPE))
     ways: dict[str, list[Any]] = {
         "together": [[image.clone() for _ in range(GROUP)]],
@@ -206,7 +211,8 @@ def group() -> list[MeasuredResult]:
 
 
 def drop_in(turns: int) -> list[MeasuredResult]:
-    """What looking for values that come again costs the drop-in's puts if none does, and what it spares a group that is put one by one."""
+    """What looking for values that come again costs the drop-in's puts if none does, and what it spares a group that is
+    put one by one."""
     from tensordict import TensorDict
 
     from transferqueue.adapters.transfer_queue.samples.partitions import Partitions
@@ -265,7 +271,8 @@ def _drop_in_ratios(name: str, data: Any, partitions: Sequence[Any], turns: int)
 
 
 def _drop_in_cpu_s(partitions: Any, name: str, data: Any, turn: int) -> float:
-    """CPU seconds of this process for one put, of `PUTS_MAX` with other values each. Those named "alike" differ where no sample is taken."""
+    """CPU seconds of this process for one put, of `PUTS_MAX` with other values each. Those named "alike" differ where
+    no sample is taken."""
     column, spent = data["x"], 0.0
     rows = column.values().reshape(len(data), -1) if column.is_nested else column.reshape(len(data), -1)
     for number in range(PUTS_MAX):

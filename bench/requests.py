@@ -1,15 +1,19 @@
-"""Scenario: what a small request costs, beside Redis in the same run: CPU of the server, CPU of the client, and the time of the call.
+"""Scenario: what a small request costs, beside Redis in the same run: CPU of the server, CPU of the client, and the
+time of the call.
 
-    python -m bench.requests [transferqueue] [redis] [--rows 1 64] [--calls 200] [--rounds 9] [--peers .venv-peers] [--out FILE]
+    python -m bench.requests [transferqueue] [redis] [--rows 1 64] [--calls 200] [--rounds 9] [--peers .venv-peers]
+    [--out FILE]
     python -m bench.requests --in-process      # the server's core alone: see bench/in_process.py
 
-Ours are `put`, `lease`, `ack` and a put in a pipeline, of rows of 64 bytes over a socket file; theirs XADD of one entry with the bytes of all these rows,
-XREADGROUP of that entry, XACK. Each server is a process of its own. Rounds of the two alternate, so what else the machine does meets both.
-CPU is what the kernel counts for all threads of the server's process, so it holds also while the machine is busy; times of calls do not.
+Ours are `put`, `lease`, `ack` and a put in a pipeline, of rows of 64 bytes over a socket file; theirs XADD of one entry
+with the bytes of all these rows, XREADGROUP of that entry, XACK. Each server is a process of its own. Rounds of the two
+alternate, so what else the machine does meets both. CPU is what the kernel counts for all threads of the server's
+process, so it holds also while the machine is busy; times of calls do not.
 
-Which core a process is woken on decides more than anything else, and the kernel decides that from one moment to the next: a `send` that wakes a process on an idle
-core costs 20 µs on a virtual machine, and 1 µs if that process is to run on the core of the sender (an echo server in Python: 67 and 5 µs a call). So both are
-measured: `rows_N` with each server on a core of its own and the client on another, `rows_N_one_core` with all of them on one core.
+Which core a process is woken on decides more than anything else, and the kernel decides that from one moment to the
+next: a `send` that wakes a process on an idle core costs 20 µs on a virtual machine, and 1 µs if that process is to run
+on the core of the sender (an echo server in Python: 67 and 5 µs a call). So both are measured: `rows_N` with each
+server on a core of its own and the client on another, `rows_N_one_core` with all of them on one core.
 """
 
 from __future__ import annotations
@@ -148,7 +152,8 @@ def placements(stores: list[Any]) -> Iterator[str]:
 
 
 def one_round(store: Store, verbs: dict[str, Callable[[], object]], calls: int) -> dict[tuple[str, str], float]:
-    """The cost of each verb in seconds: CPU of the server and of this process for a call, and the median time of a call."""
+    """The cost of each verb in seconds: CPU of the server and of this process for a call, and the median time of a
+    call."""
     costs: dict[tuple[str, str], float] = {}
     for verb, call in verbs.items():
         times, server, client = [], cpu_ns(store.pid), cpu_ns("self")
@@ -182,7 +187,8 @@ def show(results: list[Result]) -> None:
     """Print the medians, in microseconds."""
     for result in results:
         print(
-            f"{result.workload:16} {result.contender:14} {result.metric:24} {statistics.median(result.raw) * 1e6:8.1f} µs"
+            f"{result.workload:16} {result.contender:14} {result.metric:24} {statistics.median(result.raw) * 1e6:8.1f} "
+            "µs"
         )
 
 

@@ -1,9 +1,11 @@
-"""Everything, in one run on one machine: each scenario of each contender in a process tree of its own, with a record of its own.
+"""Everything, in one run on one machine: each scenario of each contender in a process tree of its own, with a record of
+its own.
 
     python -m bench.run [--quick] [--only transfer latency] [--peers .venv-peers/bin/python] [--out FOLDER]
 
-`make bench` and `make bench-quick` call this. Records go to a folder of `bench/records/`, all samples to one of `bench/raw/`. A peer that cannot run here is kept in the record as skipped, with the
-reason; if one of our own scenarios fails, the run fails, after the rest has been measured and saved.
+`make bench` and `make bench-quick` call this. Records go to a folder of `bench/records/`, all samples to one of
+`bench/raw/`. A peer that cannot run here is kept in the record as skipped, with the reason; if one of our own scenarios
+fails, the run fails, after the rest has been measured and saved.
 """
 
 from __future__ import annotations
@@ -167,7 +169,8 @@ def _say(job: Job, seconds: float, results: list[Result], why: str) -> None:
 
 
 def run_all(jobs: list[Job], peers: Path, records: Path, raw: Path) -> list[str]:
-    """Run all jobs, and write their records and samples to the two folders; returns which of our own scenarios failed."""
+    """Run all jobs, and write their records and samples to the two folders; returns which of our own scenarios
+    failed."""
     raw.mkdir(parents=True, exist_ok=True)
     failed = []
     for job in jobs:

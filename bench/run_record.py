@@ -1,8 +1,8 @@
 """The records of benchmarks: written from the samples of scenarios, read back by tables, pictures and comparisons.
 
-A run of `bench.run` is a folder with one record for each scenario of each contender; a scenario run by hand is one file. The form
-of a record is that of `transferqueue.observe.measurement_record`; the name of a result is ``contender/workload/metric``. Raw samples go to
-`bench/raw/`, which git ignores.
+A run of `bench.run` is a folder with one record for each scenario of each contender; a scenario run by hand is one
+file. The form of a record is that of `transferqueue.observe.measurement_record`; the name of a result is
+``contender/workload/metric``. Raw samples go to `bench/raw/`, which git ignores.
 """
 
 from __future__ import annotations
@@ -151,7 +151,8 @@ def save_record(
     *,
     name: str = "",
 ) -> None:
-    """Write the record of a benchmark run by hand into a folder (None: nowhere), and print where. name: default the kind."""
+    """Write the record of a benchmark run by hand into a folder (None: nowhere), and print where. name: default the
+    kind."""
     if folder is None:
         return
     path = folder / f"{stamped(name or kind, began)}.json"
@@ -186,7 +187,8 @@ class ByHand:
     def tell(self, results: list[Result], out: Path | None, *, whole: bool) -> None:
         """Print the medians, and write them to `out` (None: nowhere).
 
-        whole: as a record, with the samples beside it in `bench/raw/`; otherwise the samples alone, for `run.py` to gather.
+        whole: as a record, with the samples beside it in `bench/raw/`; otherwise the samples alone, for `run.py` to
+        gather.
         """
         for result in measured(results):
             print(f"{result.name}  {result.median:.6g} {result.unit}")

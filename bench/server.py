@@ -1,4 +1,5 @@
-"""A server of the queue in a process of its own, as a deployment has it, in a runtime directory of its own; and what memory it has."""
+"""A server of the queue in a process of its own, as a deployment has it, in a runtime directory of its own; and what
+memory it has."""
 
 from __future__ import annotations
 
@@ -38,9 +39,11 @@ def arena_bytes(pid: int) -> int:
 
 
 class Server:
-    """Start it, use `address`, `stop` it; it ends with this process, too. tcp: listen at a port of loopback, or of this host, too: `tcp_address`.
+    """Start it, use `address`, `stop` it; it ends with this process, too. tcp: listen at a port of loopback, or of this
+    host, too: `tcp_address`.
 
-    durability: its level. before: what its command is put after, such as what has it run on another host. words: more of it.
+    durability: its level. before: what its command is put after, such as what has it run on another host. words: more
+    of it.
     """
 
     def __init__(

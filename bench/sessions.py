@@ -2,15 +2,16 @@
 
     python -m bench.sessions --clients 1000 --rate 500 --seconds 200 --echo-seconds 20 --record --out FILE
 
-Rows come at a fixed rate, well under what the server carries, a few each 50 ms, one at a time to whoever waits longest: so every session is
-parked at the server nearly always, and what is measured is the waking, not a queue in front of it. Each row carries the moment
-of its put. Measured: put to delivered, and to the answer of the ack, for each window of the run, so that growth with time is seen; how many rows
-each session got (and Jain's index of that: 1 is all alike); the server's own memory through the run, its share of a core, and its longest turns.
-Before and after, `echo.py` does the same over bare sockets: that much is the machine's.
+Rows come at a fixed rate, well under what the server carries, a few each 50 ms, one at a time to whoever waits longest:
+so every session is parked at the server nearly always, and what is measured is the waking, not a queue in front of it.
+Each row carries the moment of its put. Measured: put to delivered, and to the answer of the ack, for each window of the
+run, so that growth with time is seen; how many rows each session got (and Jain's index of that: 1 is all alike); the
+server's own memory through the run, its share of a core, and its longest turns. Before and after, `echo.py` does the
+same over bare sockets: that much is the machine's.
 
-Estimate: FIFO waits give each session rate × seconds / clients rows, give or take one. Per row a lease, an ack and a notice,
-300 µs of the server together, for the 25 rows of a put 8 ms; a session that works sends no heartbeat. Memory: what a session has (calls, replies kept, leases)
-does not grow with the rows it did.
+Estimate: FIFO waits give each session rate × seconds / clients rows, give or take one. Per row a lease, an ack and a
+notice, 300 µs of the server together, for the 25 rows of a put 8 ms; a session that works sends no heartbeat. Memory:
+what a session has (calls, replies kept, leases) does not grow with the rows it did.
 """
 
 from __future__ import annotations

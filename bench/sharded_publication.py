@@ -1,13 +1,16 @@
-"""Weights of two FSDP2 ranks: gathered by rank 0 against published as shards: ``python -m bench.sharded_publication --into bench/records``.
+"""Weights of two FSDP2 ranks: gathered by rank 0 against published as shards:
+``python -m bench.sharded_publication --into bench/records``.
 
-Two processes (gloo over loopback, CPU) shard one model of 21 million float32 parameters, which is published in bfloat16 (42 MB). The two ways alternate, and the
-weights change before each version. Stood still: from the update until the weights may change again, as if the next update were due at
-once; a trainer computes its next passes meanwhile. Visible: from the update until readers have the version. Bytes between ranks are computed: an
-all-gather brings each rank the shards of the other. A reader then pulls each version, and copies it into a model of its own.
+Two processes (gloo over loopback, CPU) shard one model of 21 million float32 parameters, which is published in bfloat16
+(42 MB). The two ways alternate, and the weights change before each version. Stood still: from the update until the
+weights may change again, as if the next update were due at once; a trainer computes its next passes meanwhile. Visible:
+from the update until readers have the version. Bytes between ranks are computed: an all-gather brings each rank the
+shards of the other. A reader then pulls each version, and copies it into a model of its own.
 
-Expected, written before the first run: gathered, each rank receives 42 MB of float32 and waits for it, and rank 0 converts 21 million numbers: both stand still
-for at least 0.1 s. As shards nothing crosses but a number, and each rank converts half: at most a quarter of that, and the version is visible in about half the
-time, since two processes write it. A reader pays one copy of 42 MB more, about 20 ms, since each tensor comes in two slices.
+Expected, written before the first run: gathered, each rank receives 42 MB of float32 and waits for it, and rank 0
+converts 21 million numbers: both stand still for at least 0.1 s. As shards nothing crosses but a number, and each rank
+converts half: at most a quarter of that, and the version is visible in about half the time, since two processes write
+it. A reader pays one copy of 42 MB more, about 20 ms, since each tensor comes in two slices.
 """
 
 from __future__ import annotations

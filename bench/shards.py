@@ -2,15 +2,15 @@
 
     python -m bench.shards --rows 10000000 --shards 4 --out FILE
 
-Producers put batches of thousands of rows of 128 bytes; consumers lease, compare every row, and ack. The table holds so many rows
-at most, so that producers wait. A shard is a process of its own; the coordinator keeps little memory for itself, and lends from
-it too. Measured: rows a second; own memory of the coordinator and of the shards, and the pages of all arenas, twelve times
-through the run; how evenly bytes went to the shards; and that in the end every row is done and no byte is lent.
-remote: clients map nothing, so every byte crosses a shard's bulk endpoint twice.
+Producers put batches of thousands of rows of 128 bytes; consumers lease, compare every row, and ack. The table holds so
+many rows at most, so that producers wait. A shard is a process of its own; the coordinator keeps little memory for
+itself, and lends from it too. Measured: rows a second; own memory of the coordinator and of the shards, and the pages
+of all arenas, twelve times through the run; how evenly bytes went to the shards; and that in the end every row is done
+and no byte is lent. remote: clients map nothing, so every byte crosses a shard's bulk endpoint twice.
 
-Estimate: a batch of 4,096 rows is half a MiB, 0.1 ms to copy in and to gather out; its messages take 0.3 ms of the coordinator at
-either end, and the ledger 10 ns a row for each task: 10⁷ rows are 2,400 batches, so some ten seconds on two idle cores, most of
-them in numpy of producer and consumer.
+Estimate: a batch of 4,096 rows is half a MiB, 0.1 ms to copy in and to gather out; its messages take 0.3 ms of the
+coordinator at either end, and the ledger 10 ns a row for each task: 10⁷ rows are 2,400 batches, so some ten seconds on
+two idle cores, most of them in numpy of producer and consumer.
 """
 
 from __future__ import annotations

@@ -2,13 +2,15 @@
 
     .venv-shim/bin/python -m bench.shim [--out RECORD.json]
 
-`program` below is the user's: it knows nothing of us. It is started twice, each time in a process with a Ray of its own,
-and the two take turns, workload by workload and round by round, so that both meet the same machine. Seconds a repetition:
+`program` below is the user's: it knows nothing of us. It is started twice, each time in a process with a Ray of its
+own, and the two take turns, workload by workload and round by round, so that both meet the same machine. Seconds a
+repetition:
 
 - `put`: ``client.put`` of a TensorDict; `get`: ``client.get_meta`` for the rows and ``client.get_data`` of them;
 - `kv_put`, `kv_get`: ``kv_batch_put`` and ``kv_batch_get`` of the same batch by key.
 
-What was got is compared byte for byte with what was put after the clock stopped. The ratio is the original's median over ours.
+What was got is compared byte for byte with what was put after the clock stopped. The ratio is the original's median
+over ours.
 """
 
 from __future__ import annotations

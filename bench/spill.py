@@ -1,9 +1,10 @@
-"""What a queue costs whose rows are four times its memory: puts all rows, then leases them back, with the arena spilling to a disk and without.
+"""What a queue costs whose rows are four times its memory: puts all rows, then leases them back, with the arena
+spilling to a disk and without.
 
     python -m bench.spill --directory DIR
 
-Rows of 64 KiB in puts of 16; a lease takes 16 rows, compares its bytes, and acks. Reports MB/s of each phase, what was spilled and
-loaded, and the most bytes that the arena had in use. `--remote` fetches over TCP instead of mapping.
+Rows of 64 KiB in puts of 16; a lease takes 16 rows, compares its bytes, and acks. Reports MB/s of each phase, what was
+spilled and loaded, and the most bytes that the arena had in use. `--remote` fetches over TCP instead of mapping.
 """
 
 from __future__ import annotations

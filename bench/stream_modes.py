@@ -1,7 +1,9 @@
 """StreamRL's ways of overlapping generation and training, live and by turns: ``python -m bench.stream_modes``.
 
-A trainer and two engines around one generation service (`workflows.service`). The engines take the published times of a 7B model and the trainer a given time for each row: for a batch `--share` of what its
-generation takes in the given order (1: StreamRL's balance; 0.6: generation is the bottleneck), so the figures are about what waits for what and not about cores. Each mode adds to the one before:
+A trainer and two engines around one generation service (`workflows.service`). The engines take the published times of a
+7B model and the trainer a given time for each row: for a batch `--share` of what its generation takes in the given
+order (1: StreamRL's balance; 0.6: generation is the bottleneck), so the figures are about what waits for what and not
+about cores. Each mode adds to the one before:
 
 - *serial*: the trainer waits for the whole batch, and generation for the update;
 - *mini-batch*: a step is four requests of fixed prompts; the trainer takes each as soon as it is whole;
@@ -9,8 +11,9 @@ generation takes in the given order (1: StreamRL's balance; 0.6: generation is t
 - *+ asynchronous*: the next batch is generated while this one is trained on, a version behind;
 - *+ dispatch*: prompts go to engines by expected length (`LengthRequests`), with a ranker that has seen 2,048 others.
 
-Expected, written before the first run, in balance: 1.00, 1.2 to 1.4, 1.4 to 1.7, 1.6 to 1.95, 1.6 to 2: dispatch shortens a side that async already hides in part. At 0.6, before its
-first run: 1.00, 1.1 to 1.3, 1.3 to 1.5, 1.5 to 1.6, 1.7 to 1.9. Takes about five minutes; needs no core to itself.
+Expected, written before the first run, in balance: 1.00, 1.2 to 1.4, 1.4 to 1.7, 1.6 to 1.95, 1.6 to 2: dispatch
+shortens a side that async already hides in part. At 0.6, before its first run: 1.00, 1.1 to 1.3, 1.3 to 1.5, 1.5 to
+1.6, 1.7 to 1.9. Takes about five minutes; needs no core to itself.
 """
 
 from __future__ import annotations
@@ -132,7 +135,8 @@ def _table(
     """Measure every mode; print a row of the table for each."""
     base_s, results = 0.0, list[Any]()
     print(
-        f"training takes {share:g} of generation\n| mode | step | over serial | trainer idle | published |\n|---|---|---|---|---|"
+        f"training takes {share:g} of generation\n| mode | step | over serial | trainer idle | published "
+        "|\n|---|---|---|---|---|"
     )
     for mode in MODES:
         seconds, idle = _one(mode, queue, service, batches, row_s, options)

@@ -1,12 +1,15 @@
-"""Streaming steps against whole batches in whole jobs of `transferqueue train`, with a real engine: ``python -m bench.streaming_job``.
+"""Streaming steps against whole batches in whole jobs of `transferqueue train`, with a real engine:
+``python -m bench.streaming_job``.
 
-The job: GRPO of a Qwen3 of eleven million random weights. transformers generates in a process of its own; it and the trainer have one thread each, as if
-each had its device. Responses end at one of some
-letters, so that their lengths spread as a geometric distribution does. All four cases run in turns with the same prompts; figures are over the steps after the first.
+The job: GRPO of a Qwen3 of eleven million random weights. transformers generates in a process of its own; it and the
+trainer have one thread each, as if each had its device. Responses end at one of some letters, so that their lengths
+spread as a geometric distribution does. All four cases run in turns with the same prompts; figures are over the steps
+after the first.
 
-Expected, written before the first run: generating and training a batch take about as long, so a synchronous step of a whole batch takes the sum and a streaming one the
-longer of the two and a tail: 1.3 to 1.7 times the samples a second where both processes have a core of their own. In async mode both overlap already: about 1. On a machine with less
-than two idle cores nothing can be gained, for then the cores and not the waits are what is short.
+Expected, written before the first run: generating and training a batch take about as long, so a synchronous step of a
+whole batch takes the sum and a streaming one the longer of the two and a tail: 1.3 to 1.7 times the samples a second
+where both processes have a core of their own. In async mode both overlap already: about 1. On a machine with less than
+two idle cores nothing can be gained, for then the cores and not the waits are what is short.
 """
 
 from __future__ import annotations

@@ -1,9 +1,12 @@
-"""Streaming steps against whole batches, with paced generation and paced training: ``python -m bench.streaming_trainer --into bench/records``.
+"""Streaming steps against whole batches, with paced generation and paced training:
+``python -m bench.streaming_trainer --into bench/records``.
 
-Generation and training take given times (they sleep), so the figures are about what waits for what, not about the machine's cores: the queue, the leases, the order
-and the acks are real. Responses have lognormal lengths. Expected, written before the first run: in sync mode a whole batch takes ``t_B + Bc`` and a streaming step
-``max_j [t_jm + (B/m - j + 1) mc]``; with generation and training about as long, and groups that end over all of the generation, more than 1.25 times the samples a second. In async mode both
-take about ``max(t_B, Bc)``, so about the same.
+Generation and training take given times (they sleep), so the figures are about what waits for what, not about the
+machine's cores: the queue, the leases, the order and the acks are real. Responses have lognormal lengths. Expected,
+written before the first run: in sync mode a whole batch takes ``t_B + Bc`` and a streaming step
+``max_j [t_jm + (B/m - j + 1) mc]``; with generation and training about as long, and groups that end over all of the
+generation, more than 1.25 times the samples a second. In async mode both take about ``max(t_B, Bc)``, so about the
+same.
 """
 
 from __future__ import annotations

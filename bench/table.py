@@ -20,7 +20,8 @@ OUTCOMES = {True: "yes", False: "**no**", None: "not measured"}
 
 
 def newest() -> Path:
-    """The newest run of `bench.run`, whose folder's name begins with its time. Raises FileNotFoundError if there is none."""
+    """The newest run of `bench.run`, whose folder's name begins with its time. Raises FileNotFoundError if there is
+    none."""
     found = sorted(path for path in RECORDS.glob("[0-9]*") if path.is_dir())
     if not found:
         raise FileNotFoundError(f"no run in {RECORDS}; make one with `make bench`")
@@ -39,7 +40,8 @@ def caption(record: RunRecord) -> str:
     return (
         f"{machine['cores']} cores ({machine['processor']}), {memory:.0f} GiB, "
         f"Python {machine['python']}; commit {first.commit}, {first.start[:10]}, "
-        f"load {first.load['start']:.1f} at the start. Times are ours / theirs, medians of one run: compare ratios, not times."
+        f"load {first.load['start']:.1f} at the start. Times are ours / theirs, medians of one run: compare ratios, "
+        "not times."
     )
 
 

@@ -1,14 +1,17 @@
-"""Weights of which the ranks of a tensor-parallel engine pull their parts, or all: ``python -m bench.tensor_parts --into bench/records``.
+"""Weights of which the ranks of a tensor-parallel engine pull their parts, or all:
+``python -m bench.tensor_parts --into bench/records``.
 
-A model of about 104 MB in bfloat16 (4 layers in Llama's shapes) is published in slices of two ranks. Four processes that reach the server's memory over the
-bulk endpoint alone, as from another host, begin to pull each version together. Ways, one after the other: *whole*, all tensors, which each rank would then
-cut itself; *parts*, of each matrix the quarter that vLLM gives the rank (query, key, value, gate and up along dimension 0; output and down along dimension 1);
-*again*, the same parts of the same version, as a second engine would. Seconds: until the last rank has its tensors. Bytes: what the server sent, over
-what it would send if each rank got a quarter of the matrices and all of the norms.
+A model of about 104 MB in bfloat16 (4 layers in Llama's shapes) is published in slices of two ranks. Four processes
+that reach the server's memory over the bulk endpoint alone, as from another host, begin to pull each version together.
+Ways, one after the other: *whole*, all tensors, which each rank would then cut itself; *parts*, of each matrix the
+quarter that vLLM gives the rank (query, key, value, gate and up along dimension 0; output and down along dimension 1);
+*again*, the same parts of the same version, as a second engine would. Seconds: until the last rank has its tensors.
+Bytes: what the server sent, over what it would send if each rank got a quarter of the matrices and all of the norms.
 
-Expected, written before the first run: bytes 4.0 for whole, 1.00 to 1.02 for parts. Loopback moves about 1 GB/s to a process while two cores do everything:
-whole moves 416 MB, parts 104 MB, so parts take at most 0.5 of whole; not a quarter, since the server gathers columns and compares each block besides.
-Again: no faster than 0.7 of parts, since each piece is compared again. One-sided over CMA is not measured here.
+Expected, written before the first run: bytes 4.0 for whole, 1.00 to 1.02 for parts. Loopback moves about 1 GB/s to a
+process while two cores do everything: whole moves 416 MB, parts 104 MB, so parts take at most 0.5 of whole; not a
+quarter, since the server gathers columns and compares each block besides. Again: no faster than 0.7 of parts, since
+each piece is compared again. One-sided over CMA is not measured here.
 """
 
 from __future__ import annotations

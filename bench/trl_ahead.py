@@ -1,7 +1,8 @@
-"""Samples per second of TRL's GRPOTrainer with generation inside its requests, and ahead of them: ``python -m bench.trl_ahead``.
+"""Samples per second of TRL's GRPOTrainer with generation inside its requests, and ahead of them:
+``python -m bench.trl_ahead``.
 
-Needs TRL (`make test-engines`). A random Qwen3 of 3 million parameters, trained here and generated with in a process of its own; the two are about
-equally slow. Runs alternate, so that a busy machine slows both alike.
+Needs TRL (`make test-engines`). A random Qwen3 of 3 million parameters, trained here and generated with in a process of
+its own; the two are about equally slow. Runs alternate, so that a busy machine slows both alike.
 """
 
 from __future__ import annotations

@@ -1,15 +1,21 @@
 """A job whose engines are at another site, beside the same job at one site: ``python -m bench.two_sites``.
 
-The sites are two network namespaces, the far one with process numbers of its own, so that nothing is mapped: all bytes go over sockets. They cross a link of `--ms` milliseconds there and back and
-`--mbit` Mbit/s each way, made by a proxy that counts bytes, passes each chunk at the rate of the link, and half the milliseconds later. (Kernels without netem cannot delay.) The job is GRPO of a Qwen3 of random weights with transformers
-engines, asynchronous with depth 1 (`--depth`): `transferqueue train` at the near site, and for two sites ``transferqueue train --site far`` at the far one, which brings the weights there through a relay.
+The sites are two network namespaces, the far one with process numbers of its own, so that nothing is mapped: all bytes
+go over sockets. They cross a link of `--ms` milliseconds there and back and `--mbit` Mbit/s each way, made by a proxy
+that counts bytes, passes each chunk at the rate of the link, and half the milliseconds later. (Kernels without netem
+cannot delay.) The job is GRPO of a Qwen3 of random weights with transformers engines, asynchronous with depth 1
+(`--depth`): `transferqueue train` at the near site, and for two sites ``transferqueue train --site far`` at the far
+one, which brings the weights there through a relay.
 
-- *idle*: share of the training time in which the trainer waited for rows, after the first `WARM` steps: before them the engines of the far site start, later than those here.
-- *down*, *up*: bytes from and to the near site, over the bytes of a version, for each version: one before the first step, and one a step. Down are weights, prompts and replies; up are samples and requests.
+- *idle*: share of the training time in which the trainer waited for rows, after the first `WARM` steps: before them the
+  engines of the far site start, later than those here.
+- *down*, *up*: bytes from and to the near site, over the bytes of a version, for each version: one before the first
+  step, and one a step. Down are weights, prompts and replies; up are samples and requests.
 
-Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each version crosses once for two engines); up a few hundredths. At depth 1 the rows of a step are generated
-while one step is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and generation together fit into the training of a step (`--epochs 3`: training takes three times as long), or
-at depth 2.
+Expected, written before the first run: idle within 5 points of one site's; down at most 1.05 versions a step (each
+version crosses once for two engines); up a few hundredths. At depth 1 the rows of a step are generated while one step
+is trained, and not before the version of the step before has crossed; so idle stays as it is only if crossing and
+generation together fit into the training of a step (`--epochs 3`: training takes three times as long), or at depth 2.
 
     python -m bench.two_sites --seeds 3
 """
@@ -66,11 +72,13 @@ REWARDS: Final = """
 def spread(completion_ids):
     return [sum(ids) % 7 / 7 for ids in completion_ids]
 """
-"""A reward that differs between responses of random weights: each step changes every tensor, so that each version crosses whole."""
+"""A reward that differs between responses of random weights: each step changes every tensor, so that each version
+crosses whole."""
 
 
 class SlowLink:
-    """A port of a site's address (the near one's) that passes everything on to a port of loopback, at the rate and with the delay of a link. down, up: bytes from and to that site."""
+    """A port of a site's address (the near one's) that passes everything on to a port of loopback, at the rate and with
+    the delay of a link. down, up: bytes from and to that site."""
 
     def __init__(self, port: int, mbit: float, delay_s: float, at: str = NEAR) -> None:
         self.down = self.up = 0
@@ -154,7 +162,8 @@ def command(job: Path, address: str, out: Path, seed: int, *more: str) -> list[s
 
 
 class FarEngines:
-    """`transferqueue train --site far` at the far site, behind the link. A context manager: leaving it waits until the job has ended there too."""
+    """`transferqueue train --site far` at the far site, behind the link. A context manager: leaving it waits until the
+    job has ended there too."""
 
     def __init__(self, far: Far, server: Server, job: Path, seed: int, options: argparse.Namespace) -> None:
         with tq.connect(server.address) as queue:

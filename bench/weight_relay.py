@@ -2,13 +2,16 @@
 
     python -m bench.weight_relay --out FILE
 
-- `transferqueue/wire`: bytes that pass both connections into a host, by number of its replicas, per byte of the version, for a
-  version of which everything is new (`all`), and one of which a sixteenth is (`part`, per byte of what is new).
-- `transferqueue/applied_N`: from the call of `publish` until a replica of the Nth host of a chain has the version and has told so.
+- `transferqueue/wire`: bytes that pass both connections into a host, by number of its replicas, per byte of the
+  version, for a version of which everything is new (`all`), and one of which a sixteenth is (`part`, per byte of what
+  is new).
+- `transferqueue/applied_N`: from the call of `publish` until a replica of the Nth host of a chain has the version and
+  has told so.
 - `memcpy`: one copy of the same bytes.
 
-Estimate for 64 MiB: a hop receives at about 1.5 GB/s (43 ms), checks it (6), writes and checks it (20), reads it back (6):
-about 75 ms, three of them in a row 225 ms; twice that on two cores, which every process of the chain shares. Wire: 1.01.
+Estimate for 64 MiB: a hop receives at about 1.5 GB/s (43 ms), checks it (6), writes and checks it (20), reads it back
+(6): about 75 ms, three of them in a row 225 ms; twice that on two cores, which every process of the chain shares. Wire:
+1.01.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ BUFFER_BYTES = 1 << 20
 
 
 class Relay:
-    """A port (by default any of loopback) that passes everything on to another, counting: `up` towards the server, `down`
-    towards the client."""
+    """A port (by default any of loopback) that passes everything on to another, counting: `up` towards the server,
+    `down` towards the client."""
 
     def __init__(self, target: str, at: tuple[str, int] = ("127.0.0.1", 0)) -> None:
         host, _, port = target.removeprefix("tcp://").rpartition(":")

@@ -1,9 +1,10 @@
-"""A worker in an event loop: it keeps many requests to a slow service in flight, and acks each row when its answer is there.
+"""A worker in an event loop: it keeps many requests to a slow service in flight, and acks each row when its answer is
+there.
 
     python examples/async_worker.py [--rows 200] [--in-flight 32]
 
-Shows: the asynchronous interface (`aconnect`), many small leases of one process at a time, rows that are finished in another
-order than they were leased, a request that fails and comes again, and a second worker in the same loop.
+Shows: the asynchronous interface (`aconnect`), many small leases of one process at a time, rows that are finished in
+another order than they were leased, a request that fails and comes again, and a second worker in the same loop.
 
 The slow service is a server on this machine that answers after a random time and fails now and then: put an inference
 endpoint or a sandbox in its place.
@@ -73,7 +74,8 @@ async def run(rows: int, in_flight: int) -> None:
         counts = await table.audit()
     print(f"requests in flight at most {service.most}, failed {service.failed}; {dict(finished)}")
     print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: {right}"
+        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: "
+        f"{right}"
     )
 
 

@@ -1,10 +1,11 @@
-"""Training that is killed and goes on: a checkpoint of the model, a snapshot of the queue, and the step that joins them.
+"""Training that is killed and goes on: a checkpoint of the model, a snapshot of the queue, and the step that joins
+them.
 
     python examples/checkpoint_resume.py [--steps 20] [--dies-at 11]
 
 Shows: acks that carry the step (`ack(step=k)`), rows that stay until the model of their step is saved (`checkpointed`),
-snapshots that are taken while a producer goes on, a restore into a new deployment, and `rollback`, which gives out again
-the rows that were trained after the model was saved.
+snapshots that are taken while a producer goes on, a restore into a new deployment, and `rollback`, which gives out
+again the rows that were trained after the model was saved.
 
 The job runs twice: once without a break, and once killed (SIGKILL) at a step and started again. Both train on the same
 rows in the same order, so both end with the same weights, to the bit. The model is linear regression in numpy.

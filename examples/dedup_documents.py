@@ -1,4 +1,5 @@
-"""A pipeline without reinforcement learning: documents are embedded by several processes and near-duplicates are dropped.
+"""A pipeline without reinforcement learning: documents are embedded by several processes and near-duplicates are
+dropped.
 
     python examples/dedup_documents.py [--documents 2000] [--embedders 2]
 

@@ -1,15 +1,16 @@
-"""Asynchronous GRPO in one file: a rollout process, a reward process and a trainer that share one table and one weight channel.
+"""Asynchronous GRPO in one file: a rollout process, a reward process and a trainer that share one table and one weight
+channel.
 
     python examples/grpo.py [--steps 120] [--rollouts 1] [--max-staleness 1]
 
-Shows: groups (the trainer leases whole groups of samples of one prompt), bounded staleness (`Pacing`), weights that travel by
-version, a reward stage of its own, and ragged responses that nobody pads on the way. Needs torch.
+Shows: groups (the trainer leases whole groups of samples of one prompt), bounded staleness (`Pacing`), weights that
+travel by version, a reward stage of its own, and ragged responses that nobody pads on the way. Needs torch.
 
-The task is to count down: to the prompt 4 the right response is 4 3 2 1 and the end token. The policy is a small GRU with
-random weights, so its first rewards are near 0.1; after 120 steps (about 15 seconds on two cores) they are near 1.
+The task is to count down: to the prompt 4 the right response is 4 3 2 1 and the end token. The policy is a small GRU
+with random weights, so its first rewards are near 0.1; after 120 steps (about 15 seconds on two cores) they are near 1.
 
-To make a real job of it, put an engine in place of `Policy.sample`, a reward function in place of `score`, and a model in
-place of `Policy`; the calls to the queue stay as they are. Run the three functions on as many machines as you like:
+To make a real job of it, put an engine in place of `Policy.sample`, a reward function in place of `score`, and a model
+in place of `Policy`; the calls to the queue stay as they are. Run the three functions on as many machines as you like:
 they only need the address of the queue.
 """
 
@@ -129,7 +130,8 @@ def train(queue: tq.Queue, table: tq.Table, steps: int) -> list[float]:
 
 
 def grpo_loss(policy: Policy, batch: tq.Batch) -> torch.Tensor:
-    """Clipped policy gradient with group-relative advantages (GRPO: arXiv 2402.03300; clip-higher: arXiv 2503.14476)."""
+    """Clipped policy gradient with group-relative advantages (GRPO: arXiv 2402.03300; clip-higher: arXiv
+    2503.14476)."""
     responses = batch["response_ids"]
     targets_BT = torch.from_numpy(responses.padded(END))
     mask_BT = torch.arange(targets_BT.shape[1]) < torch.as_tensor(responses.lengths)[:, None]
@@ -190,7 +192,8 @@ def main() -> None:
         counts = table.audit()
     print(f"mean reward {np.mean(history[:10]):.2f} -> {np.mean(history[-10:]):.2f}")
     print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, live {counts['rows_live']}, dropped {counts['dropped']}"
+        f"rows put {counts['rows_put']}, done {counts['rows_done']}, live {counts['rows_live']}, dropped "
+        f"{counts['dropped']}"
     )
 
 

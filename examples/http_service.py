@@ -1,4 +1,5 @@
-"""A rollout engine, a reward function and a trainer that share a queue over HTTP and import nothing but the standard library.
+"""A rollout engine, a reward function and a trainer that share a queue over HTTP and import nothing but the standard
+library.
 
     transferqueue serve --http 8788 --tokens tokens
     python examples/http_service.py http://127.0.0.1:8788 tokens/service
@@ -6,8 +7,8 @@
 Shows: the write service (`put_prompts_data`, `get_experience_data`, `put_experience_data`, `weight_sync_notify`),
 leases over HTTP, pacing, and errors that are told as JSON. The service listens on this machine alone.
 
-Engine, reward function and trainer are threads here, and would be processes of their own. They speak JSON. For large rows
-ask for packed columns: see `Packed` at http://127.0.0.1:8788/.
+Engine, reward function and trainer are threads here, and would be processes of their own. They speak JSON. For large
+rows ask for packed columns: see `Packed` at http://127.0.0.1:8788/.
 """
 
 import json
@@ -32,7 +33,8 @@ class Service:
 
     def __call__(self, action, **body):
         headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
-        request = urllib.request.Request(f"{self.url}/action/{action}", json.dumps(body).encode(), headers)  # noqa: S310
+        url = f"{self.url}/action/{action}"
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=90) as answer:  # noqa: S310  (the caller's own service)
                 return json.load(answer)

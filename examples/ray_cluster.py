@@ -2,11 +2,12 @@
 
     python examples/ray_cluster.py [--rows 400] [--workers 2]
 
-Shows: `deploy_ray` and `connect("ray")`, which finds the deployment from any task or actor of the cluster, workers that are Ray
-tasks, and a server that is killed in the middle: Ray starts it again where it was, and clients wait and go on. Needs ray.
+Shows: `deploy_ray` and `connect("ray")`, which finds the deployment from any task or actor of the cluster, workers that
+are Ray tasks, and a server that is killed in the middle: Ray starts it again where it was, and clients wait and go on.
+Needs ray.
 
-It joins the cluster of `RAY_ADDRESS`, or starts one on this machine. The rows never pass through Ray: processes on the server's
-machine map its memory, others receive over the network.
+It joins the cluster of `RAY_ADDRESS`, or starts one on this machine. The rows never pass through Ray: processes on the
+server's machine map its memory, others receive over the network.
 """
 
 import argparse

@@ -74,7 +74,8 @@ def discounted(rewards: np.ndarray) -> np.ndarray:
 
 
 def act(queue: tq.Queue, seed: int) -> None:
-    """Play with the newest weights. A put waits while the table is full, and ends with `Sealed` when the learner is done."""
+    """Play with the newest weights. A put waits while the table is full, and ends with `Sealed` when the learner is
+    done."""
     policy, version, draw = policy_network(), -1, np.random.default_rng(seed)
     table, channel = queue.table("episodes"), queue.weights("policy")
     with contextlib.suppress(tq.Sealed):

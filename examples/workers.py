@@ -2,11 +2,11 @@
 
     python examples/workers.py [--rows 2000] [--workers 3]
 
-Shows: how a program starts a queue and its workers join it by address, leases that come back at once when a process dies,
-results that commit together with the ack, and the account of every row at the end.
+Shows: how a program starts a queue and its workers join it by address, leases that come back at once when a process
+dies, results that commit together with the ack, and the account of every row at the end.
 
-Whoever is the first to lease row 120 is killed (SIGKILL: no clean-up runs) when it has computed the results of that batch
-but not acked them. The server sees the death of the process, and the batch goes to another worker.
+Whoever is the first to lease row 120 is killed (SIGKILL: no clean-up runs) when it has computed the results of that
+batch but not acked them. The server sees the death of the process, and the batch goes to another worker.
 """
 
 import argparse
@@ -65,7 +65,8 @@ def main() -> None:
     print(f"exit codes {[worker.exitcode for worker in workers]}")
     print("rows done by " + ", ".join(f"{name}: {count}" for name, count in done_by.items()))
     print(
-        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: {right}"
+        f"rows put {counts['rows_put']}, done {counts['rows_done']}, dropped {counts['rows_dropped']}, all right: "
+        f"{right}"
     )
 
 

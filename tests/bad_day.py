@@ -1,10 +1,11 @@
 """A bad day of a job of five processes: ``python -m tests.bad_day --out FOLDER``.
 
-Two rollout processes, two reward processes that ask a judge over HTTP, and a trainer, each a process of a flow. The judge is away for two
-minutes, one step takes 90 s, and a worker is killed every ten seconds for five minutes. Every row must be done, none dropped.
+Two rollout processes, two reward processes that ask a judge over HTTP, and a trainer, each a process of a flow. The
+judge is away for two minutes, one step takes 90 s, and a worker is killed every ten seconds for five minutes. Every row
+must be done, none dropped.
 
-FOLDER gets `seen.txt`: what a person saw every few seconds (`transferqueue doctor`, the title of the page), with the events of the day
-between; and one log a process. The exit code is 0 if every row was done.
+FOLDER gets `seen.txt`: what a person saw every few seconds (`transferqueue doctor`, the title of the page), with the
+events of the day between; and one log a process. The exit code is 0 if every row was done.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What every test shares: property tests that find the same examples on every machine, cheap garbage collection, Ctrl-C that works."""
+"""What every test shares: property tests that find the same examples on every machine, cheap garbage collection, Ctrl-C
+that works."""
 
 import gc
 import os
@@ -30,7 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for name in ("TRANSFERQUEUE_ADDRESS", "TRANSFERQUEUE_TOKEN"):
     os.environ.pop(name, None)
 
-# Nor one that runs for this user: each process of a run has a runtime directory of its own, with a short path, as sockets need it.
+# Nor one that runs for this user: each process of a run has a runtime directory of its own, with a short path, as
+# sockets need it.
 _runtime = tempfile.TemporaryDirectory(prefix="tq-", dir="/tmp")
 os.environ["TRANSFERQUEUE_RUNTIME"] = _runtime.name
 
@@ -40,6 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 
 def pytest_collection_finish() -> None:
-    """Exempt all that was imported from garbage collection: each of many hundred `gc.collect()` took 0.3 s to look through it."""
+    """Exempt all that was imported from garbage collection: each of many hundred `gc.collect()` took 0.3 s to look
+    through it."""
     gc.collect()
     gc.freeze()

@@ -1,4 +1,5 @@
-"""Finds what a server would leak: it makes no full garbage collections (`server.process.serve`), so what lives long must refer to itself nowhere."""
+"""Finds what a server would leak: it makes no full garbage collections (`server.process.serve`), so what lives long
+must refer to itself nowhere."""
 
 from __future__ import annotations
 
@@ -12,9 +13,10 @@ OF_A_SERVER = ("transferqueue.ledger.", "transferqueue.server.")
 
 @contextmanager
 def none_of_a_server() -> Iterator[None]:
-    """What the server's code leaves unreachable within the block is freed by reference counts alone; else AssertionError with its classes."""
+    """What the server's code leaves unreachable within the block is freed by reference counts alone; else
+    AssertionError with its classes."""
     gc.collect()
-    gc.collect()  # what generators of earlier tests, which ended in the middle of a `try`, revived once as they were collected
+    gc.collect()  # of generators that an earlier test left in the middle of a `try`, the rest
     gc.disable()
     gc.set_debug(gc.DEBUG_SAVEALL)
     try:

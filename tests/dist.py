@@ -1,8 +1,10 @@
-"""Builds wheel and sdist into dist/, checks their metadata, and tries both in a bare environment of every interpreter: ``python -m tests.dist``.
+"""Builds wheel and sdist into dist/, checks their metadata, and tries both in a bare environment of every interpreter:
+``python -m tests.dist``.
 
-Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Wheel and sdist each get an environment of their
-own with the extra ``[cli]`` and nothing else, and no access to the checkout. There the programs of the first pages and the recipes run, but those that
-need torch; and from the unpacked sdist its tests of the promises.
+Interpreters are those that are on the path as python3.11 to python3.14, and those that ``--python`` names. Wheel and
+sdist each get an environment of their own with the extra ``[cli]`` and nothing else, and no access to the checkout.
+There the programs of the first pages and the recipes run, but those that need torch; and from the unpacked sdist its
+tests of the promises.
 """
 
 import argparse
@@ -77,7 +79,8 @@ def install(python: Path, *packages: object) -> None:
 
 
 def try_out(python: str, artefact: Path, folder: Path) -> str:
-    """Install the artefact, run every program of `PAGES` and the first commands, and of an sdist its tests; returns what ran."""
+    """Install the artefact, run every program of `PAGES` and the first commands, and of an sdist its tests; returns
+    what ran."""
     run(python, "-m", "venv", folder / "venv", cwd=folder)
     bare = folder / "venv/bin/python"
     install(bare, f"{artefact}[cli]")

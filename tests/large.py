@@ -1,6 +1,7 @@
 """``python -m tests.large``: columns of more than 2 GiB, where a 32-bit length or offset anywhere would show.
 
-Needs about 14 GiB of memory and a few minutes. The suite has the cheap forms: shapes and counts beyond 2^31 without their bytes.
+Needs about 14 GiB of memory and a few minutes. The suite has the cheap forms: shapes and counts beyond 2^31 without
+their bytes.
 """
 
 from __future__ import annotations

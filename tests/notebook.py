@@ -1,7 +1,8 @@
 """Write the notebook of the tour, `examples/tour.ipynb`, from `docs/TOUR.md`: ``python -m tests.notebook``.
 
-`tests/examples/test_notebook.py` fails if the notebook is not as this would write it, and runs its cells. The Python program of the page becomes
-code cells, cut at its blank lines; all else, shell commands too, is text. Links are changed to lead from the folder of examples.
+`tests/examples/test_notebook.py` fails if the notebook is not as this would write it, and runs its cells. The Python
+program of the page becomes code cells, cut at its blank lines; all else, shell commands too, is text. Links are changed
+to lead from the folder of examples.
 """
 
 from __future__ import annotations
@@ -18,7 +19,10 @@ NOTEBOOK: Final = ROOT / "examples" / "tour.ipynb"
 _PROGRAM: Final = re.compile(r"^```python\n(.*?)^```\n", re.MULTILINE | re.DOTALL)
 _LINK: Final = re.compile(r"(\]\()(?!https?:|#)([^)]+)(\))")
 _OWN_LINK: Final = " The same as [a notebook](../examples/tour.ipynb)."
-_INSTALL: Final = "*Written from [the page](../docs/TOUR.md). It runs in any Jupyter whose Python has the package: `pip install '.[cli]'` in a checkout.*"
+_INSTALL: Final = (
+    "*Written from [the page](../docs/TOUR.md). It runs in any Jupyter whose Python has the package: `pip install "
+    "'.[cli]'` in a checkout.*"
+)
 
 
 def notebook_text() -> str:
@@ -51,7 +55,8 @@ _HEAD: Final[dict[str, Any]] = {
 
 
 def _pieces(code: str) -> list[str]:
-    """The statements of a program between its blank lines. Imports stay together, and what is indented stays with what is above it."""
+    """The statements of a program between its blank lines. Imports stay together, and what is indented stays with what
+    is above it."""
     return [piece.strip("\n") for piece in re.split(r"\n\n+(?=\S)(?!import |from )", code)]
 
 

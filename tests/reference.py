@@ -1,4 +1,5 @@
-"""Public names against the API reference: which are missing there, and which have no example. ``python -m tests.reference`` prints the counts."""
+"""Public names against the API reference: which are missing there, and which have no example.
+``python -m tests.reference`` prints the counts."""
 
 import ast
 import importlib
@@ -29,9 +30,11 @@ DOCUMENTED = (
     "workflows.flow",
     "workflows.service",
 )
-"""Modules below `transferqueue` whose names pages mention. Their engines may be missing here, so an example may be for the eye (```py)."""
+"""Modules below `transferqueue` whose names pages mention. Their engines may be missing here, so an example may be for
+the eye (```py)."""
 OF_A_TABLE = "Async"
-"""Methods of the asyncio twins are those of the classes for threads, which the generated API holds; one example shows all twins."""
+"""Methods of the asyncio twins are those of the classes for threads, which the generated API holds; one example shows
+all twins."""
 
 
 def names_of(module: str) -> list[str]:
@@ -52,7 +55,8 @@ def _spec(module: str) -> importlib.machinery.ModuleSpec:
 
 
 def methods() -> Iterator[str]:
-    """``Class.method`` of every public class but errors, policies and twins: what the class itself defines for its callers."""
+    """``Class.method`` of every public class but errors, policies and twins: what the class itself defines for its
+    callers."""
     for name in tq.__all__:
         value = getattr(tq, name)
         handle = inspect.isclass(value) and "client" in value.__module__ and not name.startswith(OF_A_TABLE)

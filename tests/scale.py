@@ -18,7 +18,8 @@ def sizes(short: int, long: int) -> list[Any]:
 
 
 def only_long(*values: Any) -> list[Any]:
-    """Values of a parameter that show nothing new, such as the same check through another transport; a tuple: of several parameters."""
+    """Values of a parameter that show nothing new, such as the same check through another transport; a tuple: of
+    several parameters."""
     return [
         pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.long) for value in values
     ]

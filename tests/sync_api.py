@@ -1,8 +1,10 @@
-"""Write the API for threads, `transferqueue/client/sync`, from the one for event loops, `transferqueue/client/aio`; and so the service of `workflows/service`.
+"""Write the API for threads, `transferqueue/client/sync`, from the one for event loops, `transferqueue/client/aio`; and
+so the service of `workflows/service`.
 
-``python -m tests.sync_api`` writes the modules; `tests/client/test_sync_api.py` fails if one of them is not as this would write it.
-Each rule replaces text, in code and docstrings alike; ruff then sorts imports, removes unused ones, and wraps lines.
-Written by hand in both folders: `loader`, since threads need one of their own to fetch, and `aio/awaitable.py`.
+``python -m tests.sync_api`` writes the modules; `tests/client/test_sync_api.py` fails if one of them is not as this
+would write it. Each rule replaces text, in code and docstrings alike; ruff then sorts imports, removes unused ones, and
+wraps lines. Written by hand in both folders: `loader`, since threads need one of their own to fetch, and
+`aio/awaitable.py`.
 """
 
 from __future__ import annotations

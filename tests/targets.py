@@ -2,8 +2,8 @@
 
     python -m tests.targets TARGET ...
 
-Needs no package. A target that fails does not stop the others; what it printed is in `runs/test-all/TARGET.log`. Ends with 1
-if any target failed.
+Needs no package. A target that fails does not stop the others; what it printed is in `runs/test-all/TARGET.log`. Ends
+with 1 if any target failed.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ ALLOWED = {
     ("adapters/stores/mooncake.py", "socket.create_connection"),
     # the host of that address: sends nothing, asks the kernel which of this machine's addresses it would send from
     ("cluster/shard.py", "asked.connect"),
-    # the host that the user gave, at the port that Welcome told; or a remote shard, at the place that the server which the
-    # user named has checked and told (SECURITY.md)
+    # the host that the user gave, at the port that Welcome told; or a remote shard, at the place that the server which
+    # the user named has checked and told (SECURITY.md)
     ("transport/bulk/zeromq.py", "self._socket.connect"),
     ("transport/bulk/tcp.py", "connection.connect_ex"),
     # the address that this client was given, once its server was lost: does anything listen there?
@@ -94,13 +94,15 @@ sys.addaudithook(hook)
 
 def cycle(channel, address, **terms):
     with tq.connect(address, **terms) as queue:
-        table = queue.create_table("t", tasks=[tq.Task("score", needs=["ids"]), tq.Task("train", needs=["ids", "reward"])])
+        table = queue.create_table("t", tasks=[tq.Task("score", needs=["ids"]),
+                                                tq.Task("train", needs=["ids", "reward"])])
         rows = table.put(ids=[[1, 2], [3]], text=["a", "b"], plain=[{"a": [1, None]}, []], image=np.ones((2, 3, 4)),
                          key=["k1", "k2"], tags={"lang": "en"}, policy_version=3)
         with table.lease("score", rows=2, timeout_s=30) as batch:
             batch.ack(reward=np.asarray([0.5, 1.5], np.float32))
         table.update(rows, late=[1, 2])
-        with table.lease("train", rows=2, timeout_s=30, fields=["ids", "text", "plain", "image", "reward", "late"]) as batch:
+        fields = ["ids", "text", "plain", "image", "reward", "late"]
+        with table.lease("train", rows=2, timeout_s=30, fields=fields) as batch:
             assert_equal(batch["plain"].list(), [{"a": [1, None]}, []])
             assert_equal(batch["text"].list(), ["a", "b"])
             assert_equal(batch["image"].numpy().sum(), 24.0)

@@ -32,7 +32,8 @@ def test_the_readme_shows_code_that_runs() -> None:
 
 _MODELS = "transformers.models.auto.modeling_auto"
 PRELOADED = {"torch": "torch", "transformers": _MODELS, "tiny_model": _MODELS}
-"""Modules that take seconds to load, by a word of the pages that load them: `PageRunner` loads each once, before the first of its pages."""
+"""Modules that take seconds to load, by a word of the pages that load them: `PageRunner` loads each once, before the
+first of its pages."""
 
 SERVER = """
 import gc, json, os, sys
@@ -59,7 +60,8 @@ exec(compile(page["code"], page["name"], "exec"))
 
 
 class PageRunner:
-    """Runs each page in a process of its own: a fork of one that has loaded the libraries, which took most of a page's processor time."""
+    """Runs each page in a process of its own: a fork of one that has loaded the libraries, which took most of a page's
+    processor time."""
 
     def __init__(self) -> None:
         self._server: subprocess.Popen[str] | None = None

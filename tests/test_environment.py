@@ -1,4 +1,5 @@
-"""docs/ENVIRONMENT.md has every environment variable that the code reads, and `connect` follows them as every command does."""
+"""docs/ENVIRONMENT.md has every environment variable that the code reads, and `connect` follows them as every command
+does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a reader must take in does not grow: folders, circles of imports, class names. The list: ``python -m tests.house``."""
+"""What a reader must take in does not grow: folders, circles of imports, class names. The list:
+``python -m tests.house``."""
 
 import json
 import re

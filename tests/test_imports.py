@@ -1,4 +1,5 @@
-"""`import transferqueue` is light: no engine, no tensor library, nothing that its first use loads. (Who may import whom: `make check`.)"""
+"""`import transferqueue` is light: no engine, no tensor library, nothing that its first use loads. (Who may import
+whom: `make check`.)"""
 
 import ast
 import json
@@ -16,7 +17,8 @@ FOR_FIRST_USE = {"numpy", "pyarrow", "zmq"}
 """What costs most of the time of the first call, and none of the import."""
 
 FOR_FEW = {"asyncio", "importlib.metadata"}
-"""What only some programs need, such as those with an event loop: a tenth of what a process takes to load the client."""
+"""What only some programs need, such as those with an event loop: a tenth of what a process takes to load the
+client."""
 
 _PROBE = """
 import json, sys

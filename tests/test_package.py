@@ -1,4 +1,5 @@
-"""The wheel and the sdist hold the package once, without the modules that test it, and the wheel works without torch or ray."""
+"""The wheel and the sdist hold the package once, without the modules that test it, and the wheel works without torch or
+ray."""
 
 import email
 import os

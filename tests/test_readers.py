@@ -1,4 +1,5 @@
-"""docs/READERS.md names who needs each command, option, adapter, setting and page: nothing is missing there, and nothing there is gone."""
+"""docs/READERS.md names who needs each command, option, adapter, setting and page: nothing is missing there, and
+nothing there is gone."""
 
 from __future__ import annotations
 

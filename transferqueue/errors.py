@@ -46,7 +46,8 @@ from transferqueue.text import shortened, visible, visible_lines
 
 
 class TransferQueueError(Exception):
-    """Root of all errors raised by the queue. Its text is complete without a traceback, and short whatever value it names."""
+    """Root of all errors raised by the queue. Its text is complete without a traceback, and short whatever value it
+    names."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(shortened(each) if isinstance(each, str) else each for each in args))
@@ -65,7 +66,8 @@ class NotFound(UsageError, LookupError):
 
 
 class ColumnFreed(NotFound):
-    """A column of a row was there and was freed, though the row lives on; the message says when, and by which task or session."""
+    """A column of a row was there and was freed, though the row lives on; the message says when, and by which task or
+    session."""
 
 
 class AlreadyExists(UsageError):
@@ -124,11 +126,13 @@ class LeaseExpired(FlowSignal):
 
 
 class RowsChanged(FlowSignal):
-    """Rows were written after they were read, and the update was to be made only if not. It changed nothing: read them again."""
+    """Rows were written after they were read, and the update was to be made only if not. It changed nothing: read them
+    again."""
 
 
 class VersionGivenUp(FlowSignal):
-    """A version of weights that is published in parts was given up before all of them had come. No reader has it; the message says why."""
+    """A version of weights that is published in parts was given up before all of them had come. No reader has it; the
+    message says why."""
 
 
 class Full(FlowSignal):
@@ -152,7 +156,8 @@ class ProtocolError(PeerError):
 
 
 class VersionMismatch(ProtocolError):
-    """Client and server use different protocols. Nothing was executed. The message names both numbers, and the end to upgrade."""
+    """Client and server use different protocols. Nothing was executed. The message names both numbers, and the end to
+    upgrade."""
 
 
 class OutOfMemory(PeerError):
@@ -160,16 +165,18 @@ class OutOfMemory(PeerError):
 
 
 class ShardLost(PeerError):
-    """The shard that had these bytes, or should have received them, is lost (or a disk damaged them), and no replica has them. The
-    message names the remedy."""
+    """The shard that had these bytes, or should have received them, is lost (or a disk damaged them), and no replica
+    has them. The message names the remedy."""
 
 
 class JournalFailed(PeerError):
-    """The journal of a server cannot be opened or written. The server ends; it sent no reply that the journal does not have."""
+    """The journal of a server cannot be opened or written. The server ends; it sent no reply that the journal does not
+    have."""
 
 
 class DiskFailed(JournalFailed):
-    """The disk of a server's state is full, or gives errors. Nothing is damaged. The server ends, or waits with its start, until the disk works.
+    """The disk of a server's state is full, or gives errors. Nothing is damaged. The server ends, or waits with its
+    start, until the disk works.
 
     is_full: it may work again with more room.
     """
@@ -188,8 +195,8 @@ class InternalError(TransferQueueError):
 
 
 class LedgerTorn(BaseException):
-    """An unexpected exception came between the first and the last write of an operation, or before all that it ordered was done. The server ends, since
-    its state is not known.
+    """An unexpected exception came between the first and the last write of an operation, or before all that it ordered
+    was done. The server ends, since its state is not known.
 
     Not in the tree above, since no client gets it, and no `except Exception` may hold it.
     """

@@ -63,8 +63,8 @@ def naming_extra(subject: str, extra: str = "") -> Iterator[None]:
 
 
 def install_line(extra: str = "", *, upgrade: bool = False) -> str:
-    """The pip command that adds an extra to this installation, and works in any folder: from the checkout, the wheel, the repository or the
-    index that the installation came from.
+    """The pip command that adds an extra to this installation, and works in any folder: from the checkout, the wheel,
+    the repository or the index that the installation came from.
 
     >>> install_line("cli")  # doctest: +SKIP
     "pip install -e '/home/me/transferqueue[cli]'"
@@ -88,7 +88,8 @@ def requirement(extra: str, origin: str | None) -> str:
 
     Args:
         extra: its name; "": none.
-        origin: the text of ``direct_url.json`` (PEP 610), which pip writes unless it installs from an index; None: from an index.
+        origin: the text of ``direct_url.json`` (PEP 610), which pip writes unless it installs from an index; None: from
+            an index.
     """
     import json
     from urllib.parse import unquote, urlsplit
@@ -112,7 +113,8 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
 
     names_by_module: for each module, relative to the package, its names, separated by spaces.
 
-    A package that assigns it also lists the names in `__all__` and imports them under `TYPE_CHECKING`, for editors and type checkers.
+    A package that assigns it also lists the names in `__all__` and imports them under `TYPE_CHECKING`, for editors and
+    type checkers.
     """
     modules = {name: f"{package}.{module}" for module, names in names_by_module.items() for name in names.split()}
 
@@ -130,7 +132,8 @@ def lazy_names(package: str, names_by_module: Mapping[str, str]) -> Callable[[st
 def renamed_names(
     module: str, new_by_old: Mapping[str, str], otherwise: Callable[[str], Any] | None = None
 ) -> Callable[[str], Any]:
-    """The `__getattr__` of `module` that keeps old names working: an old name warns (`DeprecationWarning`) and gives the renamed object.
+    """The `__getattr__` of `module` that keeps old names working: an old name warns (`DeprecationWarning`) and gives
+    the renamed object.
 
     otherwise: looks up all other names; None: there are none.
     """

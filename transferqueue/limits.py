@@ -1,7 +1,7 @@
 """All bounds of the system, in one place, each with its reason.
 
-There are two kinds: constants of the implementation (upper case), and `Limits`, which bounds one table. A count that a peer sent is
-compared with its bound here before anything is allocated for it.
+There are two kinds: constants of the implementation (upper case), and `Limits`, which bounds one table. A count that a
+peer sent is compared with its bound here before anything is allocated for it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ NEEDS_MAX: Final = 4 * FIELDS_MAX
 """Fields that the tasks of one request need and give together: each costs about 2 microseconds."""
 TABLES_MAX: Final = 4096
 SESSIONS_MAX: Final = 1 << 15
-"""Of one coordinator: twice the processes of 1,024 nodes. An idle one takes about 4 KiB of it, and up to three descriptors."""
+"""Of one coordinator: twice the processes of 1,024 nodes. An idle one takes about 4 KiB of it, and up to three
+descriptors."""
 SHARDS_MAX: Final = 4096
 """Of one coordinator; each shard's list of the others is a message."""
 PID_MAX: Final = (1 << 31) - 1
@@ -50,22 +51,25 @@ TAG_CHARS_MAX: Final = 1024
 PREDICATES_MAX: Final = 16
 """Predicates of one `where`: each is evaluated for every row that becomes ready."""
 VIEWS_MAX: Final = 8
-"""Distinct `where` of a task that have an index. Beyond that, the least recently used index is dropped and rebuilt when needed."""
+"""Distinct `where` of a task that have an index. Beyond that, the least recently used index is dropped and rebuilt when
+needed."""
 REASONS_MAX: Final = 256
 """Distinct reasons of dropped rows, per table: each has a counter for ever."""
 REPLICAS_MAX: Final = 4096
 """Peers that share one batch: no more than sessions."""
 MEMORY_MARGIN_BYTES: Final = 2 * MIB
-"""What an operation of the ledger asks the system for, beside what its rows take, before its first write: a small one needs kilobytes, and its reply
-and its record are encoded after it. From 4 MiB on, asking costs a system call."""
+"""What an operation of the ledger asks the system for, beside what its rows take, before its first write: a small one
+needs kilobytes, and its reply and its record are encoded after it. From 4 MiB on, asking costs a system call."""
 ROW_MEMORY_BYTES: Final = 256
-"""Of the server's memory for each row that an operation touches: arrays of ids and places, entries of queues. 142 were measured."""
+"""Of the server's memory for each row that an operation touches: arrays of ids and places, entries of queues. 142 were
+measured."""
 NEW_ROW_MEMORY_BYTES: Final = 512
 """More for each row that is put, beside what the columns of the table grow by: its key and tags. 384 were measured."""
 KEY_MEMORY_BYTES: Final = 80
 """More for each key that a table has, when rows are put: its dictionaries are made anew as they grow."""
 COPIES_MAX: Final = 4
-"""Shards that store each block of a table (`replicas`). Two survive the loss of any one; each further copy costs the bytes again."""
+"""Shards that store each block of a table (`replicas`). Two survive the loss of any one; each further copy costs the
+bytes again."""
 LEASES_REMEMBERED_MAX: Final = 4096
 """Ended leases whose reason is remembered, so that the error of a late worker can name it."""
 HISTORY_EVENTS_MAX: Final = 4096
@@ -73,17 +77,19 @@ HISTORY_EVENTS_MAX: Final = 4096
 HISTORY_ROWS_MAX: Final = 1 << 18
 """Row ids in these events, 8 bytes each."""
 EVENT_TEXT_CHARS_MAX: Final = 1024
-"""Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer of 1,024 events 128 MiB."""
+"""Of the detail of one event; a longer one is cut. An update of 1,024 fields would name 128 KiB of them, and an answer
+of 1,024 events 128 MiB."""
 EVENTS_TOLD_MAX: Final = 1024
 """Events in one answer to `ListEvents`: a millisecond of the server's time. Whoever wants more asks again."""
 EVENT_ROWS_TOLD_MAX: Final = 1 << 16
-"""Row ids that one such answer looks at, unless its first event alone has more; and those that it tells of one event."""
+"""Row ids that one such answer looks at, unless its first event alone has more; and those that it tells of one
+event."""
 TURN_S_MAX: Final = 0.02
-"""The most processor time that one request may take of the server, since all others wait for it: the bounds of requests below follow from it. A
-turn above it counts as late."""
+"""The most processor time that one request may take of the server, since all others wait for it: the bounds of requests
+below follow from it. A turn above it counts as late."""
 ROW_NS: Final = 30
-"""Estimates of what a request costs, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a row that is put, changed,
-leased, read or dropped."""
+"""Estimates of what a request costs, in nanoseconds of an AMD EPYC of a cloud; `check_work` bounds their sum. This: a
+row that is put, changed, leased, read or dropped."""
 VALUE_NS: Final = 8
 """A fact or column of a row."""
 SPACE_NS: Final = 2
@@ -120,7 +126,8 @@ RANK_NS: Final = 6_000
 FEW_ROWS: Final = 1 << 8
 """The cost of so few rows, each in `TASKS_MAX` tasks, is not estimated."""
 ROWS_PER_REQUEST_MAX: Final = 1 << 16
-"""Rows of one request. A put of so many with plain values takes 3 milliseconds; what they have beside may bound them further (`check_work`)."""
+"""Rows of one request. A put of so many with plain values takes 3 milliseconds; what they have beside may bound them
+further (`check_work`)."""
 ROWS_DESCRIBED_MAX: Final = 1 << 14
 """Rows with keys or tags of one put or update: with one each, together 8 milliseconds."""
 GROUPS_PER_REQUEST_MAX: Final = 1 << 12
@@ -130,30 +137,35 @@ LEASES_PER_REQUEST_MAX: Final = 256
 BLOCK_ROWS_MAX: Final = 1 << 20
 """Rows of one block. Stored blocks of earlier versions have more rows than a request may have now."""
 SPANS_AWAITED_MAX: Final = 1 << 16
-"""Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated ahead."""
+"""Spans of ordinals that one waiting lease names, 16 bytes each: more than the prompts of a step and of those generated
+ahead."""
 MESSAGE_BYTES_MAX: Final = 64 * MIB
 """One answer of a server, or one message between shards. Requests are smaller: `REQUEST_BYTES_MAX`."""
 SMALL_FRAME_BYTES: Final = 16 * KIB
-"""A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of requests may not be larger, and
-so may no request of an observer, nor the first message of a connection."""
+"""A request of this size is decoded before its sender's role is asked: it takes at most a millisecond. Most kinds of
+requests may not be larger, and so may no request of an observer, nor the first message of a connection."""
 REQUEST_BYTES_MAX: Final = 2 * MIB
-"""The largest request about rows: 16,384 (`ROWS_DESCRIBED_MAX`) with a key of 30 characters, all numeric facts and a tag, or 65,536 with their ids and
-three numbers of 8 bytes. As many small items take up to 20 ms to decode."""
+"""The largest request about rows: 16,384 (`ROWS_DESCRIBED_MAX`) with a key of 30 characters, all numeric facts and a
+tag, or 65,536 with their ids and three numbers of 8 bytes. As many small items take up to 20 ms to decode."""
 PUBLISH_BYTES_MAX: Final = 4 * MIB
-"""A publication of weights, the only larger request: about 115 bytes a tensor, for models of experts with 30,000 tensors. It takes 5 microseconds a
-tensor, so more than `TURN_S_MAX` above 4,000; a version can be published in parts."""
+"""A publication of weights, the only larger request: about 115 bytes a tensor, for models of experts with 30,000
+tensors. It takes 5 microseconds a tensor, so more than `TURN_S_MAX` above 4,000; a version can be published in
+parts."""
 TERMS_BYTES_MAX: Final = 256 * KIB
-"""A request with the terms of a table: 1,024 fields (`FIELDS_MAX`) with names of 128 characters are 150 KB, and 64 tasks name some."""
+"""A request with the terms of a table: 1,024 fields (`FIELDS_MAX`) with names of 128 characters are 150 KB, and 64
+tasks name some."""
 ITEMS_MAX: Final = 1 << 16
 """Items of a list of fields or tensors in a message: far more than a table or a model has. A list of rows has at most
 `ROWS_PER_REQUEST_MAX` items. So a frame of many one-byte items decodes to a bounded multiple of its size."""
 VERSION_PARTS_MAX: Final = 1024
-"""Parts of one version of weights, each published by a process of its own: more than the ranks of one copy of a model."""
+"""Parts of one version of weights, each published by a process of its own: more than the ranks of one copy of a
+model."""
 RELAY_PART_BYTES: Final = 4 * MIB
-"""What a relay forwards at once: about what one link holds on its way (200 Mbit/s pass it in 0.17 s), and large against the two requests that each
-part costs."""
+"""What a relay forwards at once: about what one link holds on its way (200 Mbit/s pass it in 0.17 s), and large against
+the two requests that each part costs."""
 RELAY_PARTS_GROWTH: Final = 128
-"""A part of a relay has at least this share of what came before it: 1,023 parts then hold 500 GB, and none delays a version by 1 %."""
+"""A part of a relay has at least this share of what came before it: 1,023 parts then hold 500 GB, and none delays a
+version by 1 %."""
 NOTE_BYTES_MAX: Final = 16 * KIB
 """The note of a server that ended, which is the text of an error."""
 TEXT_CHARS_MAX: Final = 4096
@@ -171,29 +183,36 @@ PAGE_BYTES: Final = 4096
 SMALL_EXTENT_BYTES: Final = 256 * KIB
 """Puts below this share an extent: a one-row put costs its bytes, not a page per put."""
 COLUMN_APART_BYTES: Final = SMALL_EXTENT_BYTES
-"""A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it costs less than the copy."""
+"""A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it
+costs less than the copy."""
 INTERNED_BYTES_MIN: Final = 4 * KIB
-"""Values of an `Interned` column with fewer bytes are stored with their rows: a block of their own, and its entry in the ledger, cost more."""
+"""Values of an `Interned` column with fewer bytes are stored with their rows: a block of their own, and its entry in
+the ledger, cost more."""
 CONTENTS_MAX: Final = 16
-"""Blocks in which one column of a request may lie, a value each: each costs a digest, an entry in the ledger and, if it is new, a grant."""
+"""Blocks in which one column of a request may lie, a value each: each costs a digest, an entry in the ledger and, if it
+is new, a grant."""
 CONTENTS_KNOWN: Final = 4096
 """Contents of interned values of a table that a client remembers to have committed, the latest ones: 16 bytes each."""
 RECEIVED_BYTES_MAX: Final = 256 * MIB
-"""Interned values that a client of a remote shard keeps after it received them, the latest ones: for several batches of images."""
+"""Interned values that a client of a remote shard keeps after it received them, the latest ones: for several batches of
+images."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
-"""Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated as they are
-used."""
+"""Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated
+as they are used."""
 ARENA_STEP_BYTES: Final = 64 * MIB
 """Pages are allocated this far ahead of use, so that writers seldom wait for fresh pages."""
 ARENA_SLICE_BYTES: Final = 4 * MIB
-"""Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may wait."""
+"""Pages are allocated ahead in steps of this size, between two requests: about a millisecond, which a request may
+wait."""
 BULK_HEAD_BYTES_MAX: Final = 4 * MIB
-"""Head of a bulk message. One for 65,536 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes up to 4 MiB for a set of columns."""
+"""Head of a bulk message. One for 65,536 rows (`ROWS_PER_REQUEST_MAX`), each in a block of its own, takes up to 4 MiB
+for a set of columns."""
 FRAME_BYTES: Final = MIB
-"""Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near it, too."""
+"""Size of bulk frames: small enough to be in the cache when the checksum is computed; a ZeroMQ stream is fastest near
+it, too."""
 BULK_WINDOW_FRAMES: Final = 8
-"""Bulk frames that may be sent before the receiver acknowledges some: what a stalled reader holds at the server. At 2 GB/s eight frames
-last 4 ms, longer than a round trip."""
+"""Bulk frames that may be sent before the receiver acknowledges some: what a stalled reader holds at the server. At 2
+GB/s eight frames last 4 ms, longer than a round trip."""
 BULK_TRANSFERS_MAX: Final = 4
 """Concurrent bulk transfers of one session; a further transfer waits in the client."""
 BULK_CONNECTIONS_MAX: Final = 4096
@@ -205,37 +224,44 @@ BULK_STALL_S: Final = 30.0
 BULK_TRIES: Final = 3
 """Attempts of a bulk transfer before its caller gets an error."""
 OBJECT_BYTES: Final = 16 * MIB
-"""About the size of the objects that a shard writes into another store: large against a call of a tenth of a millisecond, small as the
-buffer of a writer."""
+"""About the size of the objects that a shard writes into another store: large against a call of a tenth of a
+millisecond, small as the buffer of a writer."""
 OBJECTS_KEPT_BYTES: Final = 256 * MIB
 """Cache of such a shard for the blocks read last, so that ranks and tasks that read the same rows fetch them once."""
 COPY_ORDER_BYTES: Final = 16 * MIB
-"""Bytes that one shard copies at a time to replace lost copies; a larger block is copied alone, in pieces of this size. About 16 ms at 1 GB/s:
-so a shard soon looks whether clients use its connections."""
+"""Bytes that one shard copies at a time to replace lost copies; a larger block is copied alone, in pieces of this size.
+About 16 ms at 1 GB/s: so a shard soon looks whether clients use its connections."""
 COPY_ORDER_BLOCKS: Final = PARTS_MAX
 """Blocks of one such order: each is a part of one bulk read."""
 COPIES_IN_FLIGHT_BYTES: Final = 256 * MIB
-"""Bytes that all shards together copy at a time. Sixteen shards copy at once; more would leave little to clients of the shards that they
-all read from."""
+"""Bytes that all shards together copy at a time. Sixteen shards copy at once; more would leave little to clients of the
+shards that they all read from."""
 COPY_ORDER_S: Final = 15.0
-"""After this time another shard may copy what an order names. It takes a fraction of a second, or the time of one large block."""
+"""After this time another shard may copy what an order names. It takes a fraction of a second, or the time of one large
+block."""
 COPY_RETRY_S: Final = 1.0
-"""A shard that could copy nothing of an order, such as from a shard that does not answer, asks for the next one after this pause."""
+"""A shard that could copy nothing of an order, such as from a shard that does not answer, asks for the next one after
+this pause."""
 SNAPSHOT_FETCH_BYTES: Final = 64 * MIB
-"""Bytes that shards have in the coordinator's memory at a time for a snapshot: four orders, so that shards copy while a thread writes."""
+"""Bytes that shards have in the coordinator's memory at a time for a snapshot: four orders, so that shards copy while a
+thread writes."""
 SNAPSHOT_FETCH_S: Final = 30.0
-"""A snapshot gives up a shard that copied nothing for this time. One order takes a fraction of a second, or the time of one large block."""
+"""A snapshot gives up a shard that copied nothing for this time. One order takes a fraction of a second, or the time of
+one large block."""
 FETCH_TRIES: Final = 3
 """Orders in which a shard may fail to copy a block of a snapshot: the first may meet a connection that just broke."""
 COPY_POSTPONED_S: Final = 300.0
-"""The longest that a block waits after copies from all its places failed: damaged bytes cost one read in five minutes."""
+"""The longest that a block waits after copies from all its places failed: damaged bytes cost one read in five
+minutes."""
 TICKET_BYTES: Final = 16
 """Size of a keyed hash: 128 bits cannot be guessed."""
 RECEIVED_KEPT_BYTES: Final = 256 * MIB
-"""Free receive buffers that a client keeps for the next columns: a write into fresh pages costs several times a copy."""
+"""Free receive buffers that a client keeps for the next columns: a write into fresh pages costs several times a
+copy."""
 HEARTBEAT_S: Final = 3.0
-"""A client sends a heartbeat at least this often if it sends nothing else: three within the silence after which a session without a lock
-counts as dead. Sessions take from three quarters of it to all of it, so that those that connected together do not stay together."""
+"""A client sends a heartbeat at least this often if it sends nothing else: three within the silence after which a
+session without a lock counts as dead. Sessions take from three quarters of it to all of it, so that those that
+connected together do not stay together."""
 SERVER_CHECK_S: Final = 1.0
 """A client that has lost its connection looks this often whether the server is gone."""
 UNPINNED_MAX: Final = 1000
@@ -249,27 +275,33 @@ LEASE_S_DEFAULT: Final = 60.0
 TIME_LIMIT_S_DEFAULT: Final = 1800.0
 """A worker that has held a batch this long counts as hanging. The slowest rollouts of a step take less."""
 TIMEOUT_S_DEFAULT: Final = 60.0
-"""How long a shard waits for the answer of its coordinator, and a bulk transfer for a free connection. Waits of a flow have no limit by default."""
+"""How long a shard waits for the answer of its coordinator, and a bulk transfer for a free connection. Waits of a flow
+have no limit by default."""
 REPORT_S: Final = 10.0
-"""How long a caller of `stats`, `audit` and the like waits for the server: about as long as a person looks at a prompt. A durable server that was
-killed is back within it."""
+"""How long a caller of `stats`, `audit` and the like waits for the server: about as long as a person looks at a prompt.
+A durable server that was killed is back within it."""
 WAIT_TOLD_S: Final = 60.0
-"""A client logs this often why a call still waits: seldom enough for a log, and soon enough for a person who looks at a job that stands still."""
+"""A client logs this often why a call still waits: seldom enough for a log, and soon enough for a person who looks at a
+job that stands still."""
 OUTAGE_LEASES: Final = 3
-"""So many leases of a task that fail in a row, without a row in common between two of them, mean that the cause is no row: the task is paused.
-Three, since the chance that two rows fail by themselves side by side is small, and a worker should not spend the tries of many."""
+"""So many leases of a task that fail in a row, without a row in common between two of them, mean that the cause is no
+row: the task is paused. Three, since the chance that two rows fail by themselves side by side is small, and a worker
+should not spend the tries of many."""
 OUTAGE_S_MAX: Final = 3600.0
-"""A task that was paused for so long counts failures again. Services return in minutes; rows that cannot be done must end."""
+"""A task that was paused for so long counts failures again. Services return in minutes; rows that cannot be done must
+end."""
 TASK_ERRORS_MAX: Final = 8
 """Kinds of errors that the ledger keeps of each task: more would not be read."""
 ERROR_TEXT_CHARS_MAX: Final = 300
 """Of the text of each, so that a task's errors take a few kilobytes."""
 DROPPED_ROWS_MAX: Final = 4096
-"""Rows of a table that were dropped for failing and can be taken again: more than a person looks at. The oldest are freed first."""
+"""Rows of a table that were dropped for failing and can be taken again: more than a person looks at. The oldest are
+freed first."""
 DROPPED_PAGES_MAX: Final = 64
 """Pages of row state that they keep in memory, each of `PAGE_ROWS` rows and about half a MiB."""
 DROPPED_BYTES_MAX: Final = 64 * MIB
-"""Bytes of the extents that they keep, and at most an eighth of what the table may hold: what failed must not keep others out."""
+"""Bytes of the extents that they keep, and at most an eighth of what the table may hold: what failed must not keep
+others out."""
 REPLIES_KEPT_MAX: Final = 1024
 """Replies that the server keeps per session for retries; a client has far fewer requests in flight."""
 
@@ -278,27 +310,31 @@ RESEND_S: Final = 2.0
 ANSWER_S: Final = 30.0
 """How long a call without a deadline waits for the server's answer, before it raises an error."""
 LATE_ANSWER_S: Final = 0.4
-"""How long past a caller's deadline the client still waits for answers, in total. The server's own error says what was missing, so it is
-worth a moment; the call returns within half a second."""
+"""How long past a caller's deadline the client still waits for answers, in total. The server's own error says what was
+missing, so it is worth a moment; the call returns within half a second."""
 STALLED_S: Final = 0.25
 """Past a caller's deadline, a bulk transfer goes on while bytes move. If none move for this long, the call ends."""
 SERVER_GONE_S: Final = 1.0
-"""A server that keeps no state is gone when its lock was free, or the host of its tcp address refused connections, for this long."""
+"""A server that keeps no state is gone when its lock was free, or the host of its tcp address refused connections, for
+this long."""
 COPIED_BYTES_MAX: Final = 16 * KIB
-"""Rows of one reply up to this size are copied out of the arena. That takes 2 microseconds; to map their pages, to touch them and to drop
-them takes 10 to 50."""
+"""Rows of one reply up to this size are copied out of the arena. That takes 2 microseconds; to map their pages, to
+touch them and to drop them takes 10 to 50."""
 DEVICE_REGISTERED_BYTES: Final = 16 * GIB
-"""Pages of one arena that a process registers for copies to devices. Registering takes 0.1 ms a MiB and costs no memory beside the arena's own."""
+"""Pages of one arena that a process registers for copies to devices. Registering takes 0.1 ms a MiB and costs no memory
+beside the arena's own."""
 DEVICE_IDLE_S: Final = 30.0
-"""A process that copied nothing to a device for this long gives its registered pages up, so that the arena's owner may return free ones."""
+"""A process that copied nothing to a device for this long gives its registered pages up, so that the arena's owner may
+return free ones."""
 SMALL_EXTENTS_BYTES: Final = 4 * SMALL_EXTENT_BYTES
 """The extent that small puts share: large enough that the last one which does not fit wastes at most a quarter."""
 SMALL_EXTENTS_SHARE: Final = 16
-"""In a small arena, at most one part in this many of it: an idle producer keeps the extent open, and others want memory, too."""
+"""In a small arena, at most one part in this many of it: an idle producer keeps the extent open, and others want
+memory, too."""
 
 STRANGERS_MAX: Final = 256
-"""Connections to one listening socket of a server that have not identified themselves. A further one closes the oldest silent one, so a
-peer that only opens connections takes at most this many descriptors."""
+"""Connections to one listening socket of a server that have not identified themselves. A further one closes the oldest
+silent one, so a peer that only opens connections takes at most this many descriptors."""
 STRANGER_S: Final = 10.0
 """A connection that has not identified itself for this long is closed; a client does so with its first message."""
 PIPELINE_CALLS_MAX: Final = 512
@@ -310,28 +346,32 @@ PIPELINE_BYTES: Final = 16 * MIB
 CALLS_PARKED_MAX: Final = 1024
 """Waiting requests of one session at the server: one for each thread of a large client."""
 FRAMES_QUEUED_MAX: Final = 2 * CALLS_PARKED_MAX
-"""Queued frames of a peer that does not read; a further frame is dropped. Twice the replies of one burst, because ZeroMQ credits read
-frames in halves of its mark."""
+"""Queued frames of a peer that does not read; a further frame is dropped. Twice the replies of one burst, because
+ZeroMQ credits read frames in halves of its mark."""
 BYTES_QUEUED_MAX: Final = GIB
 """Bytes of these frames, over the socket file: sixteen of the largest."""
 WAITERS_AT_ONCE: Final = 4
-"""Waiting requests that the server serves before it sends their answers, where no commit to a disk comes before: when a put serves many, the first
-clients work while the others are served."""
+"""Waiting requests that the server serves before it sends their answers, where no commit to a disk comes before: when a
+put serves many, the first clients work while the others are served."""
 FRAMES_DRAINED_MAX: Final = 1024
 """Frames the server reads before it looks at the time and at its other sources again."""
 SHARD_BYTES_MAX: Final = 1 << 47
 """The most bytes of one shard: the address space of a process, so that clients can map it."""
 BUSY_POLL_S_MAX: Final = 0.01
-"""A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep at all."""
+"""A server polls for at most this long after a request before it sleeps: with a request every 10 ms it would not sleep
+at all."""
 GAP_S: Final = 0.5
-"""A server's loop that wakes later than planned by more than this, or is busy with one turn for so long, counts that as time that has not passed:
-its clients could not renew their leases. Leases of a second and more, which are renewed at each third, outlive shorter delays."""
+"""A server's loop that wakes later than planned by more than this, or is busy with one turn for so long, counts that as
+time that has not passed: its clients could not renew their leases. Leases of a second and more, which are renewed at
+each third, outlive shorter delays."""
 SAMPLE_S_MAX: Final = 0.001
-"""The server's loop reads its CPU clock at least this often while it handles frames: the precision of a turn's CPU time."""
+"""The server's loop reads its CPU clock at least this often while it handles frames: the precision of a turn's CPU
+time."""
 DEFECT_PAUSE_S: Final = 1.0
 """Pause before a due action that failed by a defect is tried again."""
 LOCK_CHECK_FIRST_S: Final = 0.02
-"""First check of the lock of an ended session: a client releases it a moment after its Goodbye, and its memory should soon be free."""
+"""First check of the lock of an ended session: a client releases it a moment after its Goodbye, and its memory should
+soon be free."""
 LOCK_CHECK_S: Final = 1.0
 """Interval of later checks of the lock of an ended session, while a forked child or a late view holds it."""
 RESTARTS_MAX: Final = 30
@@ -341,19 +381,25 @@ RESTARTS_WITHIN_S: Final = 10.0
 DISK_RETRY_S: Final = 1.0
 """Pause of a supervisor before it starts a server again whose disk failed. Each further one is twice as long."""
 DISK_RETRY_S_MAX: Final = 30.0
-"""The longest such pause: a disk that has room again is used within half a minute, and a full one costs little meanwhile."""
+"""The longest such pause: a disk that has room again is used within half a minute, and a full one costs little
+meanwhile."""
 DISK_CHECK_S: Final = 1.0
-"""A server that is short of disk looks this often whether there is room: no system tells of that. It takes microseconds."""
+"""A server that is short of disk looks this often whether there is room: no system tells of that. It takes
+microseconds."""
 DISK_RESERVE_BYTES: Final = 64 * MIB
-"""Reserve of a server on the disk of its state: at 8 KiB a commit, where each ack is one, it lasts for 8,000 of them."""
+"""Reserve of a server on the disk of its state: at 8 KiB a commit, where each ack is one, it lasts for 8,000 of
+them."""
 DISK_RESERVE_SHARE: Final = 16
-"""At most one part in this many of the disk. It is also at most a quarter of the arena, whose rows bound what may still be acknowledged."""
+"""At most one part in this many of the disk. It is also at most a quarter of the arena, whose rows bound what may still
+be acknowledged."""
 DISK_SLICES: Final = 16
 """Parts in which the reserve is given up, so that other writers to the same disk do not take all of it at once."""
 TAIL_RECORDS_MAX: Final = 6_000
-"""The most journal records after an image: a restarted server replays them in about a second. Beyond that the server writes a new image."""
+"""The most journal records after an image: a restarted server replays them in about a second. Beyond that the server
+writes a new image."""
 TAIL_BYTES_MIN: Final = 32 * MIB
-"""Fewer bytes of journal records are not worth a new image. Above this, an image is written when the records exceed twice the last image."""
+"""Fewer bytes of journal records are not worth a new image. Above this, an image is written when the records exceed
+twice the last image."""
 FAREWELL_S: Final = 0.2
 """How long a server that stops waits for its last replies to leave."""
 
@@ -395,18 +441,19 @@ def check_rows(rows: int, *, described: bool = False) -> None:
     most, what = (ROWS_DESCRIBED_MAX, " with keys or tags") if described else (ROWS_PER_REQUEST_MAX, "")
     if rows > most:
         raise UsageError(
-            f"one request has {rows:,} rows{what}; at most {most:,} are carried out at once, since all other clients wait meanwhile: send them in "
-            f"pieces of {most:,}"
+            f"one request has {rows:,} rows{what}; at most {most:,} are carried out at once, since all other clients "
+            f"wait meanwhile: send them in pieces of {most:,}"
         )
 
 
 def check_work(what: str, rows: int, ns: float, remedy: str = "send at most {rows} rows at a time") -> None:
-    """`UsageError` if a request, which has so many rows and is expected to cost so many nanoseconds, would take more than `TURN_S_MAX`."""
+    """`UsageError` if a request, which has so many rows and is expected to cost so many nanoseconds, would take more
+    than `TURN_S_MAX`."""
     most_ns = TURN_S_MAX * 1e9
     if ns > most_ns:
         raise UsageError(
-            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {most_ns / 1e6:.0f}, since all other clients wait meanwhile: "
-            + remedy.format(rows=f"{int(rows * most_ns / ns):,}")
+            f"{what} takes the server about {ns / 1e6:,.0f} ms; one request may take {most_ns / 1e6:.0f}, since all "
+            "other clients wait meanwhile: " + remedy.format(rows=f"{int(rows * most_ns / ns):,}")
         )
 
 
@@ -420,7 +467,8 @@ def check_text(kind: str, text: object) -> str:
 
 
 def check_path(kind: str, path: object) -> str:
-    """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present directory."""
+    """Return `path` as text, else raise `UsageError`. Nothing is no path, though pathlib takes it for the present
+    directory."""
     text = path if isinstance(path, str) else path.__fspath__() if hasattr(path, "__fspath__") else None
     if not isinstance(text, str):
         raise UsageError(f"{kind}={shown(path)} is {type(path).__name__}; give a path: text, or a pathlib.Path")
@@ -431,7 +479,8 @@ def check_path(kind: str, path: object) -> str:
 
 
 def parse_switch(variable: str, value: str | None, *, default: bool) -> bool:
-    """What an environment variable says that turns something on (1) or off (0); `default` if it is unset or empty. `UsageError` for any other value."""
+    """What an environment variable says that turns something on (1) or off (0); `default` if it is unset or empty.
+    `UsageError` for any other value."""
     if not value:
         return default
     if value not in ("0", "1"):
@@ -450,7 +499,8 @@ SECONDS_MAX: Final = 1e9
 """The longest wait, lease or deadline: thirty years."""
 
 _UNITS: Final = {
-    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": GIB << 10,
+    "": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": KIB, "MIB": MIB, "GIB": GIB,
+    "TIB": GIB << 10,
 }  # fmt: skip
 
 
@@ -459,7 +509,8 @@ def parse_bytes(size: int | str) -> int:
     if isinstance(size, int) and not isinstance(size, bool):
         if not 0 < size <= SIZE_BYTES_MAX:
             raise UsageError(
-                f"size {shown(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as '8GiB'"
+                f"size {shown(size)} is not positive, or over {SIZE_BYTES_MAX}; give bytes as a number or text such as "
+                "'8GiB'"
             )
         return size
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", size) if isinstance(size, str) else None
@@ -474,11 +525,13 @@ def parse_bytes(size: int | str) -> int:
 
 
 SPILL_ABOVE: Final = 0.625
-"""Cold blocks go to the disk when more than this share of the arena is in use: below the share that new rows may have, so that puts seldom wait."""
+"""Cold blocks go to the disk when more than this share of the arena is in use: below the share that new rows may have,
+so that puts seldom wait."""
 SPILL_TO: Final = 0.5
 """Down to this share: in steps of an eighth of the arena, so that a disk gets long writes."""
 LOADS_SHARE: Final = 8
-"""One part in this many of an arena that spills is not for new rows: otherwise rows on the disk could seldom come back without others leaving first."""
+"""One part in this many of an arena that spills is not for new rows: otherwise rows on the disk could seldom come back
+without others leaving first."""
 SPILL_BATCH_BYTES: Final = 16 * MIB
 """Bytes that are written, or loaded, between two looks at what is needed most."""
 SPILL_PAUSE_S: Final = 5.0
@@ -496,16 +549,18 @@ LOAD_TRIES: Final = 3
 LOAD_WAIT_S: Final = 30.0
 """How long a read waits for blocks on the disk."""
 RESULTS_SHARE: Final = 8
-"""One part in this many of each shard is reserved for results: if new rows filled all memory, no result could be written and no row could
-ever be freed. The share is taken of each shard, so a shard's claim about its size gives no room in another."""
+"""One part in this many of each shard is reserved for results: if new rows filled all memory, no result could be
+written and no row could ever be freed. The share is taken of each shard, so a shard's claim about its size gives no
+room in another."""
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     """The most that one table may hold. When it is full, producers wait or are refused; nothing is evicted.
 
-    rows: live rows. bytes: bytes of live blocks, as a number or text such as ``"8GiB"`` (None: only the arena bounds them). Puts wait for
-    room; results that come with an ack or an update do not wait. An eighth of all memory is reserved for results. If results are a
-    larger share of the data, set a lower bound for bytes. `UsageError` for other values.
+    rows: live rows. bytes: bytes of live blocks, as a number or text such as ``"8GiB"`` (None: only the arena bounds
+    them). Puts wait for room; results that come with an ack or an update do not wait. An eighth of all memory is
+    reserved for results. If results are a larger share of the data, set a lower bound for bytes. `UsageError` for other
+    values.
     """
 
     rows: int = 65536

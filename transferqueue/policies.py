@@ -1,7 +1,7 @@
 """Policies as values: selectors, group rules, rules for stale rows, predicates, pacing and tasks.
 
-A policy is a small frozen struct that travels as data. The ledger has the code that applies it; a policy never carries code. A policy
-that could never make progress is refused when it is constructed (`Impossible`, with the arithmetic).
+A policy is a small frozen struct that travels as data. The ledger has the code that applies it; a policy never carries
+code. A policy that could never make progress is refused when it is constructed (`Impossible`, with the arithmetic).
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class Fifo(_Policy):
 
 
 class PutOrder(_Policy):
-    """Rows in the order in which they were put, by row id, whichever became ready first; of a group, its last row counts."""
+    """Rows in the order in which they were put, by row id, whichever became ready first; of a group, its last row
+    counts."""
 
 
 class OldestVersionFirst(_Policy):
@@ -95,12 +96,13 @@ Selector = Fifo | OldestVersionFirst | Freshest | LongestFirst | Priority | Toke
 
 
 class Refill(_Policy):
-    """Complete the group: leases of unfinished members end, and their rows become ready again. Members that were never put are offered to
-    the next `reserve` as `refills` (group_id, missing)."""
+    """Complete the group: leases of unfinished members end, and their rows become ready again. Members that were never
+    put are offered to the next `reserve` as `refills` (group_id, missing)."""
 
 
 class DeliverPartial(_Policy, tag="Release"):
-    """Lease the members that are ready, if at least `min_size` are; drop the group otherwise. Its former name is `Release`."""
+    """Lease the members that are ready, if at least `min_size` are; drop the group otherwise. Its former name is
+    `Release`."""
 
 
 class DropGroup(_Policy):
@@ -149,7 +151,8 @@ class Requeue(_Policy):
 
 
 class HoldClock(_Policy):
-    """The version clock waits: `advance` and `publish` block, with a deadline, while they would make a live row stale."""
+    """The version clock waits: `advance` and `publish` block, with a deadline, while they would make a live row
+    stale."""
 
 
 OnStale = DropStale | KeepStale | Requeue | HoldClock
@@ -164,17 +167,19 @@ class Manual(_Policy):
 
 
 class AckedColumns(Acked):
-    """As `Acked`, and each column is freed earlier, with its last task: when every task that needs it is done with the row.
+    """As `Acked`, and each column is freed earlier, with its last task: when every task that needs it is done with the
+    row.
 
-    A column that no task needs stays as long as its row. A task leases only fields that it needs or gives, or that no task needs, since
-    others may be freed by then (`ColumnFreed`). Puts lay columns that end with different tasks into memory of their own. Scalars of up to
-    eight bytes are in the ledger and stay. A value that is lost with a shard is given again only if what its task needs is not freed.
+    A column that no task needs stays as long as its row. A task leases only fields that it needs or gives, or that no
+    task needs, since others may be freed by then (`ColumnFreed`). Puts lay columns that end with different tasks into
+    memory of their own. Scalars of up to eight bytes are in the ledger and stay. A value that is lost with a shard is
+    given again only if what its task needs is not freed.
     """
 
 
 class ManualColumns(Manual):
-    """As `Manual`, and each column of `COLUMN_APART_BYTES` (256 KiB) or more of a put lies in memory of its own, which `free_columns`
-    returns at once. Of other tables, memory returns when every column of a put is freed.
+    """As `Manual`, and each column of `COLUMN_APART_BYTES` (256 KiB) or more of a put lies in memory of its own, which
+    `free_columns` returns at once. Of other tables, memory returns when every column of a put is freed.
     """
 
 
@@ -205,7 +210,8 @@ class VersionBetween(_Policy):
 
 
 class Compare(_Policy):
-    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares with `value` by `op`."""
+    """Rows whose inline scalar field (or metadata ``tokens``, ``priority``, ``ordinal``) compares with `value` by
+    `op`."""
 
     field: str
     op: Literal["<", "<=", "==", "!=", ">=", ">"]
@@ -220,9 +226,9 @@ Predicate = TagIs | VersionBetween | Compare
 class Retry(_Policy, kw_only=True):
     """When a row whose lease failed (an exception in ``with batch``, ``release(failed=True)``) is leased again.
 
-    The n-th failure of a row makes it wait ``min(first_s * factor ** (n - 1), max_s)`` seconds. A lease that ends because its worker died
-    or went silent is no failure: its rows are leased again at once. While all leases of a task fail, the task is paused, and one lease at a
-    time is tried; such failures do not count.
+    The n-th failure of a row makes it wait ``min(first_s * factor ** (n - 1), max_s)`` seconds. A lease that ends
+    because its worker died or went silent is no failure: its rows are leased again at once. While all leases of a task
+    fail, the task is paused, and one lease at a time is tried; such failures do not count.
 
     Args:
         first_s: seconds after the first failure; 0: no wait.
@@ -250,11 +256,13 @@ class Retry(_Policy, kw_only=True):
             raise UsageError(f"retry: factor={shown(self.factor)} is below 1 or too large; 1 makes all waits equal")
         if not self.first_s <= self.max_s <= SECONDS_MAX:
             raise UsageError(
-                f"retry: max_s={shown(self.max_s)} is below first_s={shown(self.first_s)}, or too long; give the longest wait"
+                f"retry: max_s={shown(self.max_s)} is below first_s={shown(self.first_s)}, or too long; give the "
+                "longest wait"
             )
         if self.attempts is not None and (isinstance(self.attempts, bool) or self.attempts < 1):
             raise UsageError(
-                f"retry: attempts={shown(self.attempts)} is not a positive number of failures; None means that no row is dropped for failing"
+                f"retry: attempts={shown(self.attempts)} is not a positive number of failures; None means that no row "
+                "is dropped for failing"
             )
 
     def wait_s(self, failures: int) -> float:
@@ -269,15 +277,15 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
     """A named consumer of a table. Every row goes to every task; inside a task each row is done once.
 
     needs: fields that must be complete before the task sees a row.
-    gives: fields that the task writes. Each ack must carry those that another task needs, unless the row has them already; an ack without
-    them is refused (drop a row that has no result). Leave out a field that another process writes by `Table.update` after the ack: tasks
-    that need it wait for it in any case. `Requeue` and the loss of bytes return a row to the task that gives the missing field.
-    selector: which ready rows next. groups: `Complete(...)` for whole groups only.
-    lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a live worker renews the lease in time.
-    time_limit_s: seconds that a worker may hold a batch (None: half an hour, or lease_s if that is more). A worker that holds it longer
-    counts as hanging, and loses the rows though its process lives.
-    retry: when rows whose lease failed are leased again, and after how many failures they are dropped (never, unless it says so).
-    from_: "start": the task gets every live row; "now": only rows put after the task was declared.
+    gives: fields that the task writes. Each ack must carry those that another task needs, unless the row has them
+    already; an ack without them is refused (drop a row that has no result). Leave out a field that another process
+    writes by `Table.update` after the ack: tasks that need it wait for it in any case. `Requeue` and the loss of bytes
+    return a row to the task that gives the missing field. selector: which ready rows next. groups: `Complete(...)` for
+    whole groups only. lease_s: seconds until a silent worker (dead, stopped, cut off) loses its rows; the client of a
+    live worker renews the lease in time. time_limit_s: seconds that a worker may hold a batch (None: half an hour, or
+    lease_s if that is more). A worker that holds it longer counts as hanging, and loses the rows though its process
+    lives. retry: when rows whose lease failed are leased again, and after how many failures they are dropped (never,
+    unless it says so). from_: "start": the task gets every live row; "now": only rows put after the task was declared.
     """
 
     name: str
@@ -315,7 +323,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=T
             raise UsageError(f'task "{self.name}": lease_s={shown(self.lease_s)} is not a positive number of seconds')
         if self.time_limit_s is not None and not self.time_limit_s >= self.lease_s:
             raise UsageError(
-                f'task "{self.name}": time_limit_s={shown(self.time_limit_s)} is below lease_s={shown(self.lease_s)}, for which rows are lent '
+                f'task "{self.name}": time_limit_s={shown(self.time_limit_s)} is below lease_s={shown(self.lease_s)}, '
+                "for which rows are lent "
                 "at least; give a longer limit or a shorter lease"
             )
         if not isinstance(self.retry, Retry):
@@ -334,11 +343,10 @@ _DEPTH_MAX = 2**31
 class Pacing(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """How far production may run ahead of the pacing task (usually the trainer).
 
-    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the current one; 0.25 allows a quarter of a batch more
-    (over-sampling).
-    max_staleness: versions that a row may be behind when `task` leases it (None: no bound). A row that was put without a
-    `policy_version` has no age, and is never over the bound.
-    on_stale: the rule for a row over the bound. channel: the weight channel whose versions are this table's clock (None:
+    batch_rows: rows per trainer step. depth: batches that may be outstanding beyond the current one; 0.25 allows a
+    quarter of a batch more (over-sampling). max_staleness: versions that a row may be behind when `task` leases it
+    (None: no bound). A row that was put without a `policy_version` has no age, and is never over the bound. on_stale:
+    the rule for a row over the bound. channel: the weight channel whose versions are this table's clock (None:
     `table.advance` moves the clock).
     """
 

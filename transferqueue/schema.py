@@ -1,7 +1,7 @@
 """Fields: the dtype and shape of a column, and the layout of its bytes in a block.
 
-A *field* is a name, a dtype and the shape of one row's value. A dimension of None varies from row to row. Dtype and shape determine one of
-these layouts:
+A *field* is a name, a dtype and the shape of one row's value. A dimension of None varies from row to row. Dtype and
+shape determine one of these layouts:
 
 =============  ==========================  =====================================================
 layout         field                       buffers of a block of n rows, in this order
@@ -15,8 +15,9 @@ text, bytes,   dtype "str", "bytes",       offsets int64 ``[n + 1]`` (in bytes),
 value          "value" (MessagePack)
 =============  ==========================  =====================================================
 
-Each buffer begins on a 64-byte boundary. The layout of a block is a pure function of its fields, its number of rows, and one count (the
-last offset) for each field that is not dense. So a few integers describe a block, and its receiver can check that they fit the bytes.
+Each buffer begins on a 64-byte boundary. The layout of a block is a pure function of its fields, its number of rows,
+and one count (the last offset) for each field that is not dense. So a few integers describe a block, and its receiver
+can check that they fit the bytes.
 """
 
 from __future__ import annotations
@@ -111,7 +112,8 @@ def _check_rules(name: str, dtype: str, shape: tuple[int | None, ...], like: str
         check_name("field", like)
         if like == name or not shape or shape[0] is not None:
             raise SchemaError(
-                f'field "{name}": like={like!r} is for rows of differing lengths, as another field has them; name that field, and give a '
+                f'field "{name}": like={like!r} is for rows of differing lengths, as another field has them; name that '
+                "field, and give a "
                 "shape that begins with None"
             )
     if finite is not None and not isinstance(finite, bool):
@@ -134,23 +136,25 @@ class Field(
     Args:
         name: of the column.
         dtype: such as "float32", "bfloat16", "str", "bytes" or "value".
-        shape: the shape of one row's value: ``()`` for a scalar, None for a dimension in which rows differ. For "str", "bytes" and
-            "value" the shape is ``()``.
-        like: another field; each row has as many elements in its first dimension as it has of that one. None: by the name, as below.
-            "": any number.
+        shape: the shape of one row's value: ``()`` for a scalar, None for a dimension in which rows differ. For "str",
+            "bytes" and "value" the shape is ``()``.
+        like: another field; each row has as many elements in its first dimension as it has of that one. None: by the
+            name, as below. "": any number.
         finite: whether NaN and infinity are refused. None: by the name, as below.
 
     Raises:
         SchemaError: an invalid field.
 
-    Rules by the name: a ragged field of shape ``(None,)`` with one value a token (``logprobs``, ``rollout_logprobs``, ``loss_mask``,
-    ``token_advantages`` and others, see ``transferqueue docs reference/table``) has as many as the row's ``response_ids``, or as prompt
-    and response together. ``rewards``, log-probs, advantages, values and returns of floating dtypes are finite.
+    Rules by the name: a ragged field of shape ``(None,)`` with one value a token (``logprobs``, ``rollout_logprobs``,
+    ``loss_mask``, ``token_advantages`` and others, see ``transferqueue docs reference/table``) has as many as the row's
+    ``response_ids``, or as prompt and response together. ``rewards``, log-probs, advantages, values and returns of
+    floating dtypes are finite.
 
-    The client checks both rules in the call that writes the field, which raises `SchemaError` with the row and changes nothing. It
-    compares lengths with a field of the same call; else, in an ack or release, with that field in the batch, and in an update with
-    `if_unchanged`, with that field in what was read. A field that comes in another call, by an update of row ids, is not compared: the
-    server keeps no lengths. `finite` reads the written values once more, which adds 0.15 to a put of 4 MiB, and 0.6 to 0.7 to one of 32 MiB.
+    The client checks both rules in the call that writes the field, which raises `SchemaError` with the row and changes
+    nothing. It compares lengths with a field of the same call; else, in an ack or release, with that field in the
+    batch, and in an update with `if_unchanged`, with that field in what was read. A field that comes in another call,
+    by an update of row ids, is not compared: the server keeps no lengths. `finite` reads the written values once more,
+    which adds 0.15 to a put of 4 MiB, and 0.6 to 0.7 to one of 32 MiB.
 
     Properties are computed once and cached: a batch of many fields reads them often.
 
@@ -207,7 +211,8 @@ class Field(
 
     @cached_property
     def has_lengths_of(self) -> str:
-        """The field whose lengths its rows have; "": any. Without `like` it is a convention, which prompt and response together keep too."""
+        """The field whose lengths its rows have; "": any. Without `like` it is a convention, which prompt and response
+        together keep too."""
         if self.like is None:
             return "response_ids" if self.name in _PER_TOKEN and self.shape == (None,) else ""
         return self.like
@@ -250,8 +255,8 @@ def known(field: Field) -> Field:
 
 @lru_cache(maxsize=4096)
 def _form(dtype: str, shape: tuple[int | None, ...]) -> tuple[bool, bool, int]:
-    """What the layout needs of a field: dense, varied and row_bytes. A message brings new fields, of few forms: to compute it for each takes longer
-    than the rest of their commit."""
+    """What the layout needs of a field: dense, varied and row_bytes. A message brings new fields, of few forms: to
+    compute it for each takes longer than the rest of their commit."""
     field = Field("any", dtype, shape)
     return field.dense, field.varied, field.row_bytes
 
@@ -264,11 +269,12 @@ Range = tuple[int, int]
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share", array_like=True):
-    """The index-th of `of` chunks of each row's first dimension, such as the share of one context-parallel rank: ``Share(0, 4)``.
+    """The index-th of `of` chunks of each row's first dimension, such as the share of one context-parallel rank:
+    ``Share(0, 4)``.
 
-    Chunks have ``length // of`` steps; the last one has the rest too. zigzag: each row has twice as many chunks, and the share is chunks
-    `index` and ``2 * of - 1 - index``, one after the other, as ring attention balances causal masks. `UsageError` for an index that is
-    none of ``0 .. of - 1``.
+    Chunks have ``length // of`` steps; the last one has the rest too. zigzag: each row has twice as many chunks, and
+    the share is chunks `index` and ``2 * of - 1 - index``, one after the other, as ring attention balances causal
+    masks. `UsageError` for an index that is none of ``0 .. of - 1``.
 
     >>> Share(0, 4, zigzag=True)
     Share(index=0, of=4, zigzag=True)
@@ -284,21 +290,23 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True, tag="share"
             or not 0 <= self.index < self.of <= SLICE_MAX
         ):
             raise UsageError(
-                f"Share({shown(self.index)}, {shown(self.of)}): the first number is the index of a share and the second how many there are; give "
-                "whole numbers with 0 <= index < of, such as Share(rank, ranks)"
+                f"Share({shown(self.index)}, {shown(self.of)}): the first number is the index of a share and the "
+                "second how many there are; give whole numbers with 0 <= index < of, such as Share(rank, ranks)"
             )
 
 
 class Slice:
     """Part of each row's value, for `fields` of a lease or a read: ``fields={"experts": Slice(None, (12, 24))}``.
 
-    One entry for each dimension of a row's value, from the first on; missing entries and None are whole. An entry is ``(start, stop)``, with
-    ``0 <= start < stop``, or a `Share` of that dimension, zigzag only of the first. The shape of the column is cut to it: of a field
-    ``[None, 48, 4]``, one step a token, ``Slice(None, (12, 24))`` and ``Slice(None, Share(1, 4))`` leave ``[None, 12, 4]``. Steps of a ragged row are
-    taken as far as the row has them, so a row that is shorter than `start` is empty. Fits dense and ragged fields with at least one dimension.
+    One entry for each dimension of a row's value, from the first on; missing entries and None are whole. An entry is
+    ``(start, stop)``, with ``0 <= start < stop``, or a `Share` of that dimension, zigzag only of the first. The shape
+    of the column is cut to it: of a field ``[None, 48, 4]``, one step a token, ``Slice(None, (12, 24))`` and
+    ``Slice(None, Share(1, 4))`` leave ``[None, 12, 4]``. Steps of a ragged row are taken as far as the row has them, so
+    a row that is shorter than `start` is empty. Fits dense and ragged fields with at least one dimension.
 
-    `UsageError`: a range that is empty or negative, a zigzag share of another dimension than the first. `SchemaError`, when it is used: a field that has no such dimension, is shorter there, is
-    text, bytes, plain values or one number a row, or varies in more than its first dimension.
+    `UsageError`: a range that is empty or negative, a zigzag share of another dimension than the first. `SchemaError`,
+    when it is used: a field that has no such dimension, is shorter there, is text, bytes, plain values or one number a
+    row, or varies in more than its first dimension.
 
     >>> Slice(None, (12, 24))  # layers 12 to 23 of all tokens
     Slice(None, (12, 24))
@@ -339,7 +347,8 @@ def _inner_part(axis: int, given: Range | Share | None) -> Range | Share | None:
         return _range(axis, given)
     if given.zigzag:
         raise UsageError(
-            f"axis {axis} of Slice is {shown(given)}; zigzag divides the first dimension: leave zigzag out, or give (start, stop)"
+            f"axis {axis} of Slice is {shown(given)}; zigzag divides the first dimension: leave zigzag out, or give "
+            "(start, stop)"
         )
     return given
 
@@ -349,7 +358,8 @@ def _range(axis: int, given: Range | None) -> Range | None:
         return None
     if not isinstance(given, tuple) or len(given) != 2 or not all(type(number) is int for number in given):
         raise UsageError(
-            f"axis {axis} of Slice is {shown(given)}; give (start, stop), two whole numbers, or None: a Slice takes every element between"
+            f"axis {axis} of Slice is {shown(given)}; give (start, stop), two whole numbers, or None: a Slice takes "
+            "every element between"
         )
     if not 0 <= given[0] < given[1] <= SLICE_MAX:
         raise UsageError(
@@ -382,7 +392,8 @@ def cut_field(field: Field, cut: Slice) -> Field:
     inner = cut.inner or []
     if len(inner) >= dimensions:
         raise SchemaError(
-            f'{cut} has {len(inner) + 1} axes, and field "{field.name}" is {field.describe()}, with {dimensions}; leave axes out'
+            f'{cut} has {len(inner) + 1} axes, and field "{field.name}" is {field.describe()}, with {dimensions}; '
+            "leave axes out"
         )
     sizes = [_cut_size(field, cut, axis, each) for axis, each in enumerate(inner, start=1)]
     return known(Field(field.name, field.dtype, (_first_size(field, cut), *sizes, *field.shape[1 + len(inner) :])))
@@ -415,12 +426,14 @@ def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | Share | None)
         start, stop = share_range(wanted, size)
         if start == stop:
             raise SchemaError(
-                f'axis {axis} of {cut} is empty: field "{field.name}" is {field.describe()}, with {size} there; take fewer shares'
+                f'axis {axis} of {cut} is empty: field "{field.name}" is {field.describe()}, with {size} there; take '
+                "fewer shares"
             )
         return stop - start
     if wanted[1] > size:
         raise SchemaError(
-            f'axis {axis} of {cut} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; stop is at most {size}'
+            f'axis {axis} of {cut} is {wanted}, and field "{field.name}" is {field.describe()}, with {size} there; '
+            f"stop is at most {size}"
         )
     return wanted[1] - wanted[0]
 
@@ -428,7 +441,8 @@ def _cut_size(field: Field, cut: Slice, axis: int, wanted: Range | Share | None)
 def not_taken(table: str, field: str, takes: Iterable[str]) -> str:
     """The text of the error for a field that a table does not accept."""
     return (
-        f'field "{field}" is not in table "{table}", which takes only the fields that it was made with or that a task names: '
+        f'field "{field}" is not in table "{table}", which takes only the fields that it was made with or that a task '
+        "names: "
         f"{listing(takes)}; declare it with add_fields, or make the table with extra_fields=True"
     )
 
@@ -450,7 +464,8 @@ def align(size: int, to: int = ALIGNMENT) -> int:
 def layout(fields: Sequence[Field], rows: int, counts: Sequence[int]) -> tuple[list[Span], int]:
     """The spans of the columns of a block, and the block's size in bytes.
 
-    counts: for each field the last offset (see the table above), 0 for a dense field. `UsageError` if the numbers do not describe a block.
+    counts: for each field the last offset (see the table above), 0 for a dense field. `UsageError` if the numbers do
+    not describe a block.
     """
     if rows < 1 or len(counts) != len(fields):
         raise UsageError(f"a block of {rows} rows with {len(counts)} counts for {len(fields)} fields is not a block")

@@ -1,8 +1,8 @@
 r"""Escapes unprintable characters in text that other processes sent.
 
-Clients choose labels, keys, tags, reasons and host names. A control character in them could move the cursor, change colours or titles,
-send input on the terminal's behalf, or reverse the order of a line. So every screen, log line, peer's error and metric shows such
-characters as Python writes them: ``\x1b``, ``\u202e``.
+Clients choose labels, keys, tags, reasons and host names. A control character in them could move the cursor, change
+colours or titles, send input on the terminal's behalf, or reverse the order of a line. So every screen, log line,
+peer's error and metric shows such characters as Python writes them: ``\x1b``, ``\u202e``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ def visible(text: str) -> str:
 
 
 def shown(value: object, chars: int = SHOWN_CHARS) -> str:
-    """The repr of a caller's value for a message, cut; an integer of very many digits as its number of bits. Never raises.
+    """The repr of a caller's value for a message, cut; an integer of very many digits as its number of bits. Never
+    raises.
 
     >>> shown("a" * 1000, 12), shown(10**400), shown([1, "b"])
     ("'aaaaaaaaaaa...", 'an integer of 1,329 bits', "[1, 'b']")
@@ -39,7 +40,8 @@ def shown(value: object, chars: int = SHOWN_CHARS) -> str:
     if isinstance(value, int) and value.bit_length() > 4 * _DIGITS_MAX:
         return f"an integer of {value.bit_length():,} bits"  # Python refuses to write integers of over 4,300 digits
     try:
-        text = repr(value[: max(chars, _ITEMS_MAX)] if type(value) in (str, bytes, list, tuple) else value)  # type: ignore[index]
+        is_long = type(value) in (str, bytes, list, tuple)
+        text = repr(value[: max(chars, _ITEMS_MAX)] if is_long else value)  # type: ignore[index]
     except Exception:  # noqa: BLE001  (a repr of the caller's, inside a message about something else)
         text = f"<{type(value).__name__}>"
     return text if len(text) <= chars else f"{text[:chars]}..."

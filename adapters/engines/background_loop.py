@@ -1,4 +1,5 @@
-"""An asyncio event loop in a background thread, for engines and servers that are asynchronous, used by methods that block."""
+"""An asyncio event loop in a background thread, for engines and servers that are asynchronous, used by methods that
+block."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class BackgroundLoop:
             raise DeadlineExceeded(f"{what} after {timeout_s:g} s") from error
 
     def close(self) -> None:
-        """Cancel what runs on the loop, wait at most `CANCEL_S` for it, and stop the loop and its thread. A second call does nothing."""
+        """Cancel what runs on the loop, wait at most `CANCEL_S` for it, and stop the loop and its thread. A second call
+        does nothing."""
         if not self._closed:
             self._closed = True
             ending = asyncio.run_coroutine_threadsafe(_cancel_all(), self._loop)
@@ -73,9 +75,11 @@ class BackgroundLoop:
     def as_finished(
         self, jobs: Sequence[Callable[[], Coroutine[Any, Any, Completion]]], timeout_s: float
     ) -> Completions:
-        """Run all jobs at once and yield each result when it is ready. The first job that raises ends all others, and its error is raised.
+        """Run all jobs at once and yield each result when it is ready. The first job that raises ends all others, and
+        its error is raised.
 
-        Closing the iterator cancels the jobs that are left. Raises `DeadlineExceeded` when not all are finished after `timeout_s`.
+        Closing the iterator cancels the jobs that are left. Raises `DeadlineExceeded` when not all are finished after
+        `timeout_s`.
         """
         deadline = time.monotonic() + timeout_s
         finished: queues.SimpleQueue[Completion | BaseException] = queues.SimpleQueue()

@@ -1,4 +1,5 @@
-"""Parts shared by adapters of engines that work on token ids: request checks, seeds, and how a partial completion is continued."""
+"""Parts shared by adapters of engines that work on token ids: request checks, seeds, and how a partial completion is
+continued."""
 
 from __future__ import annotations
 
@@ -13,18 +14,21 @@ Span = tuple[int, int]
 
 
 def check_request(prompts: Sequence[Prompt], sampling: Sampling, context_max: int | None) -> None:
-    """Raise `UsageError` for a request without prompts, one longer than `context_max` (None: unknown), or one with no tokens left."""
+    """Raise `UsageError` for a request without prompts, one longer than `context_max` (None: unknown), or one with no
+    tokens left."""
     if not prompts:
         raise UsageError("generate was called with 0 prompts; give at least one")
     longest = max(len(prompt.ids) for prompt in prompts) + sampling.tokens_max
     if context_max is not None and longest > context_max:
         raise UsageError(
-            f"a prompt with tokens_max={sampling.tokens_max} comes to {longest} tokens; the engine's context is {context_max}"
+            f"a prompt with tokens_max={sampling.tokens_max} comes to {longest} tokens; the engine's context is "
+            f"{context_max}"
         )
     for at, prompt in enumerate(prompts):
         if prompt.begun is not None and len(prompt.begun.ids) >= sampling.tokens_max:
             raise UsageError(
-                f"prompt {at} was begun with {len(prompt.begun.ids)} tokens; tokens_max={sampling.tokens_max} leaves none"
+                f"prompt {at} was begun with {len(prompt.begun.ids)} tokens; tokens_max={sampling.tokens_max} leaves "
+                "none"
             )
 
 
@@ -41,8 +45,8 @@ def tokens_left(prompt: Prompt, sampling: Sampling) -> int:
 def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int | None:
     """Return a seed for each completion, or None without a seed.
 
-    Samples of one prompt need different seeds, or they would be identical. A continuation needs another seed than its beginning, or
-    it would repeat the same draws.
+    Samples of one prompt need different seeds, or they would be identical. A continuation needs another seed than its
+    beginning, or it would repeat the same draws.
     """
     begun = 0 if prompt.begun is None else len(prompt.begun.ids)
     if prompt.seed is not None:
@@ -53,7 +57,8 @@ def seed_of(sampling: Sampling, index: int, sample: int, prompt: Prompt) -> int 
 
 
 def ended_by(ids: Sequence[int], tokens_max: int, sampling: Sampling) -> str:
-    """Return the finish reason of `ids`, drawn by an engine that reports none. tokens_max: how many tokens it was allowed to draw."""
+    """Return the finish reason of `ids`, drawn by an engine that reports none. tokens_max: how many tokens it was
+    allowed to draw."""
     if len(ids) and ids[-1] in sampling.stop_ids:
         return STOP
     return LENGTH if len(ids) >= tokens_max else ABORT

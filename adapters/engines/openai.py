@@ -2,12 +2,13 @@
 
 Rules:
 
-- The endpoint must return the ids of the tokens that it drew (``return_token_ids``, as vLLM does) and their log-probabilities. Otherwise
-  the first answer raises `Unsupported`: tokenizing the text again need not give the tokens that were drawn.
+- The endpoint must return the ids of the tokens that it drew (``return_token_ids``, as vLLM does) and their
+  log-probabilities. Otherwise the first answer raises `Unsupported`: tokenizing the text again need not give the tokens
+  that were drawn.
 - Log-probabilities must be those of the distribution that was drawn from. vLLM returns these when started with
   ``--logprobs-mode processed_logprobs``.
-- A pause happens on this side: new requests wait, and running streams are awaited or cut. After the pause, cut streams that were to be
-  kept are requested again with their tokens so far. An endpoint takes no weights.
+- A pause happens on this side: new requests wait, and running streams are awaited or cut. After the pause, cut streams
+  that were to be kept are requested again with their tokens so far. An endpoint takes no weights.
 """
 
 from __future__ import annotations
@@ -32,7 +33,8 @@ class SampledTokens:
     finish_reason: str | None = None
 
     def add(self, choice: Mapping[str, Any]) -> None:
-        """Add a choice of a response, or a chunk of one. Raises `Unsupported` if it has tokens without ids or log-probabilities."""
+        """Add a choice of a response, or a chunk of one. Raises `Unsupported` if it has tokens without ids or
+        log-probabilities."""
         ids, logprobs = choice.get("token_ids"), logprobs_of(choice)
         if ids is None and _text_of(choice):
             raise Unsupported("the endpoint says no token ids (return_token_ids); use one that does, such as vLLM")
@@ -51,7 +53,8 @@ def _text_of(choice: Mapping[str, Any]) -> Any:
 
 
 def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
-    """Return the log-probabilities of a choice's tokens, in the format of ``completions`` or of ``chat/completions``."""
+    """Return the log-probabilities of a choice's tokens, in the format of ``completions`` or of
+    ``chat/completions``."""
     logprobs = choice.get("logprobs") or {}
     if logprobs.get("content") is not None:
         return [token["logprob"] for token in logprobs["content"]]
@@ -61,8 +64,9 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[float]:
 class OpenAIGenerator(ResendingEngine):
     """A generator (`protocols.Generator`) over ``POST {base_url}/completions``.
 
-    base_url: with its ``/v1``. model: its name at the endpoint. version: of the weights that it serves; every token is stamped with it.
-    context_max: context length in tokens, if known; longer requests are then refused on this side. body: further fields for each request.
+    base_url: with its ``/v1``. model: its name at the endpoint. version: of the weights that it serves; every token is
+    stamped with it. context_max: context length in tokens, if known; longer requests are then refused on this side.
+    body: further fields for each request.
     """
 
     def __init__(

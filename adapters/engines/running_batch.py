@@ -1,14 +1,16 @@
-"""The rows that a transformers model generates together, with one key-value cache. Not safe for threads: `TransformersGenerator` takes turns.
+"""The rows that a transformers model generates together, with one key-value cache. Not safe for threads:
+`TransformersGenerator` takes turns.
 
 Rules:
 
-- A step either *begins* waiting rows (the model reads their contexts, and each draws its first token) or *extends* all running rows by a token.
-- Waiting rows join the running ones when they are at least a share of them, or have waited some steps: joining copies the cache. Models whose cache
-  cannot be joined begin the next rows when none is left.
+- A step either *begins* waiting rows (the model reads their contexts, and each draws its first token) or *extends* all
+  running rows by a token.
+- Waiting rows join the running ones when they are at least a share of them, or have waited some steps: joining copies
+  the cache. Models whose cache cannot be joined begin the next rows when none is left.
 - Prompts that several rows share are read once.
 - Finished rows leave the cache when they are many; until then they are computed and ignored.
-- After a change of weights, every unfinished row begins again with its tokens so far, so that later tokens have the log-probabilities of the
-  new weights.
+- After a change of weights, every unfinished row begins again with its tokens so far, so that later tokens have the
+  log-probabilities of the new weights.
 """
 
 from __future__ import annotations
@@ -86,7 +88,8 @@ Finished = list[tuple[Row, Completion]]
 
 @dataclass
 class _Cached:
-    """Rows in one cache, aligned at their last token. rows: None where one has finished. lengths_B: tokens of each row in the cache. width: of the cache."""
+    """Rows in one cache, aligned at their last token. rows: None where one has finished. lengths_B: tokens of each row
+    in the cache. width: of the cache."""
 
     rows: list[Row | None]
     cache: Any
@@ -201,7 +204,8 @@ class RunningBatch:
         return self._draw(cached, at, logits_CV[index_R], version)
 
     def _with_new(self, rows: list[Row], begun: _Cached, index_R: Tensor) -> _Cached:
-        """Return the running rows, then `rows`, whose contexts are rows `index_R` of the cache of `begun`, in one cache."""
+        """Return the running rows, then `rows`, whose contexts are rows `index_R` of the cache of `begun`, in one
+        cache."""
         lengths_R = begun.lengths_B[index_R]
         if self._cached is None and len(index_R) == len(begun.lengths_B):
             self._cached = _Cached([*rows], begun.cache, lengths_R, begun.width)
@@ -236,7 +240,8 @@ class RunningBatch:
         return output.logits[:, -1].float(), output.past_key_values
 
     def _draw(self, cached: _Cached, at: range, logits_BV: Tensor, version: int) -> Finished:
-        """Draw a token for each unfinished row of places `at`, whose logits are `logits_BV`; return those that this finished."""
+        """Draw a token for each unfinished row of places `at`, whose logits are `logits_BV`; return those that this
+        finished."""
         unfinished = [(place, row) for place in at if (row := cached.rows[place]) is not None]
         finished: Finished = []
         for (temperature, top_p), group in groupby(sorted(unfinished, key=_distribution), key=_distribution):
@@ -253,7 +258,8 @@ class RunningBatch:
 
 
 def _empty_cache(model: Any) -> Any | None:
-    """Return an empty growing cache for `model`; None for one whose layers keep something else (sliding windows, recurrent states)."""
+    """Return an empty growing cache for `model`; None for one whose layers keep something else (sliding windows,
+    recurrent states)."""
     if (own := getattr(model, "new_cache", None)) is not None:
         return own()
     from transferqueue.adapters.engines.transformers_cache import growing_cache
@@ -267,7 +273,8 @@ def _distribution(placed: tuple[int, Row]) -> tuple[float, float]:
 
 
 def _distinct(contexts: Sequence[tuple[int, ...]], device: Any, distinct: bool) -> tuple[list[tuple[int, ...]], Tensor]:
-    """Return the different contexts, and which of them each is: int64 ``[rows]``. Without `distinct`, all of them in order."""
+    """Return the different contexts, and which of them each is: int64 ``[rows]``. Without `distinct`, all of them in
+    order."""
     if not distinct:
         return list(contexts), torch.arange(len(contexts), device=device)
     places: dict[tuple[int, ...], int] = {}

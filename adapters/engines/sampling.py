@@ -1,7 +1,8 @@
 """Drawing tokens from logits, with each token's log-probability under the distribution that it was drawn from.
 
-Each row has random numbers of its own (`RowDraws`), one for each of its tokens: what a row draws depends on its seed and on its logits, never on the rows
-beside it, and a response that is continued elsewhere draws what it would have drawn without the interruption.
+Each row has random numbers of its own (`RowDraws`), one for each of its tokens: what a row draws depends on its seed
+and on its logits, never on the rows beside it, and a response that is continued elsewhere draws what it would have
+drawn without the interruption.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ _AHEAD: Final = 64
 
 
 class RowDraws:
-    """Random numbers in [0, 1) of one row, by the token's place: Philox (Salmon et al. 2011), keyed by the seed. seed: None draws one."""
+    """Random numbers in [0, 1) of one row, by the token's place: Philox (Salmon et al. 2011), keyed by the seed. seed:
+    None draws one."""
 
     def __init__(self, seed: int | None, *, drawn: int = 0) -> None:
         self._bits = np.random.Generator(np.random.Philox(seed))
@@ -59,7 +61,8 @@ def draw_by(logits_BV: Tensor, sampling: Sampling, numbers_B: Tensor) -> tuple[T
 
 
 def log_distribution(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Return log-probabilities ``[rows, vocabulary]`` after temperature and nucleus sampling (Holtzman et al. 2020, section 3.1).
+    """Return log-probabilities ``[rows, vocabulary]`` after temperature and nucleus sampling (Holtzman et al. 2020,
+    section 3.1).
 
     Tokens outside the nucleus have -inf.
     """

@@ -1,11 +1,12 @@
-"""A generator over SGLang's server, by its documented endpoints: token ids in and out, pauses, and weights through a folder.
+"""A generator over SGLang's server, by its documented endpoints: token ids in and out, pauses, and weights through a
+folder.
 
 Rules:
 
-- The server reports one version for a whole request, so no request may span two. Before weights change, the server ends the running
-  requests; they are sent again afterwards with their tokens so far.
-- The server reads weights from files. Each version is written as one safetensors file into a folder that the server can read,
-  preferably in shared memory; the file of the version before is removed.
+- The server reports one version for a whole request, so no request may span two. Before weights change, the server ends
+  the running requests; they are sent again afterwards with their tokens so far.
+- The server reads weights from files. Each version is written as one safetensors file into a folder that the server can
+  read, preferably in shared memory; the file of the version before is removed.
 - The server reports log-probabilities before the nucleus is cut, so ``top_p`` below 1 is `Unsupported`.
 
 Not run against a real server: SGLang's package needs an accelerator. The tests run this adapter against the documented

@@ -2,11 +2,12 @@
 
 Rules:
 
-- A thread draws tokens while there are rows, and ends when there are none. A pause or new weights take effect between two tokens, at
-  most one step late.
-- All requests share one batch, which new rows join while others run (`running_batch`); or each request is a batch of its own, and then its
-  numbers do not depend on what else is generated.
-- Each row draws with random numbers of its own (`sampling.RowDraws`), so its seed, its logits and nothing else decide what it draws.
+- A thread draws tokens while there are rows, and ends when there are none. A pause or new weights take effect between
+  two tokens, at most one step late.
+- All requests share one batch, which new rows join while others run (`running_batch`); or each request is a batch of
+  its own, and then its numbers do not depend on what else is generated.
+- Each row draws with random numbers of its own (`sampling.RowDraws`), so its seed, its logits and nothing else decide
+  what it draws.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ ROWS_MAX: Final = 256
 class TransformersGenerator:
     """A generator (`protocols.Generator`) over a loaded model. It owns the model's mode and weights until `close`.
 
-    model: a causal language model of transformers, on any device. version: of its current weights. rows_max: completions that run at once; further
-    ones wait. shared_batch: False makes each request a batch of its own, of any size: with a seed for each prompt its tokens
-    and log-probabilities are then the same, bit for bit, whatever else is generated and whenever. Raises `UsageError` unless
-    rows_max is positive.
+    model: a causal language model of transformers, on any device. version: of its current weights. rows_max:
+    completions that run at once; further ones wait. shared_batch: False makes each request a batch of its own, of any
+    size: with a seed for each prompt its tokens and log-probabilities are then the same, bit for bit, whatever else is
+    generated and whenever. Raises `UsageError` unless rows_max is positive.
     """
 
     def __init__(self, model: Any, *, version: int = -1, rows_max: int = ROWS_MAX, shared_batch: bool = True) -> None:
@@ -175,7 +176,8 @@ class TransformersGenerator:
     # ------------------------------------------------------------ whose turn it is
 
     def _control(self, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until `ready`, before the drawing thread takes another turn; return whether it came. The caller holds the lock."""
+        """Wait until `ready`, before the drawing thread takes another turn; return whether it came. The caller holds
+        the lock."""
         self._controls += 1
         try:
             return self._turn.wait_for(ready, timeout_s)

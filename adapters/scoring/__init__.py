@@ -1,4 +1,5 @@
-"""Scores of rows by models of transformers: log-probs, values, rewards, most probable tokens; packed, with a gradient or without."""
+"""Scores of rows by models of transformers: log-probs, values, rewards, most probable tokens; packed, with a gradient
+or without."""
 
 from __future__ import annotations
 

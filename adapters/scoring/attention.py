@@ -1,9 +1,10 @@
 """Attention inside each row of a packed batch: an attention function of transformers, registered at import as `NAME`.
 
 Tokens of all rows pass every other layer together; here each row attends to itself alone, causally. Rows of about one
-length share a call of `scaled_dot_product_attention`, padded on the right: causal attention never looks there, so no mask is
-needed, and the work is the sum of squares of the lengths, not the square of the sum. On a GPU with 16-bit numbers one
-variable-length kernel takes all rows. A call without rows (generation, padded batches) is transformers' own ``sdpa``.
+length share a call of `scaled_dot_product_attention`, padded on the right: causal attention never looks there, so no
+mask is needed, and the work is the sum of squares of the lengths, not the square of the sum. On a GPU with 16-bit
+numbers one variable-length kernel takes all rows. A call without rows (generation, padded batches) is transformers' own
+``sdpa``.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ def attend_in_rows(
     is_causal: bool | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as transformers asks: query ``[1, heads, N, D]`` → ``[1, N, heads, D]``. Raises `Unsupported` for what packing cannot do."""
+    """Attend as transformers asks: query ``[1, heads, N, D]`` → ``[1, N, heads, D]``. Raises `Unsupported` for what
+    packing cannot do."""
     rows: PackedBuckets | None = others.pop(ARGUMENT, None)
     if rows is None:
         output: Tensor = sdpa_attention_forward(

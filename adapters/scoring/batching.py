@@ -17,8 +17,9 @@ def micro_batches(
     """Split rows into micro-batches of at most `tokens` tokens; a longer row is alone in its own.
 
     lengths: prompt and response tokens of each row. Returns positions of rows; every row is in exactly one micro-batch.
-    padded: a micro-batch counts as its longest row times its rows, and rows of about one length stay together; use it for a model
-    that cannot score packed rows (`transferqueue.adapters.scoring.is_packed`). Raises `UsageError` if `tokens` is below 1.
+    padded: a micro-batch counts as its longest row times its rows, and rows of about one length stay together; use it
+    for a model that cannot score packed rows (`transferqueue.adapters.scoring.is_packed`). Raises `UsageError` if
+    `tokens` is below 1.
 
     >>> micro_batches([4, 9, 3, 12, 2], tokens=10)
     [[0, 2, 4], [1], [3]]

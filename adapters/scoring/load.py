@@ -28,8 +28,9 @@ def load_causal_lm(
 ) -> Any:
     """Load a causal language model of transformers, or the built-in one, in evaluation mode, for `response_logprobs`.
 
-    path: a directory, or an id that transformers downloads. dtype: of all weights. device: "auto" is a GPU if there is one.
-    Raises `NotFound` if there is no model at `path`, and `UsageError` if its files lack weights, or for an unknown dtype.
+    path: a directory, or an id that transformers downloads. dtype: of all weights. device: "auto" is a GPU if there is
+    one. Raises `NotFound` if there is no model at `path`, and `UsageError` if its files lack weights, or for an unknown
+    dtype.
     """
     if is_builtin(path):
         from transferqueue.adapters.builtin.model import BuiltinModel
@@ -50,8 +51,8 @@ def load_value_model(
 ) -> Any:
     """Load a critic for `response_values`: a token classifier with one label, or any model that can start as one.
 
-    A reward model (a sequence classifier with one label) brings its score layer. A language model has none: the values start at 0.
-    Raises as `load_causal_lm`.
+    A reward model (a sequence classifier with one label) brings its score layer. A language model has none: the values
+    start at 0. Raises as `load_causal_lm`.
     """
     model, missing = _loaded(
         "AutoModelForTokenClassification", path, dtype, device, revision, trust_remote_code, num_labels=1
@@ -83,9 +84,11 @@ def load_classifier(
 
 
 def checkpoint_gradients(model: Any) -> None:
-    """Let the model keep only the inputs of its layers for the backward pass, and compute the rest again: less memory, a third more time.
+    """Let the model keep only the inputs of its layers for the backward pass, and compute the rest again: less memory,
+    a third more time.
 
-    The model is in training mode afterwards; its dropout stays off. Raises `Unsupported` for a model without transformers' switch.
+    The model is in training mode afterwards; its dropout stays off. Raises `Unsupported` for a model without
+    transformers' switch.
     """
     if not getattr(model, "supports_gradient_checkpointing", False):
         raise Unsupported(f"{type(model).__name__} cannot checkpoint gradients; set gradient_checkpointing=false")
@@ -140,7 +143,8 @@ def _loaded(
 def _check_complete(path: str | Path, missing: list[str]) -> None:
     if missing:
         raise UsageError(
-            f'model "{path}" lacks the weights {listing(missing)}: they would be random; give a model that was saved with them'
+            f'model "{path}" lacks the weights {listing(missing)}: they would be random; give a model that was saved '
+            "with them"
         )
 
 

@@ -1,10 +1,12 @@
 """Log-probabilities of responses under a causal language model, with or without a gradient.
 
-The model is called once. Its output layer does not return logits: for the time of the call it computes, a chunk of response tokens at a time,
-what was asked of the logits, and drops them; the backward pass computes each chunk again. So memory holds the logits of a chunk,
-not of all tokens. Everything happens inside of the model's own forward, so hooks of DDP and FSDP see one ordinary call.
+The model is called once. Its output layer does not return logits: for the time of the call it computes, a chunk of
+response tokens at a time, what was asked of the logits, and drops them; the backward pass computes each chunk again. So
+memory holds the logits of a chunk, not of all tokens. Everything happens inside of the model's own forward, so hooks of
+DDP and FSDP see one ordinary call.
 
-logits of token t are the output at token t - 1, divided by the temperature: the distribution that the token was drawn from.
+logits of token t are the output at token t - 1, divided by the temperature: the distribution that the token was drawn
+from.
 """
 
 from __future__ import annotations
@@ -32,8 +34,8 @@ _LOGITS_MAX: Final = {"cpu": 2**24, "cuda": 2**27}
 class ResponseScores:
     """Scores of N response tokens, rows one after the other. What was not asked for is None.
 
-    logprobs_N, entropy_N: with a gradient unless gradients are off. top_ids_NK (int64), top_logprobs_NK: the most probable
-    tokens, best first, without a gradient. logprobs_NK: of the tokens `at_ids`, with a gradient.
+    logprobs_N, entropy_N: with a gradient unless gradients are off. top_ids_NK (int64), top_logprobs_NK: the most
+    probable tokens, best first, without a gradient. logprobs_NK: of the tokens `at_ids`, with a gradient.
     """
 
     logprobs_N: Tensor
@@ -51,15 +53,16 @@ def response_logprobs(
     temperature: float = 1.0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other, with a gradient unless gradients are off.
+    """Return the log-probability of each response token: float32 ``[N]``, rows one after the other, with a gradient
+    unless gradients are off.
 
-    prompts, responses: integers ``[P]`` and ``[T]`` of each row, in any number; of a row with several turns, what came before
-    its first drawn token, and all after it (mask what the model did not draw). temperature: that the tokens were drawn with.
-    logits_dtype: in which the output layer computes logits; the softmax is float32 always.
+    prompts, responses: integers ``[P]`` and ``[T]`` of each row, in any number; of a row with several turns, what came
+    before its first drawn token, and all after it (mask what the model did not draw). temperature: that the tokens were
+    drawn with. logits_dtype: in which the output layer computes logits; the softmax is float32 always.
 
-    One forward pass for all rows: give a micro-batch (`micro_batches`). The result of a row does not depend on the others but for
-    rounding. The model must not be used by another thread at the same time. Raises `UsageError` for rows that the model cannot take, and
-    for a temperature of 0 or less; `Unsupported` for a model that is not causal.
+    One forward pass for all rows: give a micro-batch (`micro_batches`). The result of a row does not depend on the
+    others but for rounding. The model must not be used by another thread at the same time. Raises `UsageError` for rows
+    that the model cannot take, and for a temperature of 0 or less; `Unsupported` for a model that is not causal.
 
     Example::
 
@@ -79,10 +82,11 @@ def response_scores(
     top_k: int = 0,
     at_ids: Iterable[Any] | None = None,
 ) -> ResponseScores:
-    """Return log-probabilities and what else is asked of the same logits; arguments and errors as of `response_logprobs`.
+    """Return log-probabilities and what else is asked of the same logits; arguments and errors as of
+    `response_logprobs`.
 
-    entropy: of the distribution of each response token, in nats. top_k: how many most probable tokens (0: none). at_ids: integers
-    ``[T, K]`` of each row: return their log-probabilities too.
+    entropy: of the distribution of each response token, in nats. top_k: how many most probable tokens (0: none).
+    at_ids: integers ``[T, K]`` of each row: return their log-probabilities too.
     """
     if not temperature > 0:
         raise UsageError(
@@ -115,7 +119,8 @@ def teacher_top_k(
     temperature: float = 1.0,
     logits_dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor]:
-    """Return the most probable tokens at each response token, best first: ids int64 ``[N, k]`` and log-probs float32 ``[N, k]``.
+    """Return the most probable tokens at each response token, best first: ids int64 ``[N, k]`` and log-probs float32
+    ``[N, k]``.
 
     k 0: the drawn token alone, ``[N, 1]``. Arguments and errors as of `response_scores`; no gradient.
     """
@@ -138,7 +143,8 @@ class _Wanted:
     at_NK: Tensor | None
 
     def of(self, logits_CV: Tensor, at_C1: Tensor) -> tuple[Tensor, ...]:
-        """Return of a chunk: log-probs of the tokens `at_C1` with the entropy behind them, and the most probable tokens with theirs."""
+        """Return of a chunk: log-probs of the tokens `at_C1` with the entropy behind them, and the most probable tokens
+        with theirs."""
         logits_CV = logits_CV.float() if self.temperature == 1.0 else logits_CV.float() / self.temperature
         normal_C1 = logits_CV.logsumexp(-1, keepdim=True)
         columns_C1 = logits_CV.gather(-1, at_C1) - normal_C1

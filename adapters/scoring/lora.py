@@ -1,9 +1,10 @@
 """Low-rank adapters: a model whose weights stay as they are, with a small trained product beside each linear layer.
 
-A layer computes ``x W' + (alpha / rank) x A' B'``; A is ``[rank, in]``, B ``[out, rank]`` and 0 at the start (Hu et al., "LoRA", arXiv 2106.09685,
-section 4.1). W keeps its name, A and B stand beside it (``q_proj.weight``, ``q_proj.lora_a``, ``q_proj.lora_b``), so engines and
-checkpoints know the model as before. What is published is ``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds it, and W is
-not rounded again at each publication, as merging and unmerging in place would.
+A layer computes ``x W' + (alpha / rank) x A' B'``; A is ``[rank, in]``, B ``[out, rank]`` and 0 at the start (Hu et
+al., "LoRA", arXiv 2106.09685, section 4.1). W keeps its name, A and B stand beside it (``q_proj.weight``,
+``q_proj.lora_a``, ``q_proj.lora_b``), so engines and checkpoints know the model as before. What is published is
+``W + (alpha / rank) B A``, computed a tensor at a time: the trained model never holds it, and W is not rounded again at
+each publication, as merging and unmerging in place would.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ class LoraLinear(nn.Linear):
         return (weight.float() + self.lora_scale * (b.float() @ a.float())).to(weight.dtype)
 
     def merged_shard(self) -> Tensor:
-        """As `merged`, sharded as W is: each rank computes its own rows. Gathers A, which is small, so every rank must call it."""
+        """As `merged`, sharded as W is: each rank computes its own rows. Gathers A, which is small, so every rank must
+        call it."""
         from torch.distributed.tensor import DTensor
 
         weight, b = self.weight.detach(), self.lora_b.detach()
@@ -58,10 +60,12 @@ class LoraLinear(nn.Linear):
 
 
 def add_lora(model: nn.Module, *, rank: int, alpha: float = 16.0, dtype: torch.dtype | None = None) -> list[str]:
-    """Give every linear layer of `model`, but its output layer, a product of rank `rank`; freeze all else. Returns the names of the layers.
+    """Give every linear layer of `model`, but its output layer, a product of rank `rank`; freeze all else. Returns the
+    names of the layers.
 
-    dtype: of A and B (None: of the layer's weight). Call it before the model is sharded and before its optimizer is made. A is drawn from torch's
-    global generator. Raises `UsageError` for a rank below 1 or a model that has adapters, and `Unsupported` if there is no linear layer.
+    dtype: of A and B (None: of the layer's weight). Call it before the model is sharded and before its optimizer is
+    made. A is drawn from torch's global generator. Raises `UsageError` for a rank below 1 or a model that has adapters,
+    and `Unsupported` if there is no linear layer.
     """
     if rank < 1 or not alpha > 0:
         raise UsageError(f"rank={rank}, alpha={alpha}: give a rank of at least 1 and a positive alpha")
@@ -99,12 +103,14 @@ def has_lora(model: nn.Module) -> bool:
 
 
 def published_weights(model: nn.Module) -> ModuleWeights | MergedWeights:
-    """Return the weights that engines take, under the names of the model without adapters. Not copied, but for merged ones: valid until the next step."""
+    """Return the weights that engines take, under the names of the model without adapters. Not copied, but for merged
+    ones: valid until the next step."""
     return MergedWeights(model) if has_lora(model) else ModuleWeights(model)
 
 
 class MergedWeights:
-    """A weight source (`protocols.WeightSource`) over a model with adapters: each product is added to its weight when the tensor is yielded.
+    """A weight source (`protocols.WeightSource`) over a model with adapters: each product is added to its weight when
+    the tensor is yielded.
 
     Every rank of a sharded model must iterate, in the same order.
     """
@@ -135,7 +141,8 @@ class MergedWeights:
 
 
 def save_adapter(model: nn.Module, directory: str | Path, *, base: str) -> None:
-    """Write the adapters in the format of the library peft, for engines and tools that read it. base: path or id of the model without them.
+    """Write the adapters in the format of the library peft, for engines and tools that read it. base: path or id of the
+    model without them.
 
     Raises `UsageError` for a model without adapters. Every rank of a sharded model must call it; each writes the same.
     """

@@ -1,14 +1,17 @@
-"""How a model is run over rows: packed where that is exact for it, else padded. Found by experiment on the model itself.
+"""How a model is run over rows: packed where that is exact for it, else padded. Found by experiment on the model
+itself.
 
-A model's name or class does not say whether rows that share a batch stay apart in it: attention may be told, but a convolution
-or a recurrent layer is not. So `plan_for` runs the model on two short rows, three times:
+A model's name or class does not say whether rows that share a batch stay apart in it: attention may be told, but a
+convolution or a recurrent layer is not. So `plan_for` runs the model on two short rows, three times:
 
-1. Packed, with two different first rows. The second row's outputs must not change. The shapes are equal, so the same kernels run:
-   there is no rounding to allow for, but in a mixture of experts, which groups tokens of all rows by expert.
+1. Packed, with two different first rows. The second row's outputs must not change. The shapes are equal, so the same
+   kernels run: there is no rounding to allow for, but in a mixture of experts, which groups tokens of all rows by
+   expert.
 2. The second row alone. Its outputs must be the same but for rounding, so the model counts positions as it is told.
 
-A model that says ``shares_prompts`` is not tried: it takes rows that share their prompts, with a mask of its own (`rows.shared_rows`).
-A model that does not pass is run padded on the right, which is exact for every causal model; the same experiment shows that it is causal.
+A model that says ``shares_prompts`` is not tried: it takes rows that share their prompts, with a mask of its own
+(`rows.shared_rows`). A model that does not pass is run padded on the right, which is exact for every causal model; the
+same experiment shows that it is causal.
 """
 
 from __future__ import annotations
@@ -38,8 +41,8 @@ _LEAK: Final = 0.1
 
 @dataclass(frozen=True)
 class ScoringPlan:
-    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with nothing done to them after.
-    shared: rows of one prompt share it."""
+    """packed: rows are packed. reason: why not. own_head: the model's logits are those of its output layer, with
+    nothing done to them after. shared: rows of one prompt share it."""
 
     packed: bool
     reason: str = ""
@@ -50,8 +53,8 @@ class ScoringPlan:
 def plan_for(model: nn.Module) -> ScoringPlan:
     """Return how `model` is run, by experiment at the first call. Sets its attention implementation if rows are packed.
 
-    Raises `Unsupported` for a model that is not causal, and `UsageError` for a first call with a model that is sharded or on the
-    meta device: make the plan before.
+    Raises `Unsupported` for a model that is not causal, and `UsageError` for a first call with a model that is sharded
+    or on the meta device: make the plan before.
     """
     inner = unwrapped(model)
     plan: ScoringPlan | None = getattr(inner, _PLAN, None)
@@ -88,7 +91,8 @@ def inputs(rows: ForwardRows) -> dict[str, Any]:
     return {
         "input_ids": rows.ids_BT,
         "position_ids": rows.positions_BT,
-        # Four dimensions: transformers takes it as made, and does not build a mask of tokens x tokens. Attention in rows reads none.
+        # Four dimensions: transformers takes it as made, and does not build a mask of tokens x tokens. Attention in
+        # rows reads none.
         "attention_mask": rows.ids_BT.new_ones(1, 1, 1, 1, dtype=torch.bool),
         "use_cache": False,
         ARGUMENT: rows.packed,
@@ -96,7 +100,8 @@ def inputs(rows: ForwardRows) -> dict[str, Any]:
 
 
 def limits_of(model: Any) -> tuple[int | None, int | None]:
-    """Return the model's number of tokens in the vocabulary and its longest row, None where its configuration says nothing."""
+    """Return the model's number of tokens in the vocabulary and its longest row, None where its configuration says
+    nothing."""
     config = model.config.get_text_config()
     return getattr(config, "vocab_size", None), getattr(config, "max_position_embeddings", None)
 

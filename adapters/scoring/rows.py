@@ -1,9 +1,9 @@
 """Ragged rows of token ids as one flat batch: where each row lies, and which positions predict its response.
 
-A model sees every row of a call in one forward pass. *Packed*: all rows one after the other, ``[1, tokens]``, each with positions
-from 0. *Padded*: one row a line, ``[rows, longest]``, filled up on the right. Inside, rows lie longest first, so that
-rows of about one length are neighbours. *Shared*: one prompt a line, followed by all its responses; each token sees the prompt and its own
-response, at the position that it would have alone. Results come back in the caller's order.
+A model sees every row of a call in one forward pass. *Packed*: all rows one after the other, ``[1, tokens]``, each with
+positions from 0. *Padded*: one row a line, ``[rows, longest]``, filled up on the right. Inside, rows lie longest first,
+so that rows of about one length are neighbours. *Shared*: one prompt a line, followed by all its responses; each token
+sees the prompt and its own response, at the position that it would have alone. Results come back in the caller's order.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ _FILL_MIN: Final = 0.75
 
 @dataclass(frozen=True)
 class Bucket:
-    """Neighbouring rows of about one length, as a rectangle. start, tokens: their place in the flat batch. rows, width: of the rectangle.
+    """Neighbouring rows of about one length, as a rectangle. start, tokens: their place in the flat batch. rows, width:
+    of the rectangle.
 
-    places: which token stands in each field of the rectangle; real: fields that are no padding; both int64. None: all are real, in order.
+    places: which token stands in each field of the rectangle; real: fields that are no padding; both int64. None: all
+    are real, in order.
     """
 
     start: int
@@ -42,7 +44,8 @@ class Bucket:
 
 @dataclass(frozen=True)
 class PackedBuckets:
-    """The rows of a packed batch, for attention. offsets_R1: int32, where each row begins, and the end. longest: tokens of the longest row."""
+    """The rows of a packed batch, for attention. offsets_R1: int32, where each row begins, and the end. longest: tokens
+    of the longest row."""
 
     buckets: tuple[Bucket, ...]
     offsets_R1: Tensor
@@ -53,10 +56,10 @@ class PackedBuckets:
 class ForwardRows:
     """Prompts and responses of one forward pass, on a device.
 
-    ids, positions: int64 ``[1, N]`` (packed), ``[R, longest]`` (padded) or ``[prompts, longest]`` (shared). packed: None if not packed. from_S: for each
-    response token the place, in the flattened batch, whose output predicts it. targets_S: the response tokens. last_R: the
-    place of each row's last token (of shared rows, which lack it, the place before). sight_BTT: bool, which tokens each token of shared rows sees; else None.
-    S and R are in the caller's order.
+    ids, positions: int64 ``[1, N]`` (packed), ``[R, longest]`` (padded) or ``[prompts, longest]`` (shared). packed:
+    None if not packed. from_S: for each response token the place, in the flattened batch, whose output predicts it.
+    targets_S: the response tokens. last_R: the place of each row's last token (of shared rows, which lack it, the place
+    before). sight_BTT: bool, which tokens each token of shared rows sees; else None. S and R are in the caller's order.
     """
 
     ids_BT: Tensor
@@ -79,8 +82,8 @@ def forward_rows(
 ) -> ForwardRows:
     """Lay out rows for one forward pass. prompts, responses: integers ``[P]`` and ``[T]`` of each row.
 
-    Raises `UsageError` if there are no rows, not as many prompts as responses, an empty prompt (nothing predicts the first
-    token), an id outside of the vocabulary, or a row of more than `length_max` tokens.
+    Raises `UsageError` if there are no rows, not as many prompts as responses, an empty prompt (nothing predicts the
+    first token), an id outside of the vocabulary, or a row of more than `length_max` tokens.
     """
     prompt_rows, response_rows, rows = _checked(prompts, responses, vocabulary, length_max)
     lengths_R = np.array([len(row) for row in rows])
@@ -116,8 +119,8 @@ def shared_rows(
 ) -> ForwardRows:
     """Lay out rows so that those of one prompt share it. Arguments and errors as of `forward_rows`.
 
-    A group of 8 short responses consists mostly of the prompt: the work is two to three times less, the numbers are the same. The last token of a response
-    predicts nothing, so it is a target only.
+    A group of 8 short responses consists mostly of the prompt: the work is two to three times less, the numbers are the
+    same. The last token of a response predicts nothing, so it is a target only.
     """
     prompt_rows, response_rows, _ = _checked(prompts, responses, vocabulary, length_max)
     lines: dict[bytes, int] = {}

@@ -1,7 +1,8 @@
-"""Models as stages of a flow: rows with prompts and responses in, log-probs, values, rewards or the teacher's tokens out.
+"""Models as stages of a flow: rows with prompts and responses in, log-probs, values, rewards or the teacher's tokens
+out.
 
-A stage runs its model over the rows of a lease in micro-batches, and gives each as it is scored, the shortest rows first, so that the next
-task does not wait for the longest.
+A stage runs its model over the rows of a lease in micro-batches, and gives each as it is scored, the shortest rows
+first, so that the next task does not wait for the longest.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ Refresh = Callable[["tq.Batch"], object]
 class ScoringStage(ABC):
     """A stage (`protocols.StageFunction`) that runs a model over micro-batches of rows.
 
-    model: of `transferqueue.adapters.scoring`'s loaders. gives: name of its column or columns. prompts, responses: names of the columns with
-    token ids. tokens: of one forward pass, at most (a longer row is alone in one). refresh: called with each batch before it is scored.
+    model: of `transferqueue.adapters.scoring`'s loaders. gives: name of its column or columns. prompts, responses:
+    names of the columns with token ids. tokens: of one forward pass, at most (a longer row is alone in one). refresh:
+    called with each batch before it is scored.
     """
 
     def __init__(
@@ -132,7 +134,8 @@ class RewardModel(ScoringStage):
         return (rewards_of(self._model, prompts, responses).cpu().numpy(),)
 
     def rewards(self, prompts: Sequence[Any], responses: Sequence[Any]) -> Any:
-        """Return the scores of rows in their order, for a stage that adds several rewards: float32 ``[rows]``. prompts, responses: token ids."""
+        """Return the scores of rows in their order, for a stage that adds several rewards: float32 ``[rows]``. prompts,
+        responses: token ids."""
         rewards_R = np.empty(len(prompts), np.float32)
         for rows in self._micro_batches(prompts, responses):
             rewards_R[rows] = self.score([prompts[row] for row in rows], [responses[row] for row in rows])[0]
@@ -140,7 +143,8 @@ class RewardModel(ScoringStage):
 
 
 class TeacherTopK(ScoringStage):
-    """The teacher's most probable tokens at each response token: ids int32 ``[T, k]`` and log-probs float32 ``[T, k]`` a row.
+    """The teacher's most probable tokens at each response token: ids int32 ``[T, k]`` and log-probs float32 ``[T, k]``
+    a row.
 
     k 0: the drawn token alone, ``[T, 1]``. gives: names of the two columns.
     """

@@ -17,8 +17,8 @@ _HERE: Final = Path(__file__).parent
 def write(name: str, kind: str, directory: Path) -> list[Path]:
     """Write the package ``transferqueue_NAME`` into a new folder of `directory`, and return its files.
 
-    The package runs as written: its tests skip what is not implemented. Raises `UsageError` for an invalid name or kind, and
-    `AlreadyExists` if the folder exists; nothing is written then.
+    The package runs as written: its tests skip what is not implemented. Raises `UsageError` for an invalid name or
+    kind, and `AlreadyExists` if the folder exists; nothing is written then.
     """
     if not _NAME.fullmatch(name):
         raise UsageError(f"adapter name {name!r}: give lower-case letters, digits and underscores, a letter first")

@@ -1,7 +1,7 @@
 """Plain functions as stages: reward functions in TRL's form, and agents that call an OpenAI-compatible endpoint.
 
-Neither imports this package. A reward function is called with lists, one entry a row. An agent is called once a row, with many
-calls at a time.
+Neither imports this package. A reward function is called with lists, one entry a row. An agent is called once a row,
+with many calls at a time.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ class Rewards:
     """The stage ``reward``: the weighted sum of several reward functions.
 
     functions: in TRL's form; each gets the parameters that it names, which are fields of the rows (`columns` adds
-    fields for functions that take ``**kwargs``). Coroutine functions work too. weights: one for each function (None: all 1). prompts,
-    completions: names of those fields. decode: turns the ids of one row into text, if the two fields hold token ids.
+    fields for functions that take ``**kwargs``). Coroutine functions work too. weights: one for each function (None:
+    all 1). prompts, completions: names of those fields. decode: turns the ids of one row into text, if the two fields
+    hold token ids.
     """
 
     def __init__(
@@ -69,8 +70,8 @@ class Rewards:
         return (self._gives,)
 
     def __call__(self, batch: tq.Batch) -> Mapping[str, Any]:
-        """Score all rows: float32 ``[rows]``. Raises `RewardFailed` if a function raises or gives no score, with the row and its text, and
-        `UsageError` for a row to which no function applies."""
+        """Score all rows: float32 ``[rows]``. Raises `RewardFailed` if a function raises or gives no score, with the
+        row and its text, and `UsageError` for a row to which no function applies."""
         values = {name: self._texts(batch[field].list()) for name, field in self._given.items()}
         scores_FB = np.stack(
             [self._scores(call, names, values, batch) for call, names in zip(self._calls, self._columns, strict=True)]
@@ -135,12 +136,13 @@ class AgentRecorder(Protocol):
 class Agents:
     """A stage of agents: ``async run(data, base_url=…)``, once for each row, at most `concurrency_max` at once.
 
-    agent: the coroutine function, or an object with a coroutine method ``run``. It gets the row's fields by name and returns its reward,
-    or a mapping with the columns of `gives`. base_url: endpoint of the model. Or recorder: each row gets its own endpoint, and
-    tokens and log-probabilities of its calls become columns too. arguments: further arguments of ``run``.
+    agent: the coroutine function, or an object with a coroutine method ``run``. It gets the row's fields by name and
+    returns its reward, or a mapping with the columns of `gives`. base_url: endpoint of the model. Or recorder: each row
+    gets its own endpoint, and tokens and log-probabilities of its calls become columns too. arguments: further
+    arguments of ``run``.
 
-    Rows come back one at a time, as agents finish. An agent that raises, or that takes longer than `timeout_s`, ends the batch: the
-    remaining rows fail and are leased again.
+    Rows come back one at a time, as agents finish. An agent that raises, or that takes longer than `timeout_s`, ends
+    the batch: the remaining rows fail and are leased again.
     """
 
     def __init__(

@@ -3,8 +3,9 @@
 Rules:
 
 - An episode is one token sequence (`trajectory`): observations and the model's tokens, in turn.
-- Episodes do not wait for each other. Each is played in a thread of its own, with a request to the generator for each turn, and its row is
-  yielded as soon as it is over. A generator that batches requests generates the turns of several episodes together.
+- Episodes do not wait for each other. Each is played in a thread of its own, with a request to the generator for each
+  turn, and its row is yielded as soon as it is over. A generator that batches requests generates the turns of several
+  episodes together.
 - A completion that was cut short (`ABORT`) is continued before the environment gets it.
 - An environment is made, stepped and closed by one thread.
 """
@@ -59,7 +60,8 @@ class Environment(Protocol):
 
 @dataclass
 class Episode:
-    """An episode: its tokens, the reward of each turn, and why it ended: `STOP` (the environment ended it) or `LENGTH` (a limit cut it)."""
+    """An episode: its tokens, the reward of each turn, and why it ended: `STOP` (the environment ended it) or `LENGTH`
+    (a limit cut it)."""
 
     trajectory: Trajectory = field(default_factory=Trajectory)
     rewards: list[float] = field(default_factory=list)
@@ -78,9 +80,10 @@ class EpisodeEnded(Exception):
 class EpisodePlayer:
     """Plays episodes with one generator. Safe from several threads, one for each episode.
 
-    encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that the model drew before it. decode: an
-    action from the tokens that the model drew. sampling: of a turn. tokens_max: of a whole episode after what it began with; turns_max: turns of an
-    episode; one that reaches either is cut. timeout_s: of each request.
+    encode: ids of an observation, from it, the number of its turn (0: the first observation), and the tokens that the
+    model drew before it. decode: an action from the tokens that the model drew. sampling: of a turn. tokens_max: of a
+    whole episode after what it began with; turns_max: turns of an episode; one that reaches either is cut. timeout_s:
+    of each request.
     """
 
     def __init__(
@@ -159,10 +162,11 @@ class EpisodePlayer:
 
 
 def as_they_end(play: Callable[[int, Callable[[], bool]], T], rows: int, at_once: int) -> Iterator[tuple[int, T]]:
-    """Call ``play(row, given_up)`` for every row, each in a thread, at most `at_once` at a time; yield row and result as they end.
+    """Call ``play(row, given_up)`` for every row, each in a thread, at most `at_once` at a time; yield row and result
+    as they end.
 
-    When one raises, or the iterator is closed, `given_up` returns True for the others, which are awaited; the first error is raised. One row is played by the
-    calling thread.
+    When one raises, or the iterator is closed, `given_up` returns True for the others, which are awaited; the first
+    error is raised. One row is played by the calling thread.
     """
     if rows == 1:
         yield 0, play(0, lambda: False)
@@ -178,14 +182,14 @@ def as_they_end(play: Callable[[int, Callable[[], bool]], T], rows: int, at_once
 
 
 class Episodes:
-    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, the rewards of its turns, and
-    its number of turns. Rows come back one at a time, as their episodes end.
+    """The stage ``play``: each row is played as an episode and gets its token sequence, the sum of its rewards, the
+    rewards of its turns, and its number of turns. Rows come back one at a time, as their episodes end.
 
-    make: creates an environment for a row, in the thread that plays it. fields: passed to ``reset`` as ``options``. seed: name of the field that is
-    the ``seed``, if any.
-    encode: token ids of an observation and the number of its turn (from 0). decode: an action from the token ids that the
-    model drew. sampling: for each turn. turns_max: an episode that is not over after so many turns is truncated. at_once: episodes of a batch that are
-    played at once. timeout_s: of each request.
+    make: creates an environment for a row, in the thread that plays it. fields: passed to ``reset`` as ``options``.
+    seed: name of the field that is the ``seed``, if any. encode: token ids of an observation and the number of its turn
+    (from 0). decode: an action from the token ids that the model drew. sampling: for each turn. turns_max: an episode
+    that is not over after so many turns is truncated. at_once: episodes of a batch that are played at once. timeout_s:
+    of each request.
     """
 
     def __init__(
@@ -204,8 +208,8 @@ class Episodes:
     ) -> None:
         if turns_max < 1 or at_once < 1 or not (fields or seed):
             raise UsageError(
-                f"episodes with turns_max={turns_max}, at_once={at_once}, fields={tuple(fields)}, seed={seed}: give at least one turn, one episode, and a "
-                "field or a seed that tells one row from another"
+                f"episodes with turns_max={turns_max}, at_once={at_once}, fields={tuple(fields)}, seed={seed}: give at "
+                "least one turn, one episode, and a field or a seed that tells one row from another"
             )
         self._make, self._at_once = make, at_once
         self._fields, self._seed = tuple(fields), seed

@@ -1,7 +1,8 @@
 """A generator as a stage of a flow: prompts of leased rows in, completions out as each is finished.
 
-With a budget, a completion may take several leases: an unfinished row is released with its tokens, log-probabilities and versions,
-and any generator continues it under its current weights (`Prompt.begun`). A completion that was cut short is released likewise.
+With a budget, a completion may take several leases: an unfinished row is released with its tokens, log-probabilities
+and versions, and any generator continues it under its current weights (`Prompt.begun`). A completion that was cut short
+is released likewise.
 """
 
 from __future__ import annotations
@@ -47,17 +48,20 @@ def row_seed(seed: int, ordinal: int) -> int:
 
 
 class Generate:
-    """The stage ``generate``: a completion for each row, by any `Generator`. It may be called from several threads at once.
+    """The stage ``generate``: a completion for each row, by any `Generator`. It may be called from several threads at
+    once.
 
     Rows come back in parts of `part_rows`, each stamped with the versions of its tokens. token_versions: also give the
-    version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a completion
-    at most (0: no bound). parts: completions that were cut short are released with their tokens, and what was begun is read from the columns `BEGUN`; a budget implies it. A completion that was begun more than `max_staleness` versions ago
-    starts again.
+    version of each token as a column, for weights that change in flight. budget: tokens that one lease adds to a
+    completion at most (0: no bound). parts: completions that were cut short are released with their tokens, and what
+    was begun is read from the columns `BEGUN`; a budget implies it. A completion that was begun more than
+    `max_staleness` versions ago starts again.
 
-    seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt. whole_groups: the number of rows of a
-    group. Each request is then one whole group (ordinals ``n * whole_groups`` and the next ones), even if the lease has a part of it; the other
-    rows are generated and not used. With an engine that keeps requests apart, tokens and log-probabilities are the same, bit for bit, however rows
-    were leased. Raises `UsageError` for a negative budget, and for whole groups without a seed or with a budget.
+    seed: each row draws with the seed `row_seed(seed, its ordinal)`, on engines that take a seed for each prompt.
+    whole_groups: the number of rows of a group. Each request is then one whole group (ordinals ``n * whole_groups`` and
+    the next ones), even if the lease has a part of it; the other rows are generated and not used. With an engine that
+    keeps requests apart, tokens and log-probabilities are the same, bit for bit, however rows were leased. Raises
+    `UsageError` for a negative budget, and for whole groups without a seed or with a budget.
     """
 
     def __init__(
@@ -79,8 +83,8 @@ class Generate:
             raise UsageError(f"budget={budget} is not a number of tokens; 0 is no bound")
         if whole_groups and (budget or parts or seed is None):
             raise UsageError(
-                f"whole_groups={whole_groups} with budget={budget}, parts={parts} and seed={seed}: rows that are generated again must draw the same, so give a "
-                "seed, no budget and no parts"
+                f"whole_groups={whole_groups} with budget={budget}, parts={parts} and seed={seed}: rows that are "
+                "generated again must draw the same, so give a seed, no budget and no parts"
             )
         self._generator = generator
         self._sampling = sampling
@@ -193,7 +197,8 @@ class Generate:
 
 
 def _groups(ordinals: npt.NDArray[np.int64], rows: Collection[int], size: int) -> Iterator[list[int]]:
-    """Yield the positions of the rows of each group, in the order of their ordinals. Raises `UsageError` for a row without an ordinal."""
+    """Yield the positions of the rows of each group, in the order of their ordinals. Raises `UsageError` for a row
+    without an ordinal."""
     in_order = sorted(rows, key=lambda row: int(ordinals[row]))
     if in_order and ordinals[in_order[0]] < 0:
         raise UsageError(

@@ -1,4 +1,5 @@
-"""A source of prompts from Arrow, Parquet or ``datasets``: one group for each prompt, in an order fixed by a seed, from any position."""
+"""A source of prompts from Arrow, Parquet or ``datasets``: one group for each prompt, in an order fixed by a seed, from
+any position."""
 
 from __future__ import annotations
 
@@ -25,11 +26,11 @@ class Dataset(Protocol):
 class PromptSource:
     """A producer (`protocols.Producer`) of prompts: each becomes a group of `group_size` rows that share its values.
 
-    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped where Arrow can.
-    columns: source columns to use, and the names of their fields (``{"question": "prompt"}``); None: all, with their names.
-    epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order of the source.
-    groups_per_put: prompts in one
-    put. start: number of the first prompt, counted over all epochs: `Table.cursor` says where a stopped job continues.
+    source: an Arrow table; a Parquet or Arrow IPC file; or a ``datasets.Dataset``. Held in memory, or memory-mapped
+    where Arrow can. columns: source columns to use, and the names of their fields (``{"question": "prompt"}``); None:
+    all, with their names. epochs: how often each prompt is used. seed: each epoch gets its own order; None: the order
+    of the source. groups_per_put: prompts in one put. start: number of the first prompt, counted over all epochs:
+    `Table.cursor` says where a stopped job continues.
 
     Rows have the facts ``ordinal`` and ``group_id``, both the number of the prompt.
     """
@@ -48,8 +49,8 @@ class PromptSource:
         self._table = _chosen(_arrow(source), columns)
         if min(group_size, groups_per_put, epochs) < 1 or start < 0:
             raise UsageError(
-                f"prompts with group_size={group_size}, groups_per_put={groups_per_put}, epochs={epochs}, start={start}: "
-                "the first three are at least 1, the last at least 0"
+                f"prompts with group_size={group_size}, groups_per_put={groups_per_put}, epochs={epochs}, "
+                f"start={start}: the first three are at least 1, the last at least 0"
             )
         if not len(self._table):
             raise UsageError("the source of prompts has no rows; give at least one")
@@ -90,7 +91,8 @@ def _arrow(source: Any) -> pa.Table:
     if callable(getattr(source, "with_format", None)):
         return source.with_format("arrow")[:]
     raise UsageError(
-        f"prompts come from {type(source).__name__}; give an Arrow table, a Parquet or Arrow file, or a datasets.Dataset"
+        f"prompts come from {type(source).__name__}; give an Arrow table, a Parquet or Arrow file, or a "
+        "datasets.Dataset"
     )
 
 

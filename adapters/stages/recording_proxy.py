@@ -2,8 +2,9 @@
 
 Rules:
 
-- Each agent gets its own URL (`RecordingProxy.session`), which answers until its session ends. The proxy asks the upstream
-  endpoint for token ids and log-probabilities, whatever the agent requests, and forwards the answers, streamed ones as they arrive.
+- Each agent gets its own URL (`RecordingProxy.session`), which answers until its session ends. The proxy asks the
+  upstream endpoint for token ids and log-probabilities, whatever the agent requests, and forwards the answers, streamed
+  ones as they arrive.
 - Calls are joined by tokens: a call whose prompt begins with all tokens of earlier calls continues their sequence;
   any other call starts a new sequence (the agent shortened its history, or called twice). Text is never tokenized here.
 - A call is stamped with the version at its start and at its end: each of its tokens has a version in between.
@@ -57,7 +58,8 @@ class Recording:
         self.refusals: list[TransferQueueError] = []
 
     def trajectories(self) -> list[Trajectory]:
-        """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave no token ids."""
+        """The calls as sequences; one, if each call continued the one before. Raises `Unsupported` if the endpoint gave
+        no token ids."""
         if self.refusals:
             raise self.refusals[0]
         trajectories: list[Trajectory] = []
@@ -79,8 +81,8 @@ class Recording:
         trajectories = self.trajectories()
         if len(trajectories) != 1:
             raise UsageError(
-                f"the agent's {len(self.calls)} calls of the model are {len(trajectories)} sequences; a row holds one: let each call go on "
-                "with the one before, or put the trajectories as rows of a table of their own"
+                f"the agent's {len(self.calls)} calls of the model are {len(trajectories)} sequences; a row holds one: "
+                "let each call go on with the one before, or put the trajectories as rows of a table of their own"
             )
         return trajectories[0]
 
@@ -97,8 +99,8 @@ def _goes_on_with(trajectories: list[Trajectory], prompt_ids: Sequence[int]) -> 
 class RecordingProxy:
     """The proxy (`callables.AgentRecorder`): listens on this machine from its creation until `close`.
 
-    upstream: base URL of the endpoint, with its ``/v1``. version: returns the version of the weights that it serves now, such as
-    ``lambda: generator.version``.
+    upstream: base URL of the endpoint, with its ``/v1``. version: returns the version of the weights that it serves
+    now, such as ``lambda: generator.version``.
     """
 
     gives: Sequence[str] = FIELDS
@@ -215,7 +217,8 @@ class _Answers:
         self.broken = False
 
     def add(self, answer: Mapping[str, Any]) -> None:
-        """Add an answer, or a chunk of one. Missing ids do not disturb the agent: reading the recording raises instead."""
+        """Add an answer, or a chunk of one. Missing ids do not disturb the agent: reading the recording raises
+        instead."""
         self._prompt_ids = answer.get("prompt_token_ids") or self._prompt_ids
         for choice in answer.get("choices", ()):
             self._prompt_ids = choice.get("prompt_token_ids") or self._prompt_ids

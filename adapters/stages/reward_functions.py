@@ -1,7 +1,8 @@
 """Reward functions in TRL's form: how one is named, what it asks for, and what it may return.
 
-A function is called with lists, one entry a row: ``prompts``, ``completions``, ``completion_ids`` if it names them, and columns of the data
-by its other parameters. It returns one number for each row, or None for a row to which it does not apply. Coroutine functions work too.
+A function is called with lists, one entry a row: ``prompts``, ``completions``, ``completion_ids`` if it names them, and
+columns of the data by its other parameters. It returns one number for each row, or None for a row to which it does not
+apply. Coroutine functions work too.
 
 >>> def exact(completions, answer, **columns):
 ...     return [float(text == right) for text, right in zip(completions, answer, strict=True)]
@@ -34,7 +35,8 @@ from transferqueue.errors import NotFound, UsageError, listing
 from transferqueue.text import counted, shown, visible
 
 RewardFunction = Callable[..., "Sequence[float | None] | Awaitable[Sequence[float | None]]"]
-"""``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to that row."""
+"""``(prompts, completions, **columns)``, each with one entry a row. A result of None: the function does not apply to
+that row."""
 
 GIVEN: Final = ("prompts", "completions", "completion_ids")
 """Parameters that are not columns of the data."""
@@ -45,8 +47,8 @@ _ERROR_CHARS: Final = 500
 class RewardFailed(UsageError):
     """A reward function raised, or returned what is no score.
 
-    name: of the function. at: position of the row among those of the call (-1: unknown). of_call: the call as a whole failed, and would fail
-    with every row.
+    name: of the function. at: position of the row among those of the call (-1: unknown). of_call: the call as a whole
+    failed, and would fail with every row.
     """
 
     def __init__(self, text: str, *, name: str, at: int = -1, of_call: bool = False) -> None:
@@ -63,7 +65,8 @@ class RewardFailed(UsageError):
 class RewardCall:
     """A reward function and what it asks for.
 
-    given: those of `GIVEN` that it names. wants: columns that it must get. takes: columns that it gets if the rows have them. takes_all: it has ``**kwargs``, and gets all columns.
+    given: those of `GIVEN` that it names. wants: columns that it must get. takes: columns that it gets if the rows have
+    them. takes_all: it has ``**kwargs``, and gets all columns.
     """
 
     name: str
@@ -77,8 +80,8 @@ class RewardCall:
     def of(cls, function: RewardFunction, *, name: str = "", args: Mapping[str, Any] | None = None) -> RewardCall:
         """Read a function's parameters.
 
-        args: values for some of them. A class is called with them and makes the function, and so is a function without completions, such as
-        TRL's ``get_soft_overlong_punishment(max_completion_len, soft_punish_cache)``.
+        args: values for some of them. A class is called with them and makes the function, and so is a function without
+        completions, such as TRL's ``get_soft_overlong_punishment(max_completion_len, soft_punish_cache)``.
 
         Raises `UsageError` for an argument that is no parameter, and for parameters that cannot be given by name.
         """
@@ -109,7 +112,8 @@ class RewardCall:
             close = get_close_matches(missing[0], list(has), n=1)
             meant = close[0] if close else "COLUMN"
             raise NotFound(
-                f'reward {self.name} wants "{missing[0]}"; data has {listing(has)}: set data.columns = {{ {missing[0]} = "{meant}" }}'
+                f'reward {self.name} wants "{missing[0]}"; data has {listing(has)}: set data.columns = {{ {missing[0]} '
+                f'= "{meant}" }}'
             )
         more = (has if offered is None else offered) if self.takes_all else ()
         named = (*self.wants, *(name for name in self.takes if name in has), *more)
@@ -161,8 +165,8 @@ def _check_parameters(
             )
     if not takes_all and not {"completions", "completion_ids"} & parameters.keys():
         raise UsageError(
-            f"reward {name} has the parameters {listing(parameters)}: none of them is completions; a reward function is "
-            "called as (prompts, completions, **columns)"
+            f"reward {name} has the parameters {listing(parameters)}: none of them is completions; a reward function "
+            "is called as (prompts, completions, **columns)"
         )
     if unknown := [arg for arg in args if arg not in parameters and not takes_all]:
         raise UsageError(f"reward {name}: args has {unknown[0]!r}, which is no parameter; it has {listing(parameters)}")
@@ -176,7 +180,8 @@ async def _awaited(scores: Awaitable[Sequence[float | None]]) -> Sequence[float 
 
 
 def checked_scores(name: str, scores: Any, rows: int) -> npt.NDArray[np.float64]:
-    """Return scores as float64 ``[rows]``, NaN for None. Raises `RewardFailed` for anything but a finite number or None for each row."""
+    """Return scores as float64 ``[rows]``, NaN for None. Raises `RewardFailed` for anything but a finite number or None
+    for each row."""
     try:
         listed = list(scores)
     except Exception as error:  # of an iterator of the function's, too
@@ -241,15 +246,18 @@ def _shown(value: Any) -> str:
 
 
 def load_reward(named: str, args: Mapping[str, Any] | None = None) -> RewardCall:
-    """Import ``package.module:function`` or ``path/to/file.py:function``; a class is made with `args`, a function called with them.
+    """Import ``package.module:function`` or ``path/to/file.py:function``; a class is made with `args`, a function
+    called with them.
 
-    Raises `UsageError` for a text that names none, and for a module that fails; `NotFound` if there is no such module, file or function.
+    Raises `UsageError` for a text that names none, and for a module that fails; `NotFound` if there is no such module,
+    file or function.
     """
     return RewardCall.of(load_callable(named), name=named, args=args)
 
 
 def load_callable(named: str, key: str = "reward.function") -> Callable[..., Any]:
-    """Import ``package.module:name`` or ``path/to/file.py:name``; key: of the setting, for error texts. Raises as `load_reward` does."""
+    """Import ``package.module:name`` or ``path/to/file.py:name``; key: of the setting, for error texts. Raises as
+    `load_reward` does."""
     module_name, _, name = named.rpartition(":")
     if not module_name or not name:
         raise UsageError(f"{key} {named!r} names no function; write module:function, or path/to/file.py:function")

@@ -14,8 +14,8 @@ import numpy as np
 from transferqueue.adapters.protocols import Completion, Ids
 
 FIELDS: Final = ("input_ids", "loss_mask", "rollout_logprobs")
-"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. loss_mask: true where the model drew the token; elsewhere the
-log-probability is 0.
+"""Fields of a trajectory: int32, bool and float32 ``[tokens]``. loss_mask: true where the model drew the token;
+elsewhere the log-probability is 0.
 """
 
 
@@ -23,7 +23,8 @@ log-probability is 0.
 class Trajectory:
     """Tokens, a mask of those that the model drew, their log-probabilities, and the versions that drew them.
 
-    token_versions: -1 where nothing was drawn; the oldest possible one where only the versions of a whole answer are known.
+    token_versions: -1 where nothing was drawn; the oldest possible one where only the versions of a whole answer are
+    known.
     """
 
     ids: list[int] = field(default_factory=list)
@@ -40,7 +41,8 @@ class Trajectory:
         self.token_versions += [-1] * len(ids)
 
     def add_output(self, ids: Sequence[int] | Ids, logprobs: Iterable[float], versions: Iterable[int]) -> None:
-        """Append tokens that the model drew, with their log-probabilities and the versions of the weights that drew them."""
+        """Append tokens that the model drew, with their log-probabilities and the versions of the weights that drew
+        them."""
         drew = set(versions)
         self._add_drawn(ids, logprobs, [min(drew, default=-1)] * len(ids))
         self.versions |= drew
@@ -62,7 +64,8 @@ class Trajectory:
         return dict(zip(FIELDS, values, strict=True))
 
     def response(self, prompt: int) -> Mapping[str, Any]:
-        """The values of one row without its first `prompt` tokens: `response_ids`, `loss_mask`, `rollout_logprobs`, `token_versions`."""
+        """The values of one row without its first `prompt` tokens: `response_ids`, `loss_mask`, `rollout_logprobs`,
+        `token_versions`."""
         return {
             "response_ids": np.array(self.ids[prompt:], np.int32),
             "loss_mask": np.array(self.drawn[prompt:], bool),

@@ -1,6 +1,7 @@
 """A private directory as an object store: for more rows than fit in memory, on a fast disk.
 
-An object is a file with its key as name. Files are not synced to the device, because they end with their shard, as memory does.
+An object is a file with its key as name. Files are not synced to the device, because they end with their shard, as
+memory does.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ class DirectoryStore:
             file.unlink(missing_ok=True)
             if error.errno in _FULL:
                 raise OutOfMemory(
-                    f"{self._path} has no room for {content.nbytes} bytes ({error.strerror}): {room(self._path)}; consume rows, or lower --arena-bytes"
+                    f"{self._path} has no room for {content.nbytes} bytes ({error.strerror}): {room(self._path)}; "
+                    "consume rows, or lower --arena-bytes"
                 ) from error
             raise self._failed(error) from error
 

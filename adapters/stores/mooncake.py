@@ -2,10 +2,10 @@
 
 Facts about version 0.3.13 that this module relies on:
 
-- A master knows where objects are. Their memory belongs to clients with a segment, and is lost with such a client. This client has no
-  segment unless its address asks for one (``segment=``).
-- Objects are pinned, because otherwise the store evicts objects, and rows have no second copy. So a shard that joins removes the objects
-  that dead shards left.
+- A master knows where objects are. Their memory belongs to clients with a segment, and is lost with such a client. This
+  client has no segment unless its address asks for one (``segment=``).
+- Objects are pinned, because otherwise the store evicts objects, and rows have no second copy. So a shard that joins
+  removes the objects that dead shards left.
 - A put with an existing key reports success and changes nothing. So each key is used once.
 - Registered memory is read and written in place. Registration takes a tenth of a millisecond over TCP.
 - Calls have deadlines of their own: about 1 second if a host does not answer, 5 if the master does not.
@@ -38,9 +38,9 @@ _DOUBTFUL_MAX: Final = 16
 
 
 class MooncakeStore:
-    """The store whose master is at ``mooncake://host:port``. Options of the address: ``segment``, the memory that this process adds
-    (default: none); ``metadata``, a metadata server (default: none, hosts exchange metadata directly). `Unreachable` if the store cannot
-    be joined."""
+    """The store whose master is at ``mooncake://host:port``. Options of the address: ``segment``, the memory that this
+    process adds (default: none); ``metadata``, a metadata server (default: none, hosts exchange metadata directly).
+    `Unreachable` if the store cannot be joined."""
 
     def __init__(self, address: str, host: str = "127.0.0.1") -> None:
         self._address: Final = address
@@ -63,8 +63,8 @@ class MooncakeStore:
             code = self._store.put_from(key, at, content.nbytes, self._pinned)
         if code == _NO_ROOM:
             raise OutOfMemory(
-                f"the store {self._address} has no room for {content.nbytes} bytes; consume rows, add a segment to it, or "
-                "lower --arena-bytes"
+                f"the store {self._address} has no room for {content.nbytes} bytes; consume rows, add a segment to it, "
+                "or lower --arena-bytes"
             )
         self._check(code, f"put of {key}")
 
@@ -146,7 +146,7 @@ def _package(address: str) -> Any:
         from mooncake import store
     except ImportError as error:
         raise UsageError(
-            f"store {address} needs Mooncake, which does not load: {error}; pip install mooncake-transfer-engine-non-cuda, and "
-            "with Debian apt install libibverbs1 librdmacm1"
+            f"store {address} needs Mooncake, which does not load: {error}; pip install "
+            "mooncake-transfer-engine-non-cuda, and with Debian apt install libibverbs1 librdmacm1"
         ) from error
     return store

@@ -1,8 +1,8 @@
 """Batches of tensors copied to a device while the device computes with earlier ones.
 
-For columns of a lease, ``lease(device=)`` copies once less: straight from the queue's memory. This is for batches that were changed on the way, such as packed or
-joined ones. Each is copied to page-locked memory of this process, and from there on a stream of its own. The stream that computes waits on the device; this
-thread does not block.
+For columns of a lease, ``lease(device=)`` copies once less: straight from the queue's memory. This is for batches that
+were changed on the way, such as packed or joined ones. Each is copied to page-locked memory of this process, and from
+there on a stream of its own. The stream that computes waits on the device; this thread does not block.
 """
 
 from __future__ import annotations
@@ -28,11 +28,13 @@ def on_device(
 ) -> Iterator[Columns]:
     """Yield batches in order, with their tensors (dense or jagged) on `device`; other columns are unchanged.
 
-    batches: columns by name, such as `torch_data.tensors` makes of a leased batch. ahead: number of batches copied beyond the one that was
-    yielded. On a device a batch is read completely before the next one is taken from `batches`, so its lease may end then; use the
-    yielded tensors on the stream that is current at that time. On the CPU tensors are yielded without a copy.
+    batches: columns by name, such as `torch_data.tensors` makes of a leased batch. ahead: number of batches copied
+    beyond the one that was yielded. On a device a batch is read completely before the next one is taken from `batches`,
+    so its lease may end then; use the yielded tensors on the stream that is current at that time. On the CPU tensors
+    are yielded without a copy.
 
-    Raises `UsageError` at once for a device that does not exist or `ahead` below 0, and during iteration for an item that is no mapping.
+    Raises `UsageError` at once for a device that does not exist or `ahead` below 0, and during iteration for an item
+    that is no mapping.
 
     Example::
 

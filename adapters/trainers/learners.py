@@ -2,8 +2,8 @@
 
 Rules:
 
-- The loss of a step is a sum over rows or tokens, divided by their number in the whole step, over all micro-batches of all
-  ranks. It does not depend on how rows were split: several ranks learn what one rank would.
+- The loss of a step is a sum over rows or tokens, divided by their number in the whole step, over all micro-batches of
+  all ranks. It does not depend on how rows were split: several ranks learn what one rank would.
 - All ranks run as many micro-batches as the rank with the most. A rank with fewer repeats its last one with
   weight 0, since every backward pass is a collective.
 - A rank without rows takes part in the step too (`rank_leases` gives it None).
@@ -27,7 +27,8 @@ from transferqueue.errors import EndOfTable, UsageError
 
 @dataclass(frozen=True)
 class LossSum:
-    """Loss of a micro-batch: the sum, and the number of rows or tokens it is over. figures: sums of other metrics, by name."""
+    """Loss of a micro-batch: the sum, and the number of rows or tokens it is over. figures: sums of other metrics, by
+    name."""
 
     total: Tensor
     weight: float
@@ -35,7 +36,8 @@ class LossSum:
 
 
 Loss = Callable[[nn.Module, Any], LossSum]
-"""Computes the loss of a micro-batch that `split` made, with one call of the module: under FSDP each call is a collective."""
+"""Computes the loss of a micro-batch that `split` made, with one call of the module: under FSDP each call is a
+collective."""
 Split = Callable[[Any], Sequence[Any]]
 """Splits a batch into micro-batches, in any form that the loss takes."""
 
@@ -43,8 +45,8 @@ Split = Callable[[Any], Sequence[Any]]
 class TorchLearner:
     """A learner (`protocols.Learner`) over a module and its optimizer.
 
-    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``. In the last two cases every rank of the
-    default process group creates a learner and calls every method in the same order.
+    module: plain, wrapped by ``DistributedDataParallel``, or sharded by ``fully_shard``. In the last two cases every
+    rank of the default process group creates a learner and calls every method in the same order.
     """
 
     def __init__(
@@ -70,7 +72,8 @@ class TorchLearner:
     def step(self, batch: Any | None) -> Mapping[str, float]:
         """Take one step on `batch`; None on a rank that has no rows. Returns metrics, as means over the whole step.
 
-        Raises `UsageError` if no rank has rows, or if a rank without rows has never had any: it has nothing to run the module on.
+        Raises `UsageError` if no rank has rows, or if a rank without rows has never had any: it has nothing to run the
+        module on.
         """
         parts = list(self._split(batch)) if batch is not None else []
         rounds = int(_over_ranks(torch.tensor([len(parts)]), dist.ReduceOp.MAX)[0])
@@ -110,7 +113,8 @@ class TorchLearner:
         return weight, {"loss": total / weight, **{n: value / weight for n, value in zip(names, figures, strict=True)}}
 
     def _rescale(self, weight: float) -> None:
-        """Turn the gradients, which are sums on one rank and means over ranks on several, into means over the whole step."""
+        """Turn the gradients, which are sums on one rank and means over ranks on several, into means over the whole
+        step."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         for parameter in self._module.parameters():
             if parameter.grad is not None:
@@ -118,10 +122,11 @@ class TorchLearner:
 
 
 def rank_leases(table: tq.Table, task: str, *, rows: int, **lease: Any) -> Iterator[tq.Batch | None]:
-    """Yield batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows` rows for all ranks.
+    """Yield batches of this rank of the default process group: its share, balanced by tokens, of one batch of `rows`
+    rows for all ranks.
 
-    All ranks get the same number of batches: at the end of a table, a rank without rows gets None while another still has some. lease:
-    further arguments of `Table.lease`. The caller acks each batch.
+    All ranks get the same number of batches: at the end of a table, a rank without rows gets None while another still
+    has some. lease: further arguments of `Table.lease`. The caller acks each batch.
     """
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     while True:

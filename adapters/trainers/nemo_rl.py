@@ -1,12 +1,12 @@
 """NeMo-RL's data plane on the queue: a `DataPlaneClient` as ``nemo_rl.data_plane.interfaces`` defines it.
 
-A partition is a table that keeps its rows until they are cleared; a sample is a row found by its key. A consumer task is a task of
-that table. Its first claim declares it with the fields that it needs, and it also sees rows put before. A claim is a lease that
-is acked at once, since the interface only knows that a sample was claimed. The claim waits at the server until there is a batch,
-and no sample is claimed twice for one task.
+A partition is a table that keeps its rows until they are cleared; a sample is a row found by its key. A consumer task
+is a task of that table. Its first claim declares it with the fields that it needs, and it also sees rows put before. A
+claim is a lease that is acked at once, since the interface only knows that a sample was claimed. The claim waits at the
+server until there is a batch, and no sample is claimed twice for one task.
 
-`activate` puts this client where NeMo-RL's factory takes its own from. Without `activate`, NeMo-RL's own adapter runs unchanged on the
-drop-in for ``transfer_queue`` (`transferqueue.adapters.transfer_queue_hook`).
+`activate` puts this client where NeMo-RL's factory takes its own from. Without `activate`, NeMo-RL's own adapter runs
+unchanged on the drop-in for ``transfer_queue`` (`transferqueue.adapters.transfer_queue_hook`).
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     ) -> None:
         """Declare a partition and its consumers. A second call adds consumers; samples and claims stay.
 
-        fields, grpo_group_size, enums: ignored; puts create fields, and text is stored as text. Raises `Impossible` for more
-        samples than a partition may have.
+        fields, grpo_group_size, enums: ignored; puts create fields, and text is stored as text. Raises `Impossible` for
+        more samples than a partition may have.
         """
         del fields, grpo_group_size, enums
         if num_samples > self._samples_max:
@@ -99,7 +99,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         With `blocking`, waits at the server for `batch_size` samples; without, claims those that are ready, at most
         that many. dp_rank: ignored.
         Raises `DeadlineExceeded` (a ``TimeoutError``) that says what is missing, with nothing claimed; `NemoRlMissing`
-        for a partition or task that was not registered; `UsageError` for other fields than in the task's earlier claims.
+        for a partition or task that was not registered; `UsageError` for other fields than in the task's earlier
+        claims.
         """
         del dp_rank
         if batch_size < 1:
@@ -126,7 +127,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_data(self, meta: KVBatchMeta, select_fields: list[str] | None = None) -> TensorDict:
-        """Read fields of the samples in `meta`, by default the fields in `meta`. Raises `UsageError` if neither names fields."""
+        """Read fields of the samples in `meta`, by default the fields in `meta`. Raises `UsageError` if neither names
+        fields."""
         fields = meta.fields if select_fields is None else select_fields
         if fields is None:
             raise UsageError(
@@ -153,13 +155,13 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
     ) -> KVBatchMeta:
         """Write fields and merge tags of samples in one commit; creates samples and partition if they are new.
 
-        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are copied directly
-        from it. Raises `SchemaError` for values that do not fit the field, `Full` for too many samples.
+        fields: tensors of any layout, and non-tensor leaves of plain values (never pickled). A device's tensors are
+        copied directly from it. Raises `SchemaError` for values that do not fit the field, `Full` for too many samples.
         """
         _check_put(sample_ids, partition_id, fields, tags)
         if sample_ids:
             self._partitions.put_keyed(partition_id, sample_ids, fields, tags)
-        names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118  (a TensorDict is no mapping)
+        names = None if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
         return KVBatchMeta(
             partition_id=partition_id,
             task_name=None,
@@ -169,7 +171,8 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         )
 
     def get_samples(self, sample_ids: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
-        """Read fields of samples, claimed or not. Tensors are dense if all of these samples have one shape, else nested.
+        """Read fields of samples, claimed or not. Tensors are dense if all of these samples have one shape, else
+        nested.
 
         Columns that lie together in memory are not copied. Raises `NemoRlMissing` for missing samples, and for fields
         that not all of them have.
@@ -223,8 +226,9 @@ class QueueDataPlaneClient(DataPlaneClient):  # type: ignore[misc]
         claims = tasks[_claims(task)]
         if claims.needs != needs:
             raise UsageError(
-                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has claimed is "
-                f"counted by the fields of its first claim, {list(claims.needs)}; register another task for these"
+                f"task {task!r} of partition {partition_id!r} claims by other fields than {list(needs)}: what it has "
+                f"claimed is counted by the fields of its first claim, {list(claims.needs)}; register another task for "
+                "these"
             )
         return claims.name
 
@@ -236,8 +240,9 @@ def build(cfg: DataPlaneConfig, *, bootstrap: bool = True) -> QueueDataPlaneClie
     """Create the client for `cfg`, as NeMo-RL's factory calls it.
 
     ``controller_address``: address or join token of a running server. Without it, and with Ray, the driver
-    (`bootstrap`) deploys a server on Ray, which ends with the client, and workers look it up; without Ray the driver embeds one.
-    ``storage_capacity`` bounds the samples of a partition. Options of other implementations, such as ``backend``, are ignored.
+    (`bootstrap`) deploys a server on Ray, which ends with the client, and workers look it up; without Ray the driver
+    embeds one. ``storage_capacity`` bounds the samples of a partition. Options of other implementations, such as
+    ``backend``, are ignored.
     """
     samples_max = int(cfg["storage_capacity"])
     address = cfg.get("controller_address")
@@ -303,7 +308,8 @@ def _check_put(
     ):
         if size is not None and size != len(sample_ids):
             raise UsageError(
-                f"{what} of {size} samples for {len(sample_ids)} sample_ids of partition {partition_id!r}; give one for each"
+                f"{what} of {size} samples for {len(sample_ids)} sample_ids of partition {partition_id!r}; give one "
+                "for each"
             )
 
 

@@ -1,11 +1,13 @@
-"""A task's batches for torch: an ``IterableDataset`` whose workers lease, and a loader whose position can be saved and restored.
+"""A task's batches for torch: an ``IterableDataset`` whose workers lease, and a loader whose position can be saved and
+restored.
 
 Rules:
 
-- A batch is acked with its *step* when it is yielded: its rows stay in the table and are done once the model of that step
-  is saved (`QueueLoader.checkpointed`). Batches that workers fetched ahead are not lost when a job dies.
-- Steps are numbered in the order in which a loader yields batches, with any number of workers: worker w of n has the steps
-  that equal w modulo n, counted from the first. At the end of a table, where one worker finds rows and another none, numbers are skipped.
+- A batch is acked with its *step* when it is yielded: its rows stay in the table and are done once the model of that
+  step is saved (`QueueLoader.checkpointed`). Batches that workers fetched ahead are not lost when a job dies.
+- Steps are numbered in the order in which a loader yields batches, with any number of workers: worker w of n has the
+  steps that equal w modulo n, counted from the first. At the end of a table, where one worker finds rows and another
+  none, numbers are skipped.
 - A loader starts from the saved model: rows of later steps become ready again (`Table.rollback`). With several
   ranks, rank 0 does this while all ranks of a process group wait.
 """
@@ -48,11 +50,13 @@ def tensordict(batch: tq.Batch) -> Any:
 
 
 class QueueDataset(IterableDataset[Step[T]]):
-    """Yields batches of a task, as steps, until the table is sealed and drained. For ``DataLoader(…, batch_size=None)``.
+    """Yields batches of a task, as steps, until the table is sealed and drained. For
+    ``DataLoader(…, batch_size=None)``.
 
     address: of the queue; each iterating process connects by itself. form: converts a leased batch, in the
     process that leased it; an importable function if workers are spawned. start: number of the first step.
-    lease: arguments of `Table.lease`, such as ``rows=64``; with ``device=`` the tensors are on that device, and a loader must not have workers.
+    lease: arguments of `Table.lease`, such as ``rows=64``; with ``device=`` the tensors are on that device, and a
+    loader must not have workers.
 
     ``state_dict`` and ``load_state_dict`` let ``StatefulDataLoader`` restore it; the job itself must then call
     `Table.rollback` to get the rows again.
@@ -99,8 +103,9 @@ class QueueDataset(IterableDataset[Step[T]]):
 class QueueLoader(Generic[T]):
     """An iterable over a `QueueDataset` with a state, in place of ``DataLoader`` or ``StatefulDataLoader``.
 
-    num_workers: processes that lease and convert batches beside the training; 0: this process. options: of ``DataLoader``, such as
-    ``prefetch_factor`` or ``pin_memory``. Workers are spawned unless ``multiprocessing_context`` says otherwise.
+    num_workers: processes that lease and convert batches beside the training; 0: this process. options: of
+    ``DataLoader``, such as ``prefetch_factor`` or ``pin_memory``. Workers are spawned unless
+    ``multiprocessing_context`` says otherwise.
 
     Example::
 
@@ -115,8 +120,8 @@ class QueueLoader(Generic[T]):
     def __init__(self, dataset: QueueDataset[T], *, num_workers: int = 0, **options: Any) -> None:
         if num_workers and dataset.lease.get("device") is not None:
             raise UsageError(
-                f"device={dataset.lease['device']!r} with num_workers={num_workers}: a worker's device memory does not reach this process; take "
-                "num_workers=0, which copies ahead anyway, or copy here, with on_device"
+                f"device={dataset.lease['device']!r} with num_workers={num_workers}: a worker's device memory does not "
+                "reach this process; take num_workers=0, which copies ahead anyway, or copy here, with on_device"
             )
         if num_workers:
             options.setdefault("multiprocessing_context", "spawn")
@@ -151,7 +156,8 @@ class QueueLoader(Generic[T]):
         return {"step": self._step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Set the position: the next iteration yields again what came after it. Raises `UsageError` during an iteration."""
+        """Set the position: the next iteration yields again what came after it. Raises `UsageError` during an
+        iteration."""
         if self._iterating:
             raise UsageError("a loader's state cannot change while it is being iterated; load it before")
         if not isinstance(state.get("step", ""), int | None):
@@ -159,7 +165,8 @@ class QueueLoader(Generic[T]):
         self._step = state["step"]
 
     def checkpointed(self) -> int:
-        """Mark the model as saved after the last batch: the rows of that batch and of those before it are done. Return how many rows.
+        """Mark the model as saved after the last batch: the rows of that batch and of those before it are done. Return
+        how many rows.
 
         With several ranks, call it on one rank, after all have reached that step.
         """

@@ -1,20 +1,23 @@
-"""TRL's ``GRPOTrainer`` with rollouts from the queue: other processes serve the table's tasks (generation, optionally rewards).
+"""TRL's ``GRPOTrainer`` with rollouts from the queue: other processes serve the table's tasks (generation, optionally
+rewards).
 
     rollouts = QueueRollouts(queue, table="rollouts", ahead=1)
     trainer = Trainer(..., rollout_func=rollouts, callbacks=[rollouts])
 
 Rules:
 
-1. A request of the trainer puts its prompts, unless they are there already, and leases the rows when they are complete. Weights are
-   published after every step, with the trainer's step as version, and generators follow the channel.
-2. With ``ahead=n`` the prompts of the trainer's next n requests are put too, in the order of its own sampler, so they are generated while the
-   trainer computes. Prompts that the trainer then does not ask for are dropped ("not_requested").
-3. The table's pacing bounds how far: prompts are put ahead only while a reservation is granted at once, and a row over ``max_staleness`` is
-   generated again (`rollout_pacing`).
-4. Rows are done when the steps on them are over. If the trainer dies, its rows are released; the next trainer on the table drops them
-   ("restarted") and asks anew.
-5. TRL's loss takes the rows of a request for the current policy's own, unless generation is vLLM's. Rows that were generated ahead are not:
-   put `BehaviourRatio` before ``GRPOTrainer``, and the ratio is to the policy that drew the tokens.
+1. A request of the trainer puts its prompts, unless they are there already, and leases the rows when they are complete.
+   Weights are published after every step, with the trainer's step as version, and generators follow the channel.
+2. With ``ahead=n`` the prompts of the trainer's next n requests are put too, in the order of its own sampler, so they
+   are generated while the trainer computes. Prompts that the trainer then does not ask for are dropped
+   ("not_requested").
+3. The table's pacing bounds how far: prompts are put ahead only while a reservation is granted at once, and a row over
+   ``max_staleness`` is generated again (`rollout_pacing`).
+4. Rows are done when the steps on them are over. If the trainer dies, its rows are released; the next trainer on the
+   table drops them ("restarted") and asks anew.
+5. TRL's loss takes the rows of a request for the current policy's own, unless generation is vLLM's. Rows that were
+   generated ahead are not: put `BehaviourRatio` before ``GRPOTrainer``, and the ratio is to the policy that drew the
+   tokens.
 
        class Trainer(BehaviourRatio, GRPOTrainer): pass
 """
@@ -39,7 +42,8 @@ from transferqueue.adapters.weights import ModuleWeights
 from transferqueue.errors import DeadlineExceeded, InternalError, NotFound, UsageError
 
 _GROUP_BITS: Final = 52
-"""Group ids start at a random number, so that those of an earlier trainer do not come again; they stay exact as float64."""
+"""Group ids start at a random number, so that those of an earlier trainer do not come again; they stay exact as
+float64."""
 _log: Final = logging.getLogger("transferqueue.adapters.trl")
 
 REWARDS: Final = "queue_rewards"
@@ -47,7 +51,8 @@ REWARDS: Final = "queue_rewards"
 
 
 def rollout_tasks(*others: tq.Task, needs: Iterable[str] = ()) -> list[tq.Task]:
-    """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``, which takes whole groups.
+    """Return the tasks of a table for `QueueRollouts`: ``rollout``, the others, and ``train``, which takes whole
+    groups.
 
     needs: further fields that a row must have before it is trained, such as ``rewards``.
     """
@@ -67,9 +72,11 @@ def queued_reward(completions: Sequence[Any], **columns: Any) -> list[float]:
 def rollout_pacing(
     rows: int, *, ahead: int = 1, max_staleness: int | None = None, channel: str = "policy"
 ) -> tq.Pacing:
-    """Return the pacing of a table for `QueueRollouts`: at most ``ahead`` requests of ``rows`` rows beyond the current one.
+    """Return the pacing of a table for `QueueRollouts`: at most ``ahead`` requests of ``rows`` rows beyond the current
+    one.
 
-    max_staleness: steps that a row may be behind (None: ``ahead``, for requests of one step each). Rows over it are generated again.
+    max_staleness: steps that a row may be behind (None: ``ahead``, for requests of one step each). Rows over it are
+    generated again.
     """
     return tq.Pacing(
         "train",
@@ -82,7 +89,8 @@ def rollout_pacing(
 
 
 class BehaviourRatio:
-    """Before ``GRPOTrainer`` in the bases of a class: the loss is clipped around the policy that drew the tokens, whenever it drew them."""
+    """Before ``GRPOTrainer`` in the bases of a class: the loss is clipped around the policy that drew the tokens,
+    whenever it drew them."""
 
     def compute_loss(self, model: Any, inputs: Mapping[str, Any], *given: Any, **options: Any) -> Any:
         """Compute TRL's loss with the log-probs that came with the rows as those of the old policy."""
@@ -110,10 +118,11 @@ class _Request:
 class QueueRollouts(TrainerCallback):  # type: ignore[misc]
     """TRL's ``rollout_func``, and the trainer callback that publishes weights and ends leases.
 
-    table: has the tasks of `rollout_tasks`, and is this trainer's alone. channel: weight channel. ahead: requests that are put before the trainer asks for
-    them (0: none). timeout_s: longest wait for the rows of a request. lease_s: longest time that the steps on one request's rows
-    take. Supports one trainer process. `UsageError` for a pacing that drops stale rows, which a request would wait for, and, at the first
-    request, for ``ahead`` that a staleness bound excludes.
+    table: has the tasks of `rollout_tasks`, and is this trainer's alone. channel: weight channel. ahead: requests that
+    are put before the trainer asks for them (0: none). timeout_s: longest wait for the rows of a request. lease_s:
+    longest time that the steps on one request's rows take. Supports one trainer process. `UsageError` for a pacing that
+    drops stale rows, which a request would wait for, and, at the first request, for ``ahead`` that a staleness bound
+    excludes.
     """
 
     def __init__(
@@ -143,7 +152,8 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         self._ahead: deque[_Request] = deque()
 
     def __call__(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Return the completions of `prompts` (one for each completion) in that order. Blocks until they are complete."""
+        """Return the completions of `prompts` (one for each completion) in that order. Blocks until they are
+        complete."""
         self._ended()
         training = trainer.model.training
         request = self._requested(prompts, trainer) if training else self._put(prompts, trainer, 1)
@@ -211,8 +221,9 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
         steps = self._ahead_max * _steps_of_request(trainer)
         if bound is not None and steps > bound:
             raise UsageError(
-                f"ahead={self._ahead_max} requests of {_steps_of_request(trainer):g} steps each makes rows {steps:g} versions old, and "
-                f"max_staleness is {bound}: every row would be generated twice; lower ahead or raise max_staleness"
+                f"ahead={self._ahead_max} requests of {_steps_of_request(trainer):g} steps each makes rows {steps:g} "
+                f"versions old, and max_staleness is {bound}: every row would be generated twice; lower ahead or raise "
+                "max_staleness"
             )
 
     def _drop_ahead(self) -> None:
@@ -242,7 +253,8 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
 
 class _Upcoming:
-    """Prompts of the requests that a trainer will make: what its sampler gives, from a sampler of its own, epoch after epoch."""
+    """Prompts of the requests that a trainer will make: what its sampler gives, from a sampler of its own, epoch after
+    epoch."""
 
     def __init__(self, trainer: Any) -> None:
         self._dataset = trainer.train_dataset

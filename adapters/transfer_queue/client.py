@@ -27,7 +27,8 @@ Parser = Callable[[Any], Any]
 
 
 class TransferQueueClient:
-    """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for any event loop.
+    """A process's access to the partitions. Every method may be called from any thread, and has an ``async_`` twin for
+    any event loop.
 
     ask: calls a method of the controller by name. rows_max: bound of a partition that this client creates.
     """
@@ -50,8 +51,9 @@ class TransferQueueClient:
     ) -> BatchMeta:
         """Choose samples of a partition that have all `data_fields`, and count them as consumed by `task_name`.
 
-        mode ``fetch``: the sampler chooses; while there are too few samples, returns an empty batch, or with ``polling_mode`` off waits.
-        ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples without data.
+        mode ``fetch``: the sampler chooses; while there are too few samples, returns an empty batch, or with
+        ``polling_mode`` off waits. ``force_fetch``: all samples, ready or not, consumed or not. ``insert``: new samples
+        without data.
         """
         _check_text(partition_id=partition_id, task_name=task_name or "")
         if sampling_config is not None and not isinstance(sampling_config, Mapping):
@@ -122,13 +124,15 @@ class TransferQueueClient:
     def get_consumption_status(
         self, task_name: str, partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of a partition, and 1 for those that `task_name` has consumed; two None if the partition does not exist."""
+        """Return the indexes of a partition, and 1 for those that `task_name` has consumed; two None if the partition
+        does not exist."""
         return self._ask("consumption", task_name, partition_id) or (None, None)
 
     def get_production_status(
         self, data_fields: list[str], partition_id: str
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """Return the indexes of a partition, and 1 for those that have all `data_fields`; two None if the partition does not exist."""
+        """Return the indexes of a partition, and 1 for those that have all `data_fields`; two None if the partition
+        does not exist."""
         return self._ask("production", list(data_fields), partition_id) or (None, None)
 
     def check_consumption_status(self, task_name: str, partition_id: str) -> bool:
@@ -194,7 +198,8 @@ class TransferQueueClient:
     def kv_put(
         self, keys: list[str], partition_id: str, fields: TensorDict | None, tags: Sequence[Mapping[str, Any]] | None
     ) -> tuple[list[str], list[dict[str, Any]]]:
-        """Write columns and merge tags of samples by key; creates new ones. Return all fields and each sample's tags that they have now."""
+        """Write columns and merge tags of samples by key; creates new ones. Return all fields and each sample's tags
+        that they have now."""
         put = self._partitions.put_keyed(partition_id, keys, fields, tags)
         if put is None:  # all were new
             names = [] if fields is None else [str(name) for name in fields.keys()]  # noqa: SIM118
@@ -210,7 +215,8 @@ class TransferQueueClient:
             return list(read.fields)
 
     def kv_get(self, keys: list[str], partition_id: str, select_fields: Sequence[str] | None) -> TensorDict:
-        """Read columns of samples by key: all fields that each has, or those in `select_fields` (unknown ones are ignored)."""
+        """Read columns of samples by key: all fields that each has, or those in `select_fields` (unknown ones are
+        ignored)."""
         if not keys:
             raise ValueError(f"no keys for partition {partition_id!r}; name at least one")
         return self._partitions.get(partition_id, keys, select_fields)
@@ -232,7 +238,8 @@ class TransferQueueClient:
         checkpoint.save_controller(self._ask, Path(path))
 
     def load_controller_checkpoint(self, path: str | Path) -> None:
-        """Restore the consumption state from such a file. A damaged or foreign file is `Corruption` or `UsageError` and changes nothing."""
+        """Restore the consumption state from such a file. A damaged or foreign file is `Corruption` or `UsageError` and
+        changes nothing."""
         checkpoint.load_controller(self._ask, Path(path))
 
     def save_storage_checkpoint(self, checkpoint_dir: str | Path) -> None:
@@ -247,7 +254,8 @@ class TransferQueueClient:
         checkpoint.load_storage(self._queue, self._ask, Path(checkpoint_dir), self._rows_max)
 
     def verify_checkpoint(self, checkpoint_dir: str | Path) -> None:
-        """Raise what `load_storage_checkpoint` would raise for a checkpoint that cannot be loaded completely. Changes nothing."""
+        """Raise what `load_storage_checkpoint` would raise for a checkpoint that cannot be loaded completely. Changes
+        nothing."""
         checkpoint.verify(Path(checkpoint_dir), self._ask, self._rows_max)
 
     def close(self) -> None:
@@ -306,7 +314,8 @@ def _check_text(**arguments: Any) -> None:
 
 
 def _names(data_fields: Iterable[str]) -> list[str]:
-    """Names of fields as a list. ``TypeError`` for one name alone, which would be taken for names of one letter each."""
+    """Names of fields as a list. ``TypeError`` for one name alone, which would be taken for names of one letter
+    each."""
     names = None if isinstance(data_fields, str) or not isinstance(data_fields, Iterable) else list(data_fields)
     if names is None or not all(isinstance(name, str) for name in names):
         raise TypeError(f"data_fields={data_fields!r}; give a list of names, such as ['prompts', 'responses']")

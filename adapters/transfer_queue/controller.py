@@ -1,11 +1,12 @@
 """The drop-in's controller: records which samples each task has consumed. It owns the server.
 
 Bytes, keys, tags and readiness are in the tables, which clients read and write directly. The controller keeps
-consumption: by partition and task, the samples that calls of ``get_meta`` have returned (consumed when returned, as documented), and the
-samplers' memories.
+consumption: by partition and task, the samples that calls of ``get_meta`` have returned (consumed when returned, as
+documented), and the samplers' memories.
 
 Readiness comes by leases, without scans: for each requested set of fields, the partition's table gets a task that needs
-them, and the controller leases what has become ready since. A call that may wait does so in such a lease, so it ends when rows arrive.
+them, and the controller leases what has become ready since. A call that may wait does so in such a lease, so it ends
+when rows arrive.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ CLEAR_S: Final = 5.0
 _MORE: Final = 8
 """If a sampler finds no batch among the first samples, it is offered so many times as many."""
 _OF_A_VIEW: Final = frozenset({SequentialSampler, GRPOGroupNSampler, RankAwareSampler, SeqlenBalancedSampler})
-"""Samplers that take a `WaitingSamples` as it is, and look at what they need of it. Any other is given a list of all."""
+"""Samplers that take a `WaitingSamples` as it is, and look at what they need of it. Any other is given a list of
+all."""
 
 
 @dataclass
@@ -92,7 +94,8 @@ class Partition:
                 ending.callback(ready.end)
 
     def ready(self, fields: Iterable[str]) -> ReadySamples:
-        """Return the ready samples of a set of fields, as far as they are known. `NotFound` if the partition was cleared."""
+        """Return the ready samples of a set of fields, as far as they are known. `NotFound` if the partition was
+        cleared."""
         names = tuple(sorted(fields))
         ready = self._ready.get(names)
         if ready is None:
@@ -102,8 +105,9 @@ class Partition:
                 if names not in self._ready:
                     if len(self._ready) >= FIELD_SETS_MAX:
                         raise UsageError(
-                            f"get_meta for {list(names)}: partition {self.partition_id!r} was asked for {FIELD_SETS_MAX} other sets of fields, "
-                            "which is the maximum; ask for one of those, and name the fields that are needed to get_data"
+                            f"get_meta for {list(names)}: partition {self.partition_id!r} was asked for "
+                            f"{FIELD_SETS_MAX} other sets of fields, which is the maximum; ask for one of those, and "
+                            "name the fields that are needed to get_data"
                         )
                     task = f"ready.{len(self._ready)}"
                     self._ready[names] = ReadySamples(self.table, task, names, self._guard, self._times_ready)
@@ -152,7 +156,8 @@ class Partition:
             consumed.discard(gone)
 
     def clear_fields(self, rows: Sequence[int], fields: Sequence[str]) -> None:
-        """Delete fields of samples. They are ready again, for questions that name such a field, when it is put again."""
+        """Delete fields of samples. They are ready again, for questions that name such a field, when it is put
+        again."""
         gone = indexes_of(rows)
         self.settle()
         self.table.free_columns(gone, fields, again=True)
@@ -272,8 +277,8 @@ class Controller:
             self._wait(partition, ready, changes, left_s)
         if not len(meta) and batch_size > 0 and not self.polling_mode:
             raise TimeoutError(
-                f"no batch of {batch_size} samples with {list(data_fields)} became ready in partition {partition_id!r} for "
-                f"task {task!r} within {WAIT_S:g} s"
+                f"no batch of {batch_size} samples with {list(data_fields)} became ready in partition {partition_id!r} "
+                f"for task {task!r} within {WAIT_S:g} s"
             )
         return meta
 
@@ -339,8 +344,8 @@ class Controller:
     def _heard(
         self, partition_id: str, fields: Sequence[str], needed: int, more: bool
     ) -> tuple[Partition, ReadySamples]:
-        """Return a partition and its samples that are ready now: for a sampler that takes lists all, else, with `more` or if some became ready,
-        at least `needed` more than were known."""
+        """Return a partition and its samples that are ready now: for a sampler that takes lists all, else, with `more`
+        or if some became ready, at least `needed` more than were known."""
         partition = self._partition(partition_id)
         try:
             return partition, self._ready(partition, fields, needed, more)
@@ -387,7 +392,8 @@ class Controller:
         return self._status(partition_id, lambda partition: partition.consumed.get(task, _NOTHING))
 
     def production(self, fields: Sequence[str], partition_id: str) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the indexes of a partition, and which have all of these fields; None if the partition does not exist."""
+        """Return the indexes of a partition, and which have all of these fields; None if the partition does not
+        exist."""
         return self._status(partition_id, lambda partition: partition.have(fields))
 
     def _status(
@@ -436,7 +442,8 @@ class Controller:
     # ------------------------------------------------------------ checkpoints
 
     def state(self) -> dict[str, Any]:
-        """Return the consumption state as plain JSON. Raises `UsageError` for a sampler's memory without such a form."""
+        """Return the consumption state as plain JSON. Raises `UsageError` for a sampler's memory without such a
+        form."""
         with self._guard:
             return {
                 "consumed": {
@@ -451,8 +458,8 @@ class Controller:
         """Raise `UsageError` for the state of another sampler, `Corruption` for an invalid memory. Changes nothing."""
         if state["sampler"] != type(self.sampler).__name__:
             raise UsageError(
-                f"the checkpoint has the memory of a {state['sampler']}, the sampler here is a {type(self.sampler).__name__}: "
-                "start with the sampler that it was saved with"
+                f"the checkpoint has the memory of a {state['sampler']}, the sampler here is a "
+                f"{type(self.sampler).__name__}: start with the sampler that it was saved with"
             )
         remembered(state["memory"], "the sampler's memory")
 
@@ -470,7 +477,8 @@ class Controller:
     # ------------------------------------------------------------ clearing
 
     def clear_samples(self, rows: Sequence[int], partition_id: str) -> None:
-        """Delete samples of a partition. If another thread has just leased some of them, waits until it has added them."""
+        """Delete samples of a partition. If another thread has just leased some of them, waits until it has added
+        them."""
         deadline = time.monotonic() + CLEAR_S
         with self._guard:
             while True:
@@ -499,7 +507,8 @@ class Controller:
                 self._queue.drop_table(table_of(partition_id))
 
     def renew(self, partition_id: str, fields: dict[str, str]) -> None:
-        """Drop the table of a partition if it has no samples and still has these fields, by their types. Otherwise do nothing.
+        """Drop the table of a partition if it has no samples and still has these fields, by their types. Otherwise do
+        nothing.
 
         Calls that wait for its samples continue to wait, on the table that the next put creates.
         """

@@ -1,8 +1,9 @@
 """Starts or finds the drop-in's server and controller.
 
-With Ray, the first process that calls `init` creates the named actor ``TransferQueueController``, which holds both; every other
-process of that cluster finds it by name. Without Ray (not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``) they live in
-the calling process. `close` in an attached process closes its own connection only; in the process that started the service it ends the service.
+With Ray, the first process that calls `init` creates the named actor ``TransferQueueController``, which holds both;
+every other process of that cluster finds it by name. Without Ray (not installed, or ``TRANSFERQUEUE_SHIM_LOCAL=1``)
+they live in the calling process. `close` in an attached process closes its own connection only; in the process that
+started the service it ends the service.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ CONFIG: Final = Path(__file__).with_name("config.yaml")
 
 
 class DropInServer:
-    """The queue's server and the controller, in one process. direct: clients in other processes may ask over a socket."""
+    """The queue's server and the controller, in one process. direct: clients in other processes may ask over a
+    socket."""
 
     def __init__(self, config: Mapping[str, Any], *, direct: bool = False) -> None:
         self._config = dict(config)
@@ -63,11 +65,13 @@ class DropInServer:
             self._config["metrics"] = {**settings, "endpoint": metrics.address}
 
     def hello(self) -> tuple[str, dict[str, Any], str]:
-        """Return the address of the queue, the configuration, and the name of the socket for questions ("": there is none)."""
+        """Return the address of the queue, the configuration, and the name of the socket for questions ("": there is
+        none)."""
         return self._queue.address, self._config, self._questions.name if self._questions else ""
 
     def kept(self, number: int) -> Any:
-        """Raise the exception that a question over the socket has raised, or return its answer, which that did not carry."""
+        """Raise the exception that a question over the socket has raised, or return its answer, which that did not
+        carry."""
         return self._questions.kept(number) if self._questions is not None else None
 
     def __getattr__(self, name: str) -> Any:
@@ -104,7 +108,8 @@ _services: Final[dict[int, DropInConnection]] = {}
 
 
 def start(config: Mapping[str, Any] | None) -> DropInConnection:
-    """Return this process's connection: to an existing service, or to one that this call starts. A second call returns the same."""
+    """Return this process's connection: to an existing service, or to one that this call starts. A second call returns
+    the same."""
     with _guard:
         connection = _services.get(os.getpid())
         if connection is None:

@@ -1,17 +1,19 @@
-"""Questions to the controller over a socket, without a call of a Ray actor, which takes several times as long as the answer.
+"""Questions to the controller over a socket, without a call of a Ray actor, which takes several times as long as the
+answer.
 
-The process that has the controller listens at an abstract Unix socket: it has no file, disappears with the process, and is reached from the
-same node only. Both ends check that the other one runs as the same user. Rules:
+The process that has the controller listens at an abstract Unix socket: it has no file, disappears with the process, and
+is reached from the same node only. Both ends check that the other one runs as the same user. Rules:
 
-1. A frame is its length (4 bytes, little-endian) and MessagePack. A question is ``[name, arguments]`` for one of `NAMES`; nothing received
-   is executed. An answer is the metadata, or the number of what the server keeps instead.
-2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another node, another user,
-   too many connections, an argument that is no plain value) leaves the question to Ray, which gives the same answer.
-3. An exception stays in the server, and so does metadata that is too large for a frame or no plain value: the client fetches it by its
-   number over Ray, before it asks anything else on that connection. So callers see what they always saw, and no sample is lost that the question
-   counted as consumed.
-4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is gone: to ask again
-   could take samples twice.
+1. A frame is its length (4 bytes, little-endian) and MessagePack. A question is ``[name, arguments]`` for one of
+   `NAMES`; nothing received is executed. An answer is the metadata, or the number of what the server keeps instead.
+2. The client sends a question only after the server has greeted the connection. Until then anything that fails (another
+   node, another user, too many connections, an argument that is no plain value) leaves the question to Ray, which gives
+   the same answer.
+3. An exception stays in the server, and so does metadata that is too large for a frame or no plain value: the client
+   fetches it by its number over Ray, before it asks anything else on that connection. So callers see what they always
+   saw, and no sample is lost that the question counted as consumed.
+4. A connection that breaks in the middle of a question ends with `Disconnected`, or with Ray's error if the actor is
+   gone: to ask again could take samples twice.
 5. A forked process uses none of its parent's connections: two processes would get each other's answers.
 """
 
@@ -44,8 +46,8 @@ RAISED_MAX: Final = 1024
 """Exceptions that wait to be fetched."""
 GREETING_S: Final = 5.0
 ANSWER_S: Final = 600.0
-"""A question waits a minute for its samples, and one about millions of them is at work for minutes. A controller that is gone ends the
-connection at once; this ends the wait for one that is stopped."""
+"""A question waits a minute for its samples, and one about millions of them is at work for minutes. A controller that
+is gone ends the connection at once; this ends the wait for one that is stopped."""
 _HELLO: Final = b"\x01"
 _AT_ONCE: Final = 1 << 16
 """Bytes that the first call for a frame takes: a question, or metadata of a thousand samples, is shorter."""
@@ -72,8 +74,8 @@ def _send(connected: socket.socket, frame: bytes) -> None:
 
 
 def _receive(connected: socket.socket) -> bytes:
-    """The next frame, mostly in one call of the system. ``ConnectionError`` at the end, or for a frame that is too long, or that more follows
-    before it was answered."""
+    """The next frame, mostly in one call of the system. ``ConnectionError`` at the end, or for a frame that is too
+    long, or that more follows before it was answered."""
     data = connected.recv(_AT_ONCE)
     if len(data) < _LENGTH.size:  # the end, or a part of the length
         data += _exactly(connected, _LENGTH.size - len(data))
@@ -264,8 +266,8 @@ class QuestionServer:
 
 
 class DirectQuestions:
-    """Asks the controller: directly what it may, everything else over `ask`. Callable from any thread; a thread that asks has a connection
-    of its own meanwhile. name: of the server's socket; "": there is none."""
+    """Asks the controller: directly what it may, everything else over `ask`. Callable from any thread; a thread that
+    asks has a connection of its own meanwhile. name: of the server's socket; "": there is none."""
 
     def __init__(self, name: str, ask: Callable[..., Any]) -> None:
         self._name, self._over_ray = name, ask
@@ -298,7 +300,8 @@ class DirectQuestions:
                 raise
             self._over_ray("hello")  # if the actor is gone, Ray says why
             raise Disconnected(
-                f"the connection to the controller ended during {name}: {error}; samples may count as consumed, ask again for others"
+                f"the connection to the controller ended during {name}: {error}; samples may count as consumed, ask "
+                "again for others"
             ) from error
         try:
             return self._over_ray("kept", number) if number else decode_meta(plain)

@@ -102,7 +102,8 @@ def kv_batch_get_by_meta(meta: KVBatchMeta, select_fields: Sequence[str] | str |
 def kv_update(
     key: str, partition_id: str, fields: TensorDict | Mapping[str, Any], merge_fn: MergeFunction
 ) -> KVBatchMeta:
-    """Set each of these fields of one sample to ``merge_fn(old, new)``, as `kv_batch_update`. Values of a dict get a batch dimension."""
+    """Set each of these fields of one sample to ``merge_fn(old, new)``, as `kv_batch_update`. Values of a dict get a
+    batch dimension."""
     if not isinstance(fields, TensorDict | Mapping):
         raise TypeError(f"fields is {type(fields).__name__}; give the new values by field")
     _check_names(fields)
@@ -112,14 +113,15 @@ def kv_update(
 def kv_batch_update(
     keys: list[str] | str, partition_id: str, fields: TensorDict, merge_fn: MergeFunction
 ) -> KVBatchMeta:
-    """Set each of these fields of samples by key to ``merge_fn(old, new)``, in one commit. The result names all fields that they have.
+    """Set each of these fields of samples by key to ``merge_fn(old, new)``, in one commit. The result names all fields
+    that they have.
 
-    merge_fn: gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same dtype, or for other
-    fields a plain value. It runs in this process, again if somebody wrote one of the values meanwhile: so it should depend on
-    its arguments alone. What it raises passes through.
+    merge_fn: gets one sample's old value and the new one, and returns the value to be stored: a tensor of the same
+    dtype, or for other fields a plain value. It runs in this process, again if somebody wrote one of the values
+    meanwhile: so it should depend on its arguments alone. What it raises passes through.
 
-    Raises ``ValueError`` for keys, fields or a partition that do not exist, ``TypeError`` for a result of another type, ``TimeoutError`` if
-    others write the same values for a minute. Nothing is changed then.
+    Raises ``ValueError`` for keys, fields or a partition that do not exist, ``TypeError`` for a result of another type,
+    ``TimeoutError`` if others write the same values for a minute. Nothing is changed then.
     """
     keys = _keys(keys)
     if not isinstance(fields, TensorDict):
@@ -141,9 +143,11 @@ def kv_list(partition_id: str | None = None) -> dict[str, dict[str, Any]]:
 
 
 def kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | str | None = None) -> None:
-    """Delete samples by key, or only these fields of them: the keys, their tags and other fields stay, and a field may be put again.
+    """Delete samples by key, or only these fields of them: the keys, their tags and other fields stay, and a field may
+    be put again.
 
-    Keys, fields and partitions that do not exist are ignored. ``TypeError`` if `fields` are not names, ``ValueError`` if there are none.
+    Keys, fields and partitions that do not exist are ignored. ``TypeError`` if `fields` are not names, ``ValueError``
+    if there are none.
     """
     names = _names(fields)
     if names is not None and not all(isinstance(name, str) for name in names):
@@ -158,11 +162,12 @@ def kv_clear(keys: list[str] | str, partition_id: str, fields: Sequence[str] | s
 def save_checkpoint(
     checkpoint_dir: str | Path, *, include_storage: bool = True, metadata: Mapping[str, Any] | None = None
 ) -> None:
-    """Write all partitions and the consumption state to a directory on this process's machine; replaces an earlier checkpoint.
+    """Write all partitions and the consumption state to a directory on this process's machine; replaces an earlier
+    checkpoint.
 
-    metadata: JSON, kept as ``user_metadata`` of ``metadata.json``. include_storage: ignored, as documented for storage in
-    memory. Blocks until the files are on the disk; the directory is complete or absent. Raises `UsageError` if `checkpoint_dir` is
-    something else, or if the metadata or a sampler's memory is not JSON.
+    metadata: JSON, kept as ``user_metadata`` of ``metadata.json``. include_storage: ignored, as documented for storage
+    in memory. Blocks until the files are on the disk; the directory is complete or absent. Raises `UsageError` if
+    `checkpoint_dir` is something else, or if the metadata or a sampler's memory is not JSON.
     """
     client = get_client()
     with checksummed_json.directory(Path(checkpoint_dir).absolute(), checksummed_json.METADATA) as path:
@@ -175,8 +180,9 @@ def save_checkpoint(
 def load_checkpoint(checkpoint_dir: str | Path) -> None:
     """Restore the state that `save_checkpoint` wrote: indexes, keys, tags, fields, consumption.
 
-    Call it while no other process writes. ``FileNotFoundError`` for a missing directory, `Corruption` for a changed file,
-    `UsageError` for a directory of another program, another sampler or more samples than fit; nothing is changed then.
+    Call it while no other process writes. ``FileNotFoundError`` for a missing directory, `Corruption` for a changed
+    file, `UsageError` for a directory of another program, another sampler or more samples than fit; nothing is changed
+    then.
     """
     client, path = get_client(), Path(checkpoint_dir)
     client.verify_checkpoint(path)

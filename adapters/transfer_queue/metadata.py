@@ -1,7 +1,8 @@
-"""Metadata of samples, by index and by key, which the drop-in's calls take and return. Plain values without a connection.
+"""Metadata of samples, by index and by key, which the drop-in's calls take and return. Plain values without a
+connection.
 
-Written from the documented behaviour of TransferQueue 0.1.11, in its words: a *sample* is a row, a *partition* a table, a
-*global index* a row id, *custom meta* the tags of a row.
+Written from the documented behaviour of TransferQueue 0.1.11, in its words: a *sample* is a row, a *partition* a table,
+a *global index* a row id, *custom meta* the tags of a row.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ class BatchMeta:
 
     @property
     def custom_meta(self) -> list[dict[str, Any]]:
-        """Tags of each sample. Created on first use: thousands of empty dicts would cost more than the rest of a put's answer."""
+        """Tags of each sample. Created on first use: thousands of empty dicts would cost more than the rest of a put's
+        answer."""
         if self._tags is None:
             self._tags = [{} for _ in self.global_indexes]
         return self._tags
@@ -215,7 +217,8 @@ class BatchMeta:
         return [self._of(positions) for positions in places.values()]
 
     def union(self, other: BatchMeta) -> BatchMeta:
-        """Join the fields of two batches of the same samples; `other` wins for common fields. A sample is ready if it is ready in both."""
+        """Join the fields of two batches of the same samples; `other` wins for common fields. A sample is ready if it
+        is ready in both."""
         if not len(other):
             return self.copy()
         if not len(self):

@@ -4,9 +4,9 @@ An answer has the same text as `/metrics` of ``serve --web``, and beside it thos
 something here, by the original's names, so that its dashboard shows them. `observe.prometheus` writes both, at the
 scrape.
 
-Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only if the
-configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that send
-incomplete or slow requests shut nobody out. A connection that is silent for `PATIENCE_S` is closed.
+Anyone who may open a connection on that machine sees counts, sizes and the names of tables, so the endpoint exists only
+if the configuration enables it. At most `OPEN_MAX` connections are open: a further one closes the oldest, so peers that
+send incomplete or slow requests shut nobody out. A connection that is silent for `PATIENCE_S` is closed.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def _gauge(name: str, help: str, samples: Sequence[Sample]) -> Family:  # noqa: 
 
 
 class Metrics:
-    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one. consumed: called at each scrape.
+    """An endpoint that answers with the current statistics of `queue`. port: 0 for a free one. consumed: called at each
+    scrape.
 
     Raises `UsageError` for an invalid port, or one that is in use.
     """

@@ -1,4 +1,5 @@
-"""vLLM as a producer: in process (`VllmGenerator`) or over HTTP (`VllmServer`), with weights from a channel of the queue."""
+"""vLLM as a producer: in process (`VllmGenerator`) or over HTTP (`VllmServer`), with weights from a channel of the
+queue."""
 
 from __future__ import annotations
 

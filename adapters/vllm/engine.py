@@ -1,8 +1,8 @@
 """A generator over vLLM's asynchronous engine: streaming, with weights read from a channel of the queue.
 
 The engine's event loop runs in a background thread; every method submits a coroutine and waits for it. An update of
-weights pauses the engine, keeps the running requests, loads the weights (`adapters.vllm.weights`) and resumes; running requests continue
-with their context computed again. vLLM reports which version drew which token.
+weights pauses the engine, keeps the running requests, loads the weights (`adapters.vllm.weights`) and resumes; running
+requests continue with their context computed again. vLLM reports which version drew which token.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class VllmGenerator(LoopEngine):
     """A generator (`protocols.Generator`) over vLLM's ``AsyncLLM``.
 
     model: a directory or name that vLLM loads. version: of the weights that it loads at start. engine:
-    further arguments of ``AsyncEngineArgs``. Blocks while the engine starts (seconds to minutes). Prompts and completions
-    are token ids; no tokenizer is needed.
+    further arguments of ``AsyncEngineArgs``. Blocks while the engine starts (seconds to minutes). Prompts and
+    completions are token ids; no tokenizer is needed.
     """
 
     def __init__(self, model: str, *, version: int = 0, **engine: Any) -> None:

@@ -1,4 +1,5 @@
-"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes: registers our weight transfer back end.
+"""The entry point ``vllm.general_plugins``, which vLLM calls in each of its processes: registers our weight transfer
+back end.
 
 It imports nothing until an engine uses the back end.
 """

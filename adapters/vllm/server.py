@@ -1,12 +1,13 @@
 r"""A generator over vLLM's own server: token ids in and out; pauses and weights through its native endpoints.
 
-Start the server with the arguments that this adapter needs (`SERVER_ARGUMENTS`, `SERVER_ENVIRONMENT`), with this package installed::
+Start the server with the arguments that this adapter needs (`SERVER_ARGUMENTS`, `SERVER_ENVIRONMENT`), with this
+package installed::
 
     VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model DIR --enable-scale-out \
         --logprobs-mode processed_logprobs --weight-transfer-config '{"backend": "transferqueue"}'
 
-Its workers read weights directly from a channel of the queue (`adapters.vllm.weights`); only the version number travels over HTTP.
-The server reports which version drew which token.
+Its workers read weights directly from a channel of the queue (`adapters.vllm.weights`); only the version number travels
+over HTTP. The server reports which version drew which token.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ SERVER_ARGUMENTS: Final = (
 )
 SERVER_ENVIRONMENT: Final = {"VLLM_SERVER_DEV_MODE": "1"}
 ABORTED_S: Final = 5.0
-"""Time limit for the answer to an aborted request. The server answers these at once; a request without an answer by then arrived
-after the pause and waits there.
+"""Time limit for the answer to an aborted request. The server answers these at once; a request without an answer by
+then arrived after the pause and waits there.
 """
 _GENERATE: Final = "/inference/v1/generate"
 
@@ -50,8 +51,8 @@ class VllmServer(ServerEngine):
     """A generator (`protocols.Generator`) over a running vLLM server.
 
     url: of the server, without ``/v1``. version: of the weights that the server was started with; a server that has
-    loaded newer weights keeps their version. checkpoint: a directory with the model's tensors, to check weights against before
-    they are sent; None: the server's model directory, if it exists here.
+    loaded newer weights keeps their version. checkpoint: a directory with the model's tensors, to check weights against
+    before they are sent; None: the server's model directory, if it exists here.
 
     Raises `UsageError` if the server lacks the endpoints: start it as above.
     """

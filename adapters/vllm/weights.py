@@ -1,10 +1,11 @@
 """Weights for vLLM from a weight channel, through vLLM's weight-transfer interface (back end ``transferqueue``).
 
-Each worker of the engine opens its own session with the queue and reads a version from shared memory; only the version number
-travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload, since some devices re-pack
-linear weights, which may then not be written in place.
+Each worker of the engine opens its own session with the queue and reads a version from shared memory; only the version
+number travels through vLLM (`adapters.vllm.plugin` registers the back end). Loading uses vLLM's layer-wise reload,
+since some devices re-pack linear weights, which may then not be written in place.
 
-A worker of several (tensor or pipeline parallel) pulls what its layers take of each tensor, from the second version on (`adapters.tensor_parallel.PartsLoader`).
+A worker of several (tensor or pipeline parallel) pulls what its layers take of each tensor, from the second version on
+(`adapters.tensor_parallel.PartsLoader`).
 """
 
 from __future__ import annotations
@@ -86,8 +87,8 @@ class ChannelEngine(WeightTransferEngine[ChannelAt, VersionOf]):  # type: ignore
         finalize_layerwise_reload(self.model, self.model_config)
         for layer in self.model.modules():
             if isinstance(layer, ParallelLMHead) and isinstance(layer.quant_method, UnquantizedEmbeddingMethod):
-                # An output layer tied to the embedding gets no weights of its own, so the reload passes it over; where it
-                # keeps a packed copy of them (on CPU), that would stay the old one.
+                # An output layer tied to the embedding gets no weights of its own, so the reload passes it over; where
+                # it keeps a packed copy of them (on CPU), that would stay the old one.
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:

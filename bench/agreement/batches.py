@@ -20,7 +20,8 @@ CHOICES = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Drawn:
-    """A batch as libraries take it: float64, padded with 0 to ``[rows, tokens]``. present: tokens that exist; mask: those that the loss is over."""
+    """A batch as libraries take it: float64, padded with 0 to ``[rows, tokens]``. present: tokens that exist; mask:
+    those that the loss is over."""
 
     present_BT: Tensor
     mask_BT: Tensor
@@ -41,7 +42,8 @@ class Drawn:
 
 
 def draw(seed: int, *, spread: float = 0.5) -> Drawn:
-    """Draw 4 to 16 rows of 1 to TOKENS_MAX tokens, a fifth of them masked but never all of a row; spread: of the log-ratios."""
+    """Draw 4 to 16 rows of 1 to TOKENS_MAX tokens, a fifth of them masked but never all of a row; spread: of the
+    log-ratios."""
     rng = np.random.default_rng(seed)
     groups = int(rng.integers(2, 5))
     rows = groups * int(rng.integers(2, 5))
@@ -109,7 +111,8 @@ def mean(loss: LossSum) -> Tensor:
 
 @dataclass(frozen=True)
 class Case:
-    """One loss of ours and the library's own: both of one batch, as scalars. spreads: of the log-ratios of the batches."""
+    """One loss of ours and the library's own: both of one batch, as scalars. spreads: of the log-ratios of the
+    batches."""
 
     kind: str
     ours: Callable[[Drawn], Tensor]
@@ -127,7 +130,8 @@ class Values:
 
 
 def worst_of_losses(case: Case, *, batches: int = 200) -> tuple[float, float]:
-    """Return the worst difference in loss and in any element of a gradient, each relative to the library's where that is above 1."""
+    """Return the worst difference in loss and in any element of a gradient, each relative to the library's where that
+    is above 1."""
     differences = [_differences(case, draw(seed, spread=spread)) for seed in range(batches) for spread in case.spreads]
     return max(loss for loss, _ in differences), max(gradient for _, gradient in differences)
 

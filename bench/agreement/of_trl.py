@@ -1,4 +1,5 @@
-"""Losses of TRL, by its own functions. GRPOTrainer's and RLOOTrainer's loss is a method: it runs on an object with the settings it reads."""
+"""Losses of TRL, by its own functions. GRPOTrainer's and RLOOTrainer's loss is a method: it runs on an object with the
+settings it reads."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def grpo(drawn: Drawn, **settings: Any) -> Tensor:
 
 
 def truncated(drawn: Drawn) -> Tensor:
-    """What TRL does with ``vllm_importance_sampling_mode="token_truncate"``; it computes the weights where it generates."""
+    """What TRL does with ``vllm_importance_sampling_mode="token_truncate"``; it computes the weights where it
+    generates."""
     weight_BT = ((drawn.old_BT - drawn.rollout_BT) * drawn.mask_BT).exp().clamp(max=2.0)
     trainer = _trainer(drawn, loss_type="dapo", use_vllm=True, vllm_importance_sampling_correction=True)
     inputs = _inputs(drawn, old_per_token_logps=drawn.old_BT, importance_sampling_ratio=weight_BT)

@@ -1,4 +1,5 @@
-"""`multiprocessing.Queue`: what Python gives for free. A batch is pickled into a pipe and unpickled on the other side."""
+"""`multiprocessing.Queue`: what Python gives for free. A batch is pickled into a pipe and unpickled on the other
+side."""
 
 from __future__ import annotations
 

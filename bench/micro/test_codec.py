@@ -1,4 +1,5 @@
-"""Messages to bytes and back: the put of 512 rows, and the lease reply, alike and in one run or as different as can be."""
+"""Messages to bytes and back: the put of 512 rows, and the lease reply, alike and in one run or as different as can
+be."""
 
 from __future__ import annotations
 

@@ -1,1 +1,2 @@
-"""Published figures of AsyncFlow and StreamRL, replayed through the queue or simulated around its ledger (docs/SIMULATION.md)."""
+"""Published figures of AsyncFlow and StreamRL, replayed through the queue or simulated around its ledger
+(docs/SIMULATION.md)."""

@@ -1,4 +1,5 @@
-"""Generation of one batch in simulated time: skewness-aware dispatch of StreamRL (arXiv 2504.15930) against random order.
+"""Generation of one batch in simulated time: skewness-aware dispatch of StreamRL (arXiv 2504.15930) against random
+order.
 
 Rules:
 
@@ -51,7 +52,8 @@ def published_lengths(rows: int, rng: np.random.Generator) -> Lengths:
 
 
 def ranked(lengths: Lengths, noise: float, rng: np.random.Generator) -> Lengths:
-    """Return what a ranker would predict: the true lengths, in the order of log length plus normal noise (0: an oracle)."""
+    """Return what a ranker would predict: the true lengths, in the order of log length plus normal noise (0: an
+    oracle)."""
     score = np.log(lengths) + rng.normal(0, 1, lengths.size) * noise
     predicted = np.empty_like(lengths)
     predicted[np.argsort(score, kind="stable")] = np.sort(lengths)
@@ -64,7 +66,8 @@ def engines_of(site: Site) -> list[EngineReport]:
 
 
 def choose(predicted: Lengths, site: Site) -> Plan:
-    """Return the plan for rows of the predicted lengths: that of the live dispatcher, which takes the predictions at their word here."""
+    """Return the plan for rows of the predicted lengths: that of the live dispatcher, which takes the predictions at
+    their word here."""
     return plan_batch(predicted, engines_of(site), np.empty(0))
 
 

@@ -1,4 +1,5 @@
-"""One process of simulated engines. Its instances are coroutines that lease real rows and wait for the digitised service time.
+"""One process of simulated engines. Its instances are coroutines that lease real rows and wait for the digitised
+service time.
 
 Rules:
 
@@ -35,7 +36,8 @@ GIVES: Final = {"reference": "reference", "reward": "reward", "advantage": "adva
 
 
 class EngineSpec(msgspec.Struct, frozen=True, kw_only=True):
-    """Arguments of a process of engines: its stage, the server's address, seconds of the trace per second, and the start (monotonic s)."""
+    """Arguments of a process of engines: its stage, the server's address, seconds of the trace per second, and the
+    start (monotonic s)."""
 
     stage: str
     address: str
@@ -134,7 +136,8 @@ def _service_s(batch: AsyncBatch, spec: EngineSpec) -> float:
 
 
 async def run(spec: EngineSpec) -> list[ServiceRecord]:
-    """Connect to the server, print a line when ready, read the start from standard input, and serve the stage of `spec`."""
+    """Connect to the server, print a line when ready, read the start from standard input, and serve the stage of
+    `spec`."""
     async with tq.aconnect(spec.address, label=spec.stage) as queue:
         table = await queue.table(TABLE)
         trace.services(spec.stage)

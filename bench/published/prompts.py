@@ -1,13 +1,15 @@
-"""Synthetic prompts whose answers have the lengths digitised from StreamRL's figure 7, for a length ranker to learn from. StreamRL published no prompts.
+"""Synthetic prompts whose answers have the lengths digitised from StreamRL's figure 7, for a length ranker to learn
+from. StreamRL published no prompts.
 
 Rules:
 
-1. A prompt's *difficulty* is the sum of fixed weights of its tokens, which a ranker does not know. The length of an answer is the
-   published quantile at the rank of difficulty plus luck, so lengths are distributed as published, whatever the luck.
-2. `LUCK` is the deviation of answers to one prompt over the deviation of prompts. 0.25 bounds every ranker: one that knew the
-   difficulty itself would have about the recall of the published 7B (0.87 of the longest fifth).
-3. A ranker learns from earlier observations: `SEEN` other prompts with an answer each. A history learns from `TIMES` answers to each
-   prompt of the batch.
+1. A prompt's *difficulty* is the sum of fixed weights of its tokens, which a ranker does not know. The length of an
+   answer is the published quantile at the rank of difficulty plus luck, so lengths are distributed as published,
+   whatever the luck.
+2. `LUCK` is the deviation of answers to one prompt over the deviation of prompts. 0.25 bounds every ranker: one that
+   knew the difficulty itself would have about the recall of the published 7B (0.87 of the longest fifth).
+3. A ranker learns from earlier observations: `SEEN` other prompts with an answer each. A history learns from `TIMES`
+   answers to each prompt of the batch.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ def trained_ranker(seed: int) -> LengthRanker:
 
 
 def as_lengths(scores: NDArray[np.float64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Turn scores ``[rows]`` into tokens int64 ``[rows]``: a row gets the quantile of the observed `lengths` at its rank."""
+    """Turn scores ``[rows]`` into tokens int64 ``[rows]``: a row gets the quantile of the observed `lengths` at its
+    rank."""
     ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable")
     at = (ranks + 0.5) / len(scores)
     predicted: NDArray[np.int64] = np.quantile(lengths, at, method="nearest").astype(np.int64)
@@ -78,7 +81,8 @@ def by_ranker(ranker: LengthRanker, prompts: SyntheticPrompts, lengths: Lengths)
 
 
 def by_history(prompts: SyntheticPrompts, lengths: Lengths, rng: np.random.Generator) -> Lengths:
-    """Predict lengths by a ranker that has seen `TIMES` answers to each of these prompts and nothing else: ``[prompts]``, tokens."""
+    """Predict lengths by a ranker that has seen `TIMES` answers to each of these prompts and nothing else:
+    ``[prompts]``, tokens."""
     ranker = LengthRanker()
     for _ in range(TIMES):
         ranker.observe(list(prompts.ids), prompts.answers(rng))

@@ -1,16 +1,16 @@
-"""Trace replay: the published AsyncFlow trace through the real queue, in three modes: ``python -m bench.published.replay``.
+"""Trace replay: the published AsyncFlow trace through the real queue, in three modes:
+``python -m bench.published.replay``.
 
 Rules:
 
 1. Server, leases, pacing and processes are those of production; only the engines are simulated (`engines`).
-2. *serial*: reference waits for a whole iteration of rollout, and train for a whole iteration of reference. Rule-based reward
-   and advantage need no accelerator and run beside them: with this assumption the time computed from the digitised trace (1743 s) comes
-   out within 1 %.
-   *streaming*: each stage takes a row as soon as the row is ready; no row is made before the weights of its version (staleness 0).
-   *async*: the same with staleness and depth 1.
+2. *serial*: reference waits for a whole iteration of rollout, and train for a whole iteration of reference. Rule-based
+   reward and advantage need no accelerator and run beside them: with this assumption the time computed from the
+   digitised trace (1743 s) comes out within 1 %. *streaming*: each stage takes a row as soon as the row is ready; no
+   row is made before the weights of its version (staleness 0). *async*: the same with staleness and depth 1.
 3. The time of an iteration is the time from the start to the last train service, over the number of iterations.
-4. `ideal_s` computes the same run from the service times alone. The time of a run above the ideal is the overhead of the queue,
-   of timers and of the machine together. It is real time, so its share falls with a lower speed.
+4. `ideal_s` computes the same run from the service times alone. The time of a run above the ideal is the overhead of
+   the queue, of timers and of the machine together. It is real time, so its share falls with a lower speed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ class Replayed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def replay(mode: Mode, *, speed: float) -> Replayed:
-    """Replay the trace `speed` times as fast as it was recorded. Blocks (three iterations: about 2,400 s / speed, serial twice that).
+    """Replay the trace `speed` times as fast as it was recorded. Blocks (three iterations: about 2,400 s / speed,
+    serial twice that).
 
     Raises `UsageError` for another mode or a speed that is not positive, before anything starts.
     """
@@ -96,7 +97,8 @@ def spread(services: list[tuple[int, float, float]]) -> float:
 
 
 def tasks(mode: Mode) -> list[tq.Task]:
-    """Return the stages, in serial mode also the two barriers. The task `clock` takes whole trained iterations and paces the table."""
+    """Return the stages, in serial mode also the two barriers. The task `clock` takes whole trained iterations and
+    paces the table."""
     serial = mode == "serial"
     barriers = [
         tq.Task("after_rollout", needs=["response"], gives=["reference_open"], lease_s=WAIT_S),
@@ -161,7 +163,8 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 
 def _drive(table: tq.Table, mode: Mode) -> None:
-    """Advance the version after each trained iteration, then ack it, which admits the next. In serial mode, run the barriers too."""
+    """Advance the version after each trained iteration, then ack it, which admits the next. In serial mode, run the
+    barriers too."""
     barriers = [threading.Thread(target=_open, args=(table, *names)) for names in _BARRIERS] if mode == "serial" else []
     for barrier in barriers:
         barrier.start()
@@ -184,7 +187,8 @@ def _open(table: tq.Table, task: str, field: str) -> None:
 
 
 def ideal_s(mode: Mode) -> float:
-    """Compute the run's seconds from the service times of the trace alone: no queue, no timers, rows in order of readiness."""
+    """Compute the run's seconds from the service times of the trace alone: no queue, no timers, rows in order of
+    readiness."""
     free = {stage: [0.0] * trace.INSTANCES[stage] for stage in PULLED}
     begin = np.zeros(trace.INSTANCES["rollout"])
     trained = 0.0
@@ -217,7 +221,8 @@ def _pull(free: dict[str, list[float]], stage: str, iteration: int, ready: NDArr
 
 
 def main() -> None:
-    """Replay the trace in every mode, write a record and a picture, and print the table. About eight minutes at the default speed."""
+    """Replay the trace in every mode, write a record and a picture, and print the table. About eight minutes at the
+    default speed."""
     from bench.published import replay_record
     from bench.run_record import RECORDS, stamped
     from transferqueue.observe.measurement_record import Measurement
@@ -238,16 +243,18 @@ def main() -> None:
 
 def _show(runs: Sequence[Replayed], speedups: dict[str, dict[str, float]]) -> None:
     print(
-        f"{'mode':10} {'iteration':>10} {'serial / it':>12} {'digitised':>10} {'ablation':>9} {'over ideal':>11} {'spread':>8}"
+        f"{'mode':10} {'iteration':>10} {'serial / it':>12} {'digitised':>10} {'ablation':>9} {'over ideal':>11} "
+        f"{'spread':>8}"
     )
     for run in runs:
         ratio = speedups.get(run.mode, {"ours": 1.0, "computed": 1.0, "ablation": 1.0})
         print(
-            f"{run.mode:10} {run.iteration_s:>8,.0f} s {ratio['ours']:>12.2f} {ratio['computed']:>10.2f} {ratio['ablation']:>9.2f} "
-            f"{run.overhead:>11.1%} {max(run.spread.values()):>8.1%}"
+            f"{run.mode:10} {run.iteration_s:>8,.0f} s {ratio['ours']:>12.2f} {ratio['computed']:>10.2f} "
+            f"{ratio['ablation']:>9.2f} {run.overhead:>11.1%} {max(run.spread.values()):>8.1%}"
         )
     print(
-        "digitised: serial / it computed from service times digitised from figure 11 (32B); spread: the largest of a pulled stage"
+        "digitised: serial / it computed from service times digitised from figure 11 (32B); spread: the largest of a "
+        "pulled stage"
     )
     print("ablation: what the paper states over serial, for a 7B on 512 NPUs: another model than the one replayed")
 

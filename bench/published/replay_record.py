@@ -1,4 +1,5 @@
-"""Record and picture of a replay: its figures beside those computed from the digitised trace, and beside the paper's own."""
+"""Record and picture of a replay: its figures beside those computed from the digitised trace, and beside the paper's
+own."""
 
 from __future__ import annotations
 
@@ -11,15 +12,18 @@ from bench.published.replay import Replayed
 from transferqueue.observe.measurement_record import MeasuredResult, single
 
 COMPUTED_S: Final = {"serial": 1743.0, "streaming": 872.0, "async": 776.0}
-"""Seconds of an iteration of the 32B run on 512 NPUs, computed from service times that were digitised from figure 11. The paper
-prints none of these numbers."""
+"""Seconds of an iteration of the 32B run on 512 NPUs, computed from service times that were digitised from figure 11.
+The paper prints none of these numbers."""
 PAPER_ABLATION: Final = {"streaming": 2.01, "async": 2.74}
-"""Throughput over serial that the paper's own ablation states, of a 7B on 512 NPUs: with TransferQueue, and asynchronous as well. Its service
-times are not published, so it cannot be replayed; the trace is of another model."""
+"""Throughput over serial that the paper's own ablation states, of a 7B on 512 NPUs: with TransferQueue, and
+asynchronous as well. Its service times are not published, so it cannot be replayed; the trace is of another model."""
 ASSUMED: Final = (
     "simulated engines wait out the digitised service time; they compute nothing",
     "a quarter of the published instances and micro-batches; a row is a micro-batch of 8 samples, also in train",
-    "of the free instances of a stage, the one that has worked least takes the next row; each stage leases one row ahead",
+    (
+        "of the free instances of a stage, the one that has worked least takes the next row; each stage leases one row "
+        "ahead"
+    ),
     "a rollout instance finishes its rows evenly over its time",
     f"a row is seen {trace.LAG_S:.0f} s after it is finished, in every mode (first train start of the trace)",
     "reward and advantage need no accelerator: in serial mode they run beside rollout and reference",
@@ -28,7 +32,8 @@ ASSUMED: Final = (
 
 
 def speedups(runs: Sequence[Replayed]) -> dict[str, dict[str, float]]:
-    """Return the time of serial over that of each other mode: ours, computed from the digitised trace, and the paper's ablation.
+    """Return the time of serial over that of each other mode: ours, computed from the digitised trace, and the paper's
+    ablation.
 
     Empty without a serial run.
     """

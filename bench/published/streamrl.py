@@ -1,8 +1,9 @@
-"""StreamRL's figures in simulation: ``python -m bench.published.streamrl`` prints them and writes a record and a picture.
+"""StreamRL's figures in simulation: ``python -m bench.published.streamrl`` prints them and writes a record and a
+picture.
 
-Source: StreamRL, arXiv 2504.15930 v1. A published figure is a number that the paper states for the same quantity, with the model it is
-of; where the paper states none, the column says so. Ours are simulated around the production ledger; `ASSUMED` lists what the paper
-does not say.
+Source: StreamRL, arXiv 2504.15930 v1. A published figure is a number that the paper states for the same quantity, with
+the model it is of; where the paper states none, the column says so. Ours are simulated around the production ledger;
+`ASSUMED` lists what the paper does not say.
 """
 
 from __future__ import annotations
@@ -35,12 +36,30 @@ GROWTH: Final = 1.15
 ELASTIC_STEPS: Final = 8
 ASSUMED: Final = (
     "from the paper: output lengths (digitised from figure 7), time per token of a 7B by batch; prompts cost nothing",
-    f"{INSTANCES} generation instances, a batch of {ROWS} (published: 1024); memory for 16 to 128 samples an instance, a row each",
-    "prompts are made up: difficulty is what their tokens weigh, an answer's length the digitised quantile at difficulty and luck",
-    "the ranker is a small model trained on 4096 such prompts with an answer each; the history has seen each prompt 4 times",
+    (
+        f"{INSTANCES} generation instances, a batch of {ROWS} (published: 1024); memory for 16 to 128 samples an "
+        f"instance, "
+        "a row each"
+    ),
+    (
+        "prompts are made up: difficulty is what their tokens weigh, an answer's length the digitised quantile at "
+        "difficulty and luck"
+    ),
+    (
+        "the ranker is a small model trained on 4096 such prompts with an answer each; the history has seen each "
+        "prompt 4 "
+        "times"
+    ),
     f"pipelining: predictions are the true order with log-normal noise {NOISE}, which has about the published recall",
-    "pipelining: training takes as long as our generation (their balance), in proportion to rows; weights move in no time",
-    f"mini-batch: {MINIS} fixed parts of the prompts, trained in their order; dynamic-batch: from a sixteenth of a batch on",
+    (
+        "pipelining: training takes as long as our generation (their balance), in proportion to rows; weights move in "
+        "no "
+        "time"
+    ),
+    (
+        f"mini-batch: {MINIS} fixed parts of the prompts, trained in their order; dynamic-batch: from a sixteenth of a "
+        "batch on"
+    ),
     (
         f"elasticity: lengths grow by {GROWTH} a step for {ELASTIC_STEPS} asynchronous steps, training stays as it is; "
         f"the live controller decides after each step, from {INSTANCES} instances on"
@@ -72,7 +91,8 @@ def table() -> list[FigureRow]:
 
 
 def dispatch(*, rows: int = ROWS, seeds: int = SEEDS, slots: Sequence[int] = SLOTS) -> list[FigureRow]:
-    """Return generation time over that of random-FIFO, by memory, for each way to predict lengths; and the recall of each."""
+    """Return generation time over that of random-FIFO, by memory, for each way to predict lengths; and the recall of
+    each."""
     batches = [predicted_batch(rows, seed) for seed in range(seeds)]
     rows_of_table = []
     for slots_each in slots:
@@ -111,7 +131,8 @@ def predicted_batch(rows: int, seed: int) -> dict[str, Lengths]:
 
 
 def dispatch_ratios(batch: Mapping[str, Lengths], site: Site) -> dict[str, float]:
-    """Return generation time of our dispatch with each prediction, over that of random-FIFO (which is 1 by definition)."""
+    """Return generation time of our dispatch with each prediction, over that of random-FIFO (which is 1 by
+    definition)."""
     lengths = batch["oracle"]
     fifo = generation_s(lengths, lengths, site, RANDOM_FIFO)
     ours = {
@@ -223,7 +244,8 @@ def draw(path: Path, lines: list[FigureRow]) -> None:
 
 
 def main() -> None:
-    """Simulate the figures, write a record and a picture, and print published and simulated figures. About two minutes."""
+    """Simulate the figures, write a record and a picture, and print published and simulated figures. About two
+    minutes."""
     options = argparse.ArgumentParser(prog="python -m bench.published.streamrl", description=main.__doc__)
     options.add_argument("--out", type=Path, default=RECORDS, help="folder of record and picture")
     chosen = options.parse_args()

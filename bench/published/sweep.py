@@ -28,7 +28,8 @@ SEED: Final = 100
 
 
 def compare(site: Site, batches: Sequence[Mapping[str, Lengths]], by: str) -> dict[str, Any]:
-    """Return means over `batches`: our time with lengths predicted `by`, random order's, their ratio, recall of the top fifth."""
+    """Return means over `batches`: our time with lengths predicted `by`, random order's, their ratio, recall of the top
+    fifth."""
     ours, fifo, recalls = [], [], []
     for batch in batches:
         lengths, predicted = batch["oracle"], batch[by]
@@ -65,7 +66,8 @@ def sweep() -> list[dict[str, Any]]:
 
 
 def results(comparisons: Sequence[Mapping[str, Any]]) -> list[MeasuredResult]:
-    """Return the ratio to random order in every setting, the ratio of its worst seed, and the recall of the predictions."""
+    """Return the ratio to random order in every setting, the ratio of its worst seed, and the recall of the
+    predictions."""
     measured = [single(f"{row['rows']}/{row['by']}/recall", "ratio", row["recall"]) for row in comparisons]
     for row in comparisons:
         setting = f"{row['instances']}x{row['slots']}x{row['rows']}/{row['by']}"

@@ -1,7 +1,8 @@
-"""Records what a process calls of ``transfer_queue``, whichever package that is: one line a call, in a file of the process.
+"""Records what a process calls of ``transfer_queue``, whichever package that is: one line a call, in a file of the
+process.
 
-The first line names the package. A line has the function, its seconds and the length of the list of keys or samples. Calls that a recorded call makes
-itself are not recorded.
+The first line names the package. A line has the function, its seconds and the length of the list of keys or samples.
+Calls that a recorded call makes itself are not recorded.
 """
 
 from __future__ import annotations

@@ -34,8 +34,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 class VerlJob:
     """A training run of verl's V1 trainer.
 
-    It is synchronous GRPO with a KL term to a reference model in the loss. steps: of training. prompts, samples: of one step. workers: training
-    processes, each with a part of the model and a rollout server. seeded: a second run draws the same completions.
+    It is synchronous GRPO with a KL term to a reference model in the loss. steps: of training. prompts, samples: of one
+    step. workers: training processes, each with a part of the model and a rollout server. seeded: a second run draws
+    the same completions.
     """
 
     steps: int = 2
@@ -128,7 +129,8 @@ def _steps(metrics: Path) -> Iterator[Mapping[str, float]]:
 
 
 def _environment(paths: Sequence[str], recorded: Path, metrics: Path) -> dict[str, str]:
-    """The environment of the driver; Ray's processes inherit it. Each of a dozen imports torch and transformers, so modules stay compiled."""
+    """The environment of the driver; Ray's processes inherit it. Each of a dozen imports torch and transformers, so
+    modules stay compiled."""
     return {
         **os.environ,
         "PYTHONPATH": os.pathsep.join(paths),

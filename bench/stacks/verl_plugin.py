@@ -1,14 +1,17 @@
-"""What verl 0.9.1 needs to train on a CPU, as a plug-in: ``VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=bench.stacks.verl_plugin``.
+"""What verl 0.9.1 needs to train on a CPU, as a plug-in:
+``VERL_PLATFORM=cpu VERL_USE_EXTERNAL_MODULES=bench.stacks.verl_plugin``.
 
-verl's trainer, workers, FSDP engine, agent loop, replay buffer and losses run as they are installed. The plug-in uses the hooks that verl
-has for other hardware and other inference engines:
+verl's trainer, workers, FSDP engine, agent loop, replay buffer and losses run as they are installed. The plug-in uses
+the hooks that verl has for other hardware and other inference engines:
 
-- A *platform* named ``cpu``: device names, an empty allocator, gloo. Its workers ask Ray for ``GPU``, which Ray may be told to have.
+- A *platform* named ``cpu``: device names, an empty allocator, gloo. Its workers ask Ray for ``GPU``, which Ray may be
+  told to have.
 - A *rollout* named ``transformers`` (`bench.stacks.verl_rollout`).
 
 Two places of verl take an accelerator for granted without a hook. The plug-in replaces the two functions:
 
-- `initialize_global_process_group_ray` asks for one back end for CPU tensors and one for the device's; torch refuses the same device twice.
+- `initialize_global_process_group_ray` asks for one back end for CPU tensors and one for the device's; torch refuses
+  the same device twice.
 - FSDP2 keeps a reference model in pinned memory, which exists only beside an accelerator.
 
 It records every process's calls of ``transfer_queue`` in the folder that ``BENCH_STACKS_CALLS`` names.
@@ -38,7 +41,8 @@ ROLLOUT: Final = "transformers"
 
 
 def _cpu_device() -> ModuleType:
-    """``torch.cpu`` with the functions that verl calls on ``torch.cuda``; of an allocator that holds nothing back they return 0."""
+    """``torch.cpu`` with the functions that verl calls on ``torch.cuda``; of an allocator that holds nothing back they
+    return 0."""
     device = ModuleType("cpu_device", "torch.cpu, and an allocator that holds nothing back.")
     vars(device).update({name: getattr(torch.cpu, name) for name in torch.cpu.__all__})
     vars(device).update(

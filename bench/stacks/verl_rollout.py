@@ -1,10 +1,12 @@
 """A rollout of verl over transformers: verl's interface outside, `TransformersGenerator` inside.
 
-verl's agent loop asks a *server*, a Ray actor, for one completion at a time; the server draws all that are asked for in one batch. After a step
-each training worker sends the full weights to the server of its replica. A replica has one server and one worker.
+verl's agent loop asks a *server*, a Ray actor, for one completion at a time; the server draws all that are asked for in
+one batch. After a step each training worker sends the full weights to the server of its replica. A replica has one
+server and one worker.
 
-With verl's ``rollout.full_determinism`` the draws of a prompt depend on its tokens, the version of the weights, and how many completions of it
-were asked for before, so two runs draw the same completions. verl then sends all requests to one server.
+With verl's ``rollout.full_determinism`` the draws of a prompt depend on its tokens, the version of the weights, and how
+many completions of it were asked for before, so two runs draw the same completions. verl then sends all requests to one
+server.
 """
 
 from __future__ import annotations
@@ -133,7 +135,8 @@ class TransformersReplica(RolloutReplica):  # type: ignore[misc]
     """Starts the server on the node of its training worker."""
 
     async def launch_servers(self) -> None:
-        """Start the server and wait until it has loaded the model. Raises `Unsupported` for a replica of several workers."""
+        """Start the server and wait until it has loaded the model. Raises `Unsupported` for a replica of several
+        workers."""
         if self.world_size != 1:
             raise Unsupported(f"a replica of {self.world_size} workers: set tensor_model_parallel_size to 1")
         node = await self.workers[0].__ray_call__.remote(lambda _: ray.get_runtime_context().get_node_id())

@@ -1,4 +1,5 @@
-"""Packs the documentation into wheels, where `transferqueue docs` finds it. An editable installation reads the checkout's own pages."""
+"""Packs the documentation into wheels, where `transferqueue docs` finds it. An editable installation reads the
+checkout's own pages."""
 
 from pathlib import Path
 from typing import Any

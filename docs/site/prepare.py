@@ -2,8 +2,9 @@
 
     python docs/site/prepare.py build/docs-source
 
-Pages keep their paths of the repository, so their relative links stay true. A linked source file becomes a page that shows it, and a
-linked folder a page that lists it: the site needs no public host of the repository. A link that leads nowhere ends the command.
+Pages keep their paths of the repository, so their relative links stay true. A linked source file becomes a page that
+shows it, and a linked folder a page that lists it: the site needs no public host of the repository. A link that leads
+nowhere ends the command.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-"""Environments in Gymnasium's form for training jobs: a tool (a calculator), a puzzle with several attempts, and a game.
+"""Environments in Gymnasium's form for training jobs: a tool (a calculator), a puzzle with several attempts, and a
+game.
 
 A job file names one by its factory::
 
     reward = [{ environment = "examples/jobs/environments.py:calculator" }]
 
-An environment is told the text that the model drew in a turn, and answers with a text. Run this file to see an episode of each, played by hand.
+An environment is told the text that the model drew in a turn, and answers with a text. Run this file to see an episode
+of each, played by hand.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def result(expression: str) -> int:
 
 
 class Calculator:
-    """Questions such as ``12+34=``. The model may write ``<12+34>`` and reads the result; what it writes without an operator is its answer.
+    """Questions such as ``12+34=``. The model may write ``<12+34>`` and reads the result; what it writes without an
+    operator is its answer.
 
-    A call of the tool with the expression of the question is worth `call` once, the right answer 1. role: observations come as messages of the tool.
+    A call of the tool with the expression of the question is worth `call` once, the right answer 1. role: observations
+    come as messages of the tool.
     """
 
     role = "tool"
@@ -69,7 +73,8 @@ class Calculator:
 class Attempts:
     """A question that may be answered again: after a wrong answer the model reads the question once more.
 
-    The right answer, of the data's column ``answer``, is worth 1 at the first attempt, and `cost` less for each one before it.
+    The right answer, of the data's column ``answer``, is worth 1 at the first attempt, and `cost` less for each one
+    before it.
     """
 
     def __init__(self, cost: float = 0.3, turns: int = 3) -> None:
@@ -97,7 +102,8 @@ class Attempts:
 
 
 class GuessNumber:
-    """A number from 0 to 9, drawn by the seed, which responses to one prompt share. Each turn the model says a digit and reads ``higher`` or ``lower``.
+    """A number from 0 to 9, drawn by the seed, which responses to one prompt share. Each turn the model says a digit
+    and reads ``higher`` or ``lower``.
 
     The number is worth 1, less `cost` for each turn before; what is no digit ends the game.
     """

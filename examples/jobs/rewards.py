@@ -1,7 +1,7 @@
 """Reward functions of the job files in this folder, in TRL's form: texts in, one number for each out.
 
-A job file names them as ``rewards:sorted_right``: the folder of a job file is importable while the job runs. A parameter that is a column of the data
-(`answer`) gets that column.
+A job file names them as ``rewards:sorted_right``: the folder of a job file is importable while the job runs. A
+parameter that is a column of the data (`answer`) gets that column.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,8 @@ def sorted_right(completions: Sequence[Any], answer: Sequence[str]) -> list[floa
 
 
 def digits_kept(completions: Sequence[Any], answer: Sequence[str]) -> list[float]:
-    """Share of the answer's digits that the completion has, in any order: a reward that says more than right or wrong."""
+    """Share of the answer's digits that the completion has, in any order: a reward that says more than right or
+    wrong."""
     return [overlap(text(completion), right) for completion, right in zip(completions, answer, strict=True)]
 
 

@@ -1,4 +1,5 @@
-"""Low-rank adapters: nothing changes at first, only they are trained, and what is published is the model without them, merged."""
+"""Low-rank adapters: nothing changes at first, only they are trained, and what is published is the model without them,
+merged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workers of tensor-parallel engines: what they take of each tensor is what they pull, whichever way their engine cuts."""
+"""Workers of tensor-parallel engines: what they take of each tensor is what they pull, whichever way their engine
+cuts."""
 
 from __future__ import annotations
 

@@ -362,7 +362,8 @@ def test_too_many_sets_of_fields_are_refused(client: Any, monkeypatch: pytest.Mo
 
 
 def leased_by_a_waiting_reader(server: service.DropInServer, pool: ThreadPoolExecutor) -> tuple[Any, list[int], Any]:
-    """A reader that waits for a sample of partition p, and one that it has just leased. The caller holds the guard, so it is not added."""
+    """A reader that waits for a sample of partition p, and one that it has just leased. The caller holds the guard, so
+    it is not added."""
     reader, writer = attach(server).client, attach(server).client
     waiting = pool.submit(reader.get_meta, ["x"], 1, "p", "fetch", "t")
     with tq.connect(server.hello()[0]) as queue:
@@ -513,7 +514,8 @@ def test_samples_are_not_lost_where_the_question_about_their_fields_fails(
 def test_samples_outlive_the_leases_by_which_they_are_known(
     server: service.DropInServer, client: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Leases were held for half an hour, and five that ended so dropped their samples: those of a partition that lived for hours."""
+    """Leases were held for half an hour, and five that ended so dropped their samples: those of a partition that lived
+    for hours."""
     monkeypatch.setattr(ready_samples, "HELD_S", 0.05)
     made = put(client, "x").global_indexes
     times_ready = server.controller._times_ready

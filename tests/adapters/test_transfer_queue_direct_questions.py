@@ -1,5 +1,6 @@
 # ruff: noqa: E402  (imports after a check that they are there)
-"""Questions to the drop-in's controller over a socket: the same answers and errors as over Ray, and Ray where there is no socket."""
+"""Questions to the drop-in's controller over a socket: the same answers and errors as over Ray, and Ray where there is
+no socket."""
 
 from __future__ import annotations
 

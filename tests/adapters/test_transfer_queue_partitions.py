@@ -1,4 +1,5 @@
-"""Partitions as several processes see them: each remembers the tables that it opened, none is misled by what it remembers."""
+"""Partitions as several processes see them: each remembers the tables that it opened, none is misled by what it
+remembers."""
 
 from __future__ import annotations
 

@@ -74,19 +74,34 @@ def test_a_function_in_place_is_applied_once_after_a_conflict() -> None:
 BAD: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no dict", lambda: transfer_queue.kv_update("a", "p", ["ids"], concat), TypeError, "fields is list"),  # type: ignore[arg-type]
     ("no field", lambda: transfer_queue.kv_update("a", "p", {}, concat), TypeError, r"names \[\]; give at least one"),
-    ("a number as name", lambda: transfer_queue.kv_update("a", "p", {2: torch.ones(1)}, concat), TypeError, "each a str"),  # type: ignore[dict-item]
-    ("no function", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.ones(1)}, 3), TypeError, "merge_fn is int"),  # type: ignore[arg-type]
-    ("no such key", lambda: transfer_queue.kv_update("z", "p", {"ids": torch.arange(1)}, concat), ValueError, r"keys \['z'\] not found"),
-    ("no such partition", lambda: transfer_queue.kv_update("a", "q", {"ids": torch.arange(1)}, concat), ValueError, "partition 'q' not found"),
-    ("no such field", lambda: transfer_queue.kv_update("a", "p", {"x": torch.arange(1)}, concat), ValueError, 'field "x" is not in table'),
-    ("another dtype", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.ones(1)}, concat), TypeError, "must keep dtype torch.int64"),
-    ("no tensor", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.arange(1)}, lambda *_: {}), TypeError, "returned dict for field 'ids'"),
-    ("a tensor", lambda: transfer_queue.kv_update("a", "p", {"info": {}}, lambda *_: torch.ones(1)), TypeError, "must remain non-tensor"),
-    ("another shape", lambda: transfer_queue.kv_update("a", "p", {"logits": torch.ones(1, 4)}, lambda *_: torch.ones(2, 5)), ValueError, "logits"),
-    ("it raises", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.arange(1)}, fail), RuntimeError, "merge failed"),
-    ("keys twice", lambda: transfer_queue.kv_batch_update(["a", "a"], "p", TensorDict({"score": torch.ones(2)}, [2]), concat), ValueError, "named twice"),
-    ("no keys", lambda: transfer_queue.kv_batch_update([], "p", TensorDict({"score": torch.ones(0)}, [0]), concat), ValueError, "none"),
-    ("few values", lambda: transfer_queue.kv_batch_update(KEYS, "p", TensorDict({"score": torch.ones(3)}, [3]), concat), ValueError, "batch size"),
+    ("a number as name", lambda: transfer_queue.kv_update("a", "p", {2: torch.ones(1)}, concat), TypeError,
+    "each a str"),  # type: ignore[dict-item]
+    ("no function", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.ones(1)}, 3), TypeError,
+    "merge_fn is int"),  # type: ignore[arg-type]
+    ("no such key", lambda: transfer_queue.kv_update("z", "p", {"ids": torch.arange(1)}, concat), ValueError,
+    r"keys \['z'\] not found"),
+    ("no such partition", lambda: transfer_queue.kv_update("a", "q", {"ids": torch.arange(1)}, concat), ValueError,
+    "partition 'q' not found"),
+    ("no such field", lambda: transfer_queue.kv_update("a", "p", {"x": torch.arange(1)}, concat), ValueError,
+    'field "x" is not in table'),
+    ("another dtype", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.ones(1)}, concat), TypeError,
+    "must keep dtype torch.int64"),
+    ("no tensor", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.arange(1)}, lambda *_: {}), TypeError,
+    "returned dict for field 'ids'"),
+    ("a tensor", lambda: transfer_queue.kv_update("a", "p", {"info": {}}, lambda *_: torch.ones(1)), TypeError,
+    "must remain non-tensor"),
+    ("another shape",
+    lambda: transfer_queue.kv_update("a", "p", {"logits": torch.ones(1, 4)}, lambda *_: torch.ones(2, 5)), ValueError,
+    "logits"),
+    ("it raises", lambda: transfer_queue.kv_update("a", "p", {"ids": torch.arange(1)}, fail), RuntimeError,
+    "merge failed"),
+    ("keys twice",
+    lambda: transfer_queue.kv_batch_update(["a", "a"], "p", TensorDict({"score": torch.ones(2)}, [2]), concat),
+    ValueError, "named twice"),
+    ("no keys", lambda: transfer_queue.kv_batch_update([], "p", TensorDict({"score": torch.ones(0)}, [0]), concat),
+    ValueError, "none"),
+    ("few values", lambda: transfer_queue.kv_batch_update(KEYS, "p", TensorDict({"score": torch.ones(3)}, [3]), concat),
+    ValueError, "batch size"),
 ]  # fmt: skip
 
 

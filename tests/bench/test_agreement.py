@@ -1,4 +1,5 @@
-"""The comparison of losses sees a wrong clip, a wrong denominator and a wrong gradient, and keeps rows of libraries that are not here."""
+"""The comparison of losses sees a wrong clip, a wrong denominator and a wrong gradient, and keeps rows of libraries
+that are not here."""
 
 import pytest
 

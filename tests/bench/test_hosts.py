@@ -7,7 +7,8 @@ from bench.namespaces import inside, why_not
 
 MIB = 1 << 20
 BUSY = 0.1
-"""Of the stream, on a machine that does something else too; on a quiet one the figure to reach is 0.7 (`bench/records`)."""
+"""Of the stream, on a machine that does something else too; on a quiet one the figure to reach is 0.7
+(`bench/records`)."""
 
 
 @pytest.mark.long

@@ -1,4 +1,5 @@
-"""Trace replay: its inputs, its ideal against what is computed from the digitised trace, and one fast run through a real server."""
+"""Trace replay: its inputs, its ideal against what is computed from the digitised trace, and one fast run through a
+real server."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def test_ctrl_c_while_modules_load_is_one_line(
 def test_an_empty_value_is_refused(
     words: list[str], named: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a script gives whose variable is not set. It would name the present directory, or another server than was meant."""
+    """As a script gives whose variable is not set. It would name the present directory, or another server than was
+    meant."""
     monkeypatch.chdir(tmp_path)
     assert main(words) == 2
     assert capsys.readouterr().err.startswith(

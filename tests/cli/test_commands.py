@@ -29,7 +29,8 @@ def deployment() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def rollouts(deployment: Served) -> Iterator[tq.Table]:
-    """Two groups of four: three members of the first are leased by `rollout-5`, one member of the second has no reward."""
+    """Two groups of four: three members of the first are leased by `rollout-5`, one member of the second has no
+    reward."""
     with tq.connect(deployment.address, label="maker") as queue:
         table = queue.create_table(
             "rollouts",

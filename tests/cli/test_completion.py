@@ -1,4 +1,5 @@
-"""What a shell completes: commands, tables and rows of a running server, pages; and that it says nothing where there is none."""
+"""What a shell completes: commands, tables and rows of a running server, pages; and that it says nothing where there is
+none."""
 
 from __future__ import annotations
 

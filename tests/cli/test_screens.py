@@ -171,7 +171,9 @@ MISSING = QueueVerdict(
     state="missing",
     trouble=True,
     mark="✗",
-    text="rollouts: nobody works on reward; its last worker left 48 s ago (reward-0, killed by SIGKILL); start it again",
+    text=(
+        "rollouts: nobody works on reward; its last worker left 48 s ago (reward-0, killed by SIGKILL); start it again"
+    ),
     short="reward: no worker",
     remedy="Start it. " * 20,
     also=["eval: nobody works on judge; start it"],

@@ -61,8 +61,8 @@ def served(directory: Path, arena_bytes: str = "1GiB") -> Iterator[Served]:
 
 @contextmanager
 def in_this_process(way: str, directory: Path) -> Iterator[str]:
-    """What a client of another process would connect to: the address, "ipc" or "tcp", or the join token, "keyed", of a server in a thread of
-    this process."""
+    """What a client of another process would connect to: the address, "ipc" or "tcp", or the join token, "keyed", of a
+    server in a thread of this process."""
     keys = directory / "keys"
     if way == "keyed":
         keyring.add(keys, "main", "admin")
@@ -81,8 +81,8 @@ def in_this_process(way: str, directory: Path) -> Iterator[str]:
 
 
 class Fronted:
-    """An object of the asynchronous front, used as if it were one of the synchronous front: every awaitable is awaited in
-    a loop of another thread, every async context and iterator is a plain one."""
+    """An object of the asynchronous front, used as if it were one of the synchronous front: every awaitable is awaited
+    in a loop of another thread, every async context and iterator is a plain one."""
 
     def __init__(self, inner: Any, loop: asyncio.AbstractEventLoop) -> None:
         self.__dict__ |= {"inner": inner, "loop": loop}
@@ -157,7 +157,8 @@ class LoopThread(AbstractContextManager["LoopThread"]):
         return found
 
     async def _end(self) -> None:
-        """Cancel what still runs, as `asyncio.run` does: a task that goes with its loop would be garbage of a later test."""
+        """Cancel what still runs, as `asyncio.run` does: a task that goes with its loop would be garbage of a later
+        test."""
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for task in tasks:
             task.cancel()

@@ -578,7 +578,10 @@ def test_too_many_rows_are_refused_before_a_value_is_read(table: tq.Table) -> No
     for put in (lambda: table.put(score=endless), lambda: table.put(priority=endless)):
         with pytest.raises(
             tq.UsageError,
-            match=r"one request has 1,099,511,627,776 rows; at most 65,536 are carried out at once.*: send them in pieces of 65,536",
+            match=(
+                r"one request has 1,099,511,627,776 rows; at most 65,536 are carried out at once.*: send them in "
+                r"pieces of 65,536"
+            ),
         ):
             put()
     assert state(table) == before

@@ -1,4 +1,5 @@
-"""`Field.like` and `Field.finite`, and what a put is told of: lengths that differ, NaN, a column that no task gives, rows that are stale."""
+"""`Field.like` and `Field.finite`, and what a put is told of: lengths that differ, NaN, a column that no task gives,
+rows that are stale."""
 
 from __future__ import annotations
 
@@ -103,9 +104,11 @@ BIG_NAN = np.append(BIG, np.float32(NAN))
 @pytest.mark.parametrize(
     ("columns", "text"),
     [
-        ({"advantages": [1.0, NAN]}, '"advantages": row 1 has nan, and values of this field are finite; mask it or drop'),
+        ({"advantages": [1.0, NAN]},
+        '"advantages": row 1 has nan, and values of this field are finite; mask it or drop'),
         ({"advantages": tq.Repeat([1.0, INF], [1, 1])}, "row 1 has inf"),
-        ({"rollout_logprobs": [[1.0, 2.0, 3.0], [-INF]]}, '"rollout_logprobs": row 1 has -inf, .* or declare the field with'),
+        ({"rollout_logprobs": [[1.0, 2.0, 3.0], [-INF]]},
+        '"rollout_logprobs": row 1 has -inf, .* or declare the field with'),
         ({"rollout_logprobs": torch.nested.nested_tensor([torch.ones(3), torch.tensor([NAN])], layout=torch.jagged)},
          "row 1 has nan"),
         ({"rollout_logprobs": tq.Interned([np.full(3, NAN, np.float32), np.zeros(1, np.float32)])}, "row 0 has nan"),
@@ -195,7 +198,8 @@ def test_a_put_without_a_column_that_no_task_gives_is_told_once(caplog: pytest.L
             table.put(text=["a"])
         (record,) = caplog.records
         assert record.message == (
-            'a put into table "t" has no length, which no task gives: task train will never get these rows, unless an update brings it'
+            'a put into table "t" has no length, which no task gives: task train will never get these rows, unless an '
+            "update brings it"
         )
 
 

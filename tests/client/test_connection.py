@@ -95,8 +95,8 @@ def test_nothing_listens(tmp_path: Path) -> None:
 def test_a_client_that_waits_for_its_server_sleeps(
     listens: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It says nothing before it is greeted, so nothing that it has not said for long is due. Behind a tunnel whose other end is gone, connections
-    are accepted and closed."""
+    """It says nothing before it is greeted, so nothing that it has not said for long is due. Behind a tunnel whose
+    other end is gone, connections are accepted and closed."""
     ahead, turns, turned = [0.0], 0, threading.Event()
     turn = io_thread.IoThread._turn
 

@@ -1,5 +1,5 @@
-"""Several coordinators used as one queue: each table is at one, none is at two, and one that is gone takes nothing with it
-but its own."""
+"""Several coordinators used as one queue: each table is at one, none is at two, and one that is gone takes nothing with
+it but its own."""
 
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def test_a_client_that_lacks_one_is_refused_before_it_does_anything(three: Deplo
         tq.connect([three.all[0].ipc, three.all[2].ipc])
     assert str(refused.value) == (
         f"these 2 addresses are not all coordinators of one deployment, each once: {three.all[0].ipc} is rl:1/3, "
-        f"{three.all[2].ipc} is rl:3/3; give the addresses of all of it, or start the servers as one (transferqueue serve "
-        "--coordinator 1/2 to 2/2)"
+        f"{three.all[2].ipc} is rl:3/3; give the addresses of all of it, or start the servers as one (transferqueue "
+        "serve --coordinator 1/2 to 2/2)"
     )
     with pytest.raises(tq.UsageError, match="each once"):
         tq.connect([*(one.ipc for one in three.all), three.all[0].tcp])

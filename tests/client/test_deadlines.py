@@ -1,4 +1,5 @@
-"""Every deadline that a caller gives is kept, whatever the server does: here it stands still (SIGSTOP), in the middle of everything."""
+"""Every deadline that a caller gives is kept, whatever the server does: here it stands still (SIGSTOP), in the middle
+of everything."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from transferqueue.wire import messages as m
 
 WAIT_S = 0.2
 LATE_S = 4.0
-"""What a busy machine may add before a test fails; it is far from the 30 s that a call without a deadline waits for an answer."""
+"""What a busy machine may add before a test fails; it is far from the 30 s that a call without a deadline waits for an
+answer."""
 UNKNOWN = r"did not answer \w+ within the 0.2 s .*whether it was carried out is not known: "
 
 Call = Callable[[Any, Any, Any, Any], object]

@@ -1,4 +1,5 @@
-"""A process that may open no more files: the client, an embedded queue, the server. Each says so, and goes on when it may."""
+"""A process that may open no more files: the client, an embedded queue, the server. Each says so, and goes on when it
+may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A caller that waits on the socket itself: no other thread is woken, and an interrupt at any step loses no reply and no connection."""
+"""A caller that waits on the socket itself: no other thread is woken, and an interrupt at any step loses no reply and
+no connection."""
 
 from __future__ import annotations
 
@@ -128,7 +129,8 @@ def test_pins_of_small_rows_return_while_a_caller_waits(queue: tq.Queue) -> None
 def test_pins_that_cannot_be_sent_do_not_end_the_call_beside_them(
     queue: tq.Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing reads at the server for a moment: the call waits on, gets its rows, and the pins go over the next connection."""
+    """Nothing reads at the server for a moment: the call waits on, gets its rows, and the pins go over the next
+    connection."""
     table = queue.create_table("t", tasks=[tq.Task("train", needs=["x"]), tq.Task("other", needs=["x"])])
     channel = connection_of(queue)._io.channel
     refused: list[int] = []

@@ -1,4 +1,5 @@
-"""Waits have no limit unless a caller sets one: they end with a result, with the table, or with the server, and the log says why they last."""
+"""Waits have no limit unless a caller sets one: they end with a result, with the table, or with the server, and the log
+says why they last."""
 
 from __future__ import annotations
 
@@ -169,7 +170,8 @@ def test_a_deadline_says_who_is_missing_and_how_to_wait_longer() -> None:
 
 @pytest.mark.slow
 def test_a_step_of_75_seconds_ends_no_stage(pool: ThreadPoolExecutor) -> None:
-    """Prompts, rollouts, rewards and the trainer of the guide, one step of which takes longer than any stage waited by default."""
+    """Prompts, rollouts, rewards and the trainer of the guide, one step of which takes longer than any stage waited by
+    default."""
     tasks = [tq.Task("sample", needs=["prompt"], gives=["answer"]), tq.Task("train", needs=["answer"])]
     pacing = tq.Pacing("train", batch_rows=4, depth=0, max_staleness=4)
     with tq.connect("embedded") as queue:

@@ -1,4 +1,5 @@
-"""What a caller can give at its extremes: a value that cannot be is `UsageError` with its remedy, and no other error."""
+"""What a caller can give at its extremes: a value that cannot be is `UsageError` with its remedy, and no other
+error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a get costs does not depend on how many fields its bytes are spread over. `bench` has the figure; this, that nothing broke."""
+"""What a get costs does not depend on how many fields its bytes are spread over. `bench` has the figure; this, that
+nothing broke."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A disk of the state that is full: new rows are refused, work that is begun ends, nothing is lost or called damage, and it goes on by itself."""
+"""A disk of the state that is full: new rows are refused, work that is begun ends, nothing is lost or called damage,
+and it goes on by itself."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Shared memory that somebody else fills up while rows are read, changed in place and put: nobody dies, and everyone is told."""
+"""Shared memory that somebody else fills up while rows are read, changed in place and put: nobody dies, and everyone is
+told."""
 
 from __future__ import annotations
 

@@ -56,7 +56,8 @@ def test_what_is_no_read_of_these_rows_is_refused(queue: tq.Queue, name: str) ->
 
 
 def test_an_update_that_replaces_what_was_not_read_is_refused(queue: tq.Queue, name: str) -> None:
-    """The write of another process would be lost. A column that is only added needs no read: a second writer is `AlreadyExists`."""
+    """The write of another process would be lost. A column that is only added needs no read: a second writer is
+    `AlreadyExists`."""
     table = queue.create_table(name, fields=FIELDS, tasks=[tq.Task("train", needs=["ids"])], retention=tq.Manual())
     table.put(ids=[[1], [2, 3]])
     refused = r"if_unchanged has ids, and the update replaces score, text too, .*fields=\['ids', 'score', 'text'\]"

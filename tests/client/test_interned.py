@@ -124,7 +124,8 @@ PIXELS = 1 << 17
 
 
 def leased(server: Served, name: str, rows: int, sizes: list[int]) -> list[float]:
-    """How many rows crossed in each of several leases of these sizes, of `rows` interned rows, which are one block if there are many."""
+    """How many rows crossed in each of several leases of these sizes, of `rows` interned rows, which are one block if
+    there are many."""
     images = [np.full(PIXELS, row, np.uint8) for row in range(rows)]
     with Between(server) as between, tq.connect(between.control.address, data="remote") as queue:
         fields, tasks = [tq.Field("image", "uint8", (PIXELS,))], [tq.Task("train", needs=["image"])]
@@ -284,7 +285,8 @@ def test_results_of_acks_and_releases_cross_and_are_stored_once(server: Served, 
 
 
 def test_rows_that_have_a_value_beside_others_get_new_bytes(server: Served, name: str) -> None:
-    """The table has the value in a block that is older than theirs, so the first attempt is refused, and the second writes it."""
+    """The table has the value in a block that is older than theirs, so the first attempt is refused, and the second
+    writes it."""
     with tq.connect(server.ipc) as queue:
         table = queue.create_table(name, fields=FIELDS, retention=tq.Manual())
         first = table.put(image=tq.Interned([IMAGE]), ids=ids(0))

@@ -1,7 +1,7 @@
 """An interrupt inside a finalizer: pins, rows and reservations return all the same.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions, in a finalizer too; there it prints the error
-and goes on. What the finalizer had not done yet would never be done.
+Python raises KeyboardInterrupt in the main thread between any two instructions, in a finalizer too; there it prints the
+error and goes on. What the finalizer had not done yet would never be done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ SOON_S = 20.0
 
 
 class Interrupts:
-    """Sends SIGINT at the `at`-th line or call inside this package while the block runs, which is to be nothing but a finalizer."""
+    """Sends SIGINT at the `at`-th line or call inside this package while the block runs, which is to be nothing but a
+    finalizer."""
 
     def __init__(self, at: int) -> None:
         self.at = at
@@ -70,7 +71,8 @@ def until(holds: Callable[[], bool]) -> bool:
 
 
 def every_step(act: Callable[[int], int]) -> int:
-    """Do it with an interrupt at the first step, the second, and so on, until there is none left. How many there were."""
+    """Do it with an interrupt at the first step, the second, and so on, until there is none left. How many there
+    were."""
     at = 1
     while act(at) >= at:
         at += 1

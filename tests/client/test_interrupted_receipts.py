@@ -31,7 +31,8 @@ GRANTS_KEPT = 4
 
 @pytest.fixture(autouse=True)
 def interrupts_raise(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background; what finalizers raise is not kept."""
+    """SIGINT raises KeyboardInterrupt, also where the tests were started in the background; what finalizers raise is
+    not kept."""
     pytest.importorskip(
         "torch"
     )  # pulled weights are tensors, and an import of torch that was interrupted cannot be repeated
@@ -123,7 +124,8 @@ def test_an_interrupt_at_any_step_of_a_pull_leaves_no_pin(queue: tq.Queue) -> No
 
 
 class Storm:
-    """Sends SIGINT at random moments; each raises KeyboardInterrupt once in `rounds`, which repeat a call until one comes."""
+    """Sends SIGINT at random moments; each raises KeyboardInterrupt once in `rounds`, which repeat a call until one
+    comes."""
 
     def __init__(self) -> None:
         self.armed, self.over, self.interrupts = False, threading.Event(), 0

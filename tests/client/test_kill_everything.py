@@ -1,6 +1,7 @@
 """SIGKILL of everything at once, again and again: the next start cleans up, and nothing is left behind in the end.
 
-All processes are forked from one that has loaded everything (`python -m tests.client.crowd`), so that a round takes a moment.
+All processes are forked from one that has loaded everything (`python -m tests.client.crowd`), so that a round takes a
+moment.
 """
 
 from __future__ import annotations

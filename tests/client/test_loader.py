@@ -242,7 +242,8 @@ def test_a_cancelled_wait_takes_nothing(name: str) -> None:
 
 
 def test_the_end_of_the_table_leaves_no_task_behind(name: str) -> None:
-    """A task that is pending when its loop ends is garbage with a warning of asyncio: "Task was destroyed but it is pending"."""
+    """A task that is pending when its loop ends is garbage with a warning of asyncio: "Task was destroyed but it is
+    pending"."""
 
     async def run() -> None:
         async with await tq.aconnect() as queue:
@@ -258,7 +259,8 @@ def test_the_end_of_the_table_leaves_no_task_behind(name: str) -> None:
 
 @pytest.mark.slow
 def test_a_program_may_end_with_an_open_loader(name: str) -> None:
-    """Its fetching thread warned of batches that were "neither acked nor released": of those that the program never took."""
+    """Its fetching thread warned of batches that were "neither acked nor released": of those that the program never
+    took."""
     program = f"""
 import numpy as np, transferqueue as tq
 queue = tq.connect("embedded")

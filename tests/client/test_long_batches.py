@@ -1,4 +1,5 @@
-"""A worker that takes longer than its lease keeps it while it lives, up to a limit; past that its loop goes on without the batch."""
+"""A worker that takes longer than its lease keeps it while it lives, up to a limit; past that its loop goes on without
+the batch."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ import transferqueue as tq
 from transferqueue.errors import LeaseExpired, UsageError
 
 CLOCK = tq.Task("clock", needs=["tick"], lease_s=0.12, time_limit_s=0.12)
-"""Its one row is leased, and comes back when its lease has expired: so a test knows that time has passed at the server."""
+"""Its one row is leased, and comes back when its lease has expired: so a test knows that time has passed at the
+server."""
 
 
 def pass_time(table: tq.Table, leases: int = 1) -> None:

@@ -1,4 +1,5 @@
-"""An event loop that reads its own replies: no thread is woken for a call, and whatever the loop does, the session goes on."""
+"""An event loop that reads its own replies: no thread is woken for a call, and whatever the loop does, the session goes
+on."""
 
 from __future__ import annotations
 
@@ -377,7 +378,8 @@ def test_after_an_interrupted_read_the_loop_leaves_the_channel_to_the_thread_tha
 def test_a_second_interrupt_before_the_role_was_given_back_loses_no_reply(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was read is nowhere else than in the channel, and this thread has it and does nothing: the I/O thread has the loop give it back."""
+    """What was read is nowhere else than in the channel, and this thread has it and does nothing: the I/O thread has
+    the loop give it back."""
 
     async def work() -> list[str]:
         async with reading(address) as (queue, connection, channel):
@@ -417,7 +419,8 @@ class InterruptedRead(Interrupts):
 
 
 def _interrupted(address: str) -> int:
-    """Lease and release a row, with an interrupt at each instruction of reading; the loop is run again after it. Returns how many there were."""
+    """Lease and release a row, with an interrupt at each instruction of reading; the loop is run again after it.
+    Returns how many there were."""
     loop = asyncio.new_event_loop()
     interrupts = InterruptedRead(0)
 

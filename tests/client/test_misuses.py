@@ -1,4 +1,5 @@
-"""A hundred misuses of the public API: each is refused at once, by an error of our tree that names the subject and the remedy, and changes nothing."""
+"""A hundred misuses of the public API: each is refused at once, by an error of our tree that names the subject and the
+remedy, and changes nothing."""
 
 from __future__ import annotations
 
@@ -131,7 +132,8 @@ CONNECT: dict[str, Misuse] = {
     "a slip": (lambda w: tq.connect("embeded"), tq.UsageError, f"'embeded' {UNKNOWN_KIND}.*'embedded'"),
     "empty": (lambda w: tq.connect(""), tq.UsageError, f"address '' {UNKNOWN_KIND}"),
     "no port": (lambda w: tq.connect("tcp://localhost"), tq.UsageError, r"has no host and port; write tcp://host:port"),
-    "a port of a listener": (lambda w: tq.connect("tcp://localhost:0"), tq.UsageError, r"to connect, name the host and"),
+    "a port of a "
+    "listener": (lambda w: tq.connect("tcp://localhost:0"), tq.UsageError, r"to connect, name the host and"),
     "a port out of range": (
         lambda w: tq.connect("tcp://localhost:70000"),
         tq.UsageError,
@@ -165,7 +167,8 @@ CONNECT: dict[str, Misuse] = {
     "a size that is none": (lambda w: tq.connect(arena_bytes="8 gigs"), tq.UsageError, r"text such as '8GiB'"),
     "endless": (lambda w: tq.connect("tcp://a:1", timeout_s=INFINITE), tq.UsageError, f"timeout_s=inf {OUT_OF_RANGE}"),
     "a time as text": (lambda w: tq.connect("tcp://a:1", timeout_s="5"), tq.UsageError, f"'5' is str; {GIVE_SECONDS}"),
-    "another keyword": (lambda w: tq.connect("embedded", timeout=5), TypeError, "unexpected keyword argument 'timeout'"),
+    "another keyword": (lambda w: tq.connect("embedded", timeout=5), TypeError,
+    "unexpected keyword argument 'timeout'"),
 }  # fmt: skip
 
 TABLES: dict[str, Misuse] = {
@@ -181,7 +184,8 @@ TABLES: dict[str, Misuse] = {
         tq.UsageError,
         r"exist_ok='no' is str; give True or False",
     ),
-    "fields by name": (lambda w: w.create(fields={"a": "int32"}), tq.UsageError, r"fields=.* is not a list; give a list"),
+    "fields by "
+    "name": (lambda w: w.create(fields={"a": "int32"}), tq.UsageError, r"fields=.* is not a list; give a list"),
     "tasks by name": (lambda w: w.create(tasks=["train"]), tq.UsageError, r"tasks='train' is str; give Task"),
     "a policy's class": (lambda w: w.create(retention=tq.Manual), tq.UsageError, r"retention=.*give Acked \| Manual"),
     "more copies than shards": (lambda w: w.create(replicas=2), tq.Impossible, r"2 > 1; start remote shards"),
@@ -256,7 +260,8 @@ POLICIES: dict[str, Misuse] = {
     "finite integers": (lambda w: tq.Field("a", "int32", finite=True), tq.SchemaError, r"each int32 is finite; leave"),
     "a slice backwards": (lambda w: tq.Slice((5, 2)), tq.UsageError, r"\(5, 2\).*; give 0 <= start < stop"),
     "a share beyond": (lambda w: tq.Share(4, 4), tq.UsageError, r"Share\(4, 4\).*0 <= index < of"),
-    "needs as text": (lambda w: tq.Task("a", needs="x"), tq.UsageError, r'"a": needs and gives are lists of field names'),
+    "needs as text": (lambda w: tq.Task("a", needs="x"), tq.UsageError,
+    r'"a": needs and gives are lists of field names'),
     "a task that waits for itself": (
         lambda w: tq.Task("a", needs=["x"], gives=["x"]),
         tq.Impossible,
@@ -368,7 +373,8 @@ PUT: dict[str, Misuse] = {
         tq.AlreadyExists,
         r"key 'a' .* names row 0; .*give another key, or update that row",
     ),
-    "a key that is a number": (lambda w: w.table.put(text=["c"], key=[3]), tq.UsageError, r"3 is int; keys are strings"),
+    "a key that is a "
+    "number": (lambda w: w.table.put(text=["c"], key=[3]), tq.UsageError, r"3 is int; keys are strings"),
     "a tag of a list": (
         lambda w: w.table.put(text=["c"], tags={"level": [1]}),
         tq.UsageError,
@@ -435,7 +441,8 @@ PUT: dict[str, Misuse] = {
         tq.SchemaError,
         r'"rewards": row 1 has nan.*; mask it or drop the row, or declare the field with finite=False',
     ),
-    "a repeat of nothing": (lambda w: tq.Repeat(["a"], 0), tq.SchemaError, r"count 0 is not positive; leave out values"),
+    "a repeat of "
+    "nothing": (lambda w: tq.Repeat(["a"], 0), tq.SchemaError, r"count 0 is not positive; leave out values"),
 }  # fmt: skip
 
 RESERVE: dict[str, Misuse] = {
@@ -560,7 +567,8 @@ LEASE: dict[str, Misuse] = {
         r'"trian" is not in table .*; it has reward, train, whole',
     ),
     "no rows": (lambda w: w.table.lease("train", rows=0), tq.UsageError, r"rows=0 is out of range; give 1 to"),
-    "rows as a flag": (lambda w: w.table.lease("train", rows=True), tq.UsageError, r"rows=True is bool; give an integer"),
+    "rows as a "
+    "flag": (lambda w: w.table.lease("train", rows=True), tq.UsageError, r"rows=True is bool; give an integer"),
     "rows and tokens": (
         lambda w: w.table.lease("train", rows=1, tokens=5),
         tq.UsageError,
@@ -601,7 +609,8 @@ LEASE: dict[str, Misuse] = {
         tq.UsageError,
         r"where='score > 1' is str; give TagIs, VersionBetween or Compare",
     ),
-    "a wait as text": (lambda w: w.table.lease("train", rows=1, timeout_s="1"), tq.UsageError, f"is str; {GIVE_SECONDS}"),
+    "a wait as "
+    "text": (lambda w: w.table.lease("train", rows=1, timeout_s="1"), tq.UsageError, f"is str; {GIVE_SECONDS}"),
     "a negative wait": (lambda w: w.table.lease("train", rows=1, timeout_s=-1), tq.UsageError, OUT_OF_RANGE),
     "too short a wait": (
         lambda w: w.table.lease("train", rows=1, timeout_s=0.05),
@@ -609,7 +618,8 @@ LEASE: dict[str, Misuse] = {
         r'2 rows lack "rewards" \(given by "reward".*timeout_s=None waits',
     ),
     "another keyword": (lambda w: w.table.lease("train", row=1), TypeError, "unexpected keyword argument 'row'"),
-    "no prefetch": (lambda w: w.table.loader("train", rows=1, prefetch=-1), tq.UsageError, r"prefetch=-1 .*; give 1 to"),
+    "no prefetch": (lambda w: w.table.loader("train", rows=1, prefetch=-1), tq.UsageError,
+    r"prefetch=-1 .*; give 1 to"),
     "a closed loader": (
         lambda w: ((loader := w.table.loader("train", rows=1)).close(), next(loader)),
         tq.UsageError,
@@ -674,11 +684,14 @@ BATCH: dict[str, Misuse] = {
         r'"txt" is not in this batch .*; it has response_ids; name others with fields=',
     ),
     "dropped without a reason": (lambda w: w.batch.drop(""), tq.UsageError, r"drop reason name '' .*; use letters"),
-    "failed as text": (lambda w: w.batch.release(failed="no"), tq.UsageError, r"failed='no' is str; give True or False"),
+    "failed as "
+    "text": (lambda w: w.batch.release(failed="no"), tq.UsageError, r"failed='no' is str; give True or False"),
     "renewed for nothing": (lambda w: w.batch.renew(0), tq.UsageError, r"lease_s=0 would end at once; give a positive"),
     "one for a list": (lambda w: w.table.ack(w.batch), tq.UsageError, r"batches=.* is Batch; give a list of batches"),
-    "row ids for batches": (lambda w: w.table.ack([0, 1]), tq.UsageError, r"batch 0 is int; give a batch that was leased"),
-    "one twice": (lambda w: w.table.ack([w.batch, w.batch]), tq.UsageError, r"one of them is given twice; give each once"),
+    "row ids for "
+    "batches": (lambda w: w.table.ack([0, 1]), tq.UsageError, r"batch 0 is int; give a batch that was leased"),
+    "one twice": (lambda w: w.table.ack([w.batch, w.batch]), tq.UsageError,
+    r"one of them is given twice; give each once"),
     "row ids in a pipeline": (
         lambda w: pipelined(w.table, lambda pipeline: pipeline.ack([0], rewards=[1.0])),
         tq.UsageError,
@@ -690,7 +703,8 @@ BATCH: dict[str, Misuse] = {
         r"a pipeline is used inside its block.*; write: with table.pipeline\(\) as pipeline",
     ),
     "copied": (lambda w: copy.copy(w.batch), tq.UsageError, r"cannot be pickled or copied; pass its values"),
-    "a table copied": (lambda w: copy.deepcopy(w.table), tq.UsageError, r"cannot be pickled or copied; pass queue.address"),
+    "a table copied": (lambda w: copy.deepcopy(w.table), tq.UsageError,
+    r"cannot be pickled or copied; pass queue.address"),
 }  # fmt: skip
 
 QUEUE: dict[str, Misuse] = {

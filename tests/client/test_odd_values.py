@@ -1,4 +1,5 @@
-"""Integers of any size, texts of any length and nesting of any depth, given anywhere: a typed error at once, short, that changes nothing."""
+"""Integers of any size, texts of any length and nesting of any depth, given anywhere: a typed error at once, short,
+that changes nothing."""
 
 from __future__ import annotations
 

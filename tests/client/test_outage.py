@@ -1,4 +1,5 @@
-"""A service that a stage calls is away for a while, or its function is broken: no row is lost, and everyone is told why."""
+"""A service that a stage calls is away for a while, or its function is broken: no row is lost, and everyone is told
+why."""
 
 from __future__ import annotations
 

@@ -35,7 +35,8 @@ from transferqueue.wire.messages import Welcome
 MIB = 1 << 20
 LABEL = "reads from afar"
 HOST = "127.0.0.2"
-"""Where a relay of the bulk port listens, under the same number as the server's own: a client dials the host it knows."""
+"""Where a relay of the bulk port listens, under the same number as the server's own: a client dials the host it
+knows."""
 
 
 def image(rows: int = 8, seed: int = 0) -> np.ndarray:
@@ -231,7 +232,8 @@ def test_connections_that_are_cut_are_made_again(
 
 
 def test_a_server_that_was_started_anew_costs_no_attempt() -> None:
-    """Attempts are counted within one life of the server: a caller's own deadline ends a wait for one that keeps dying."""
+    """Attempts are counted within one life of the server: a caller's own deadline ends a wait for one that keeps
+    dying."""
     welcomes = [Welcome(1, epoch, "t", "t", {}, 0, bulk_port=1) for epoch in range(1, 9)]
     dials = iter(welcomes[1:])
 

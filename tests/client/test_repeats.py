@@ -1,4 +1,5 @@
-"""A group that shares an image: stored once and sent once, whatever way the rows repeat it; the rows read are the same."""
+"""A group that shares an image: stored once and sent once, whatever way the rows repeat it; the rows read are the
+same."""
 
 from __future__ import annotations
 

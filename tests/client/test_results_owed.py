@@ -1,4 +1,5 @@
-"""What a task declares in `gives` comes with its ack: a worker that forgets it, or misnames it, learns it and loses no row."""
+"""What a task declares in `gives` comes with its ack: a worker that forgets it, or misnames it, learns it and loses no
+row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A client over tcp learns of a killed server from the host of the server, as a client of a socket file learns from the kernel."""
+"""A client over tcp learns of a killed server from the host of the server, as a client of a socket file learns from the
+kernel."""
 
 from __future__ import annotations
 

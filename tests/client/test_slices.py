@@ -1,4 +1,5 @@
-"""Parts of rows: views on the server's host, and only these bytes from another one; what does not fit is refused and changes nothing."""
+"""Parts of rows: views on the server's host, and only these bytes from another one; what does not fit is refused and
+changes nothing."""
 
 from __future__ import annotations
 

@@ -274,7 +274,8 @@ def test_from_an_event_loop(root: Path) -> None:
 
 
 class Load:
-    """Producers and consumers until `stop`; every put has four rows of one value, every reward is ten times its row's number."""
+    """Producers and consumers until `stop`; every put has four rows of one value, every reward is ten times its row's
+    number."""
 
     def __init__(self, address: str) -> None:
         self.address = address

@@ -1,4 +1,5 @@
-"""A server that is suspended, as by SIGSTOP, a debugger or a pause of its machine: live workers keep their leases, dead ones do not."""
+"""A server that is suspended, as by SIGSTOP, a debugger or a pause of its machine: live workers keep their leases, dead
+ones do not."""
 
 from __future__ import annotations
 

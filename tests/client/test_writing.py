@@ -117,7 +117,8 @@ def test_full_extents_are_returned_when_their_last_writer_is_done() -> None:
 
 
 def test_whoever_asks_for_memory_holds_none_that_has_no_room_for_it() -> None:
-    """The wait may be one for that memory: two producers of small puts held all of an arena of 4 MiB, and waited for more."""
+    """The wait may be one for that memory: two producers of small puts held all of an arena of 4 MiB, and waited for
+    more."""
     node = Node()
     for _ in range(9):
         node.region(SMALL_EXTENT_BYTES - 1).done(CommitOutcome.COMMITTED)

@@ -1,4 +1,5 @@
-"""Shards whose bytes lie in a store: subjects for the conformance kits, and what holds for the rows whatever the store is."""
+"""Shards whose bytes lie in a store: subjects for the conformance kits, and what holds for the rows whatever the store
+is."""
 
 from __future__ import annotations
 

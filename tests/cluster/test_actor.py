@@ -127,7 +127,10 @@ def test_a_port_that_was_asked_for_is_taken_or_told(live):
 def test_a_later_life_that_cannot_be_ends_its_process(live, tmp_path):
     live(state=tmp_path / "state")
     told = write(DeploySpec(NAMED, "id", "process", str(tmp_path / "state"), 1 << 26, 0, ""))
-    program = "import sys; from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase; CoordinatorActorBase(sys.argv[1], '127.0.0.1', 'c', True)"
+    program = (
+        "import sys; from transferqueue.cluster.on_ray.coordinator_actor import CoordinatorActorBase; "
+        "CoordinatorActorBase(sys.argv[1], '127.0.0.1', 'c', True)"
+    )
     ended = subprocess.run(
         [sys.executable, "-c", program, told], capture_output=True, text=True, timeout=60, check=False
     )

@@ -1,4 +1,5 @@
-"""Chaos on a Ray cluster: shards, nodes and the server go while rows pass; each is done once, and what is lost is put again."""
+"""Chaos on a Ray cluster: shards, nodes and the server go while rows pass; each is done once, and what is lost is put
+again."""
 
 from __future__ import annotations
 

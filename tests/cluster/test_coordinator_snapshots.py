@@ -1,4 +1,5 @@
-"""Snapshots of two coordinators, whose rows lie in four shards, while clients work at both: each table is restored whole."""
+"""Snapshots of two coordinators, whose rows lie in four shards, while clients work at both: each table is restored
+whole."""
 
 from __future__ import annotations
 
@@ -84,7 +85,8 @@ NOT_KEPT = {"age_s", "put_by", "labels", "events", "events_complete", "fields", 
 
 
 class Chain:
-    """Puts number after number, each at the first coordinator and, when that has answered, at the second; from one thread."""
+    """Puts number after number, each at the first coordinator and, when that has answered, at the second; from one
+    thread."""
 
     def __init__(self, address: str) -> None:
         self.failed: list[BaseException] = []

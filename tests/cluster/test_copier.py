@@ -1,4 +1,5 @@
-"""Copy orders carried out over memory of this process: what is read in pieces, what is left out, and what is written together."""
+"""Copy orders carried out over memory of this process: what is read in pieces, what is left out, and what is written
+together."""
 
 from __future__ import annotations
 

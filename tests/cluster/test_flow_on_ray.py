@@ -1,4 +1,5 @@
-"""A flow whose stages are Ray tasks: its rows are done, also when one of its processes is killed; a broken stage ends it."""
+"""A flow whose stages are Ray tasks: its rows are done, also when one of its processes is killed; a broken stage ends
+it."""
 
 import os
 import signal
@@ -156,7 +157,8 @@ def test_after_the_deadline_a_job_is_killed_and_its_rows_are_done_by_others(queu
 
 
 def test_jobs_that_work_only_together_are_started_again_together(queue, address, tmp_path):
-    """The first waits for ever when the second is killed: it is ended, and both begin again; `prepare` is called when none lives."""
+    """The first waits for ever when the second is killed: it is ended, and both begin again; `prepare` is called when
+    none lives."""
     settings = {"marks": str(tmp_path)}
     factory = f"{HERE}:works_only_together"
     pair = [

@@ -1,4 +1,5 @@
-"""What an actor of a deployment on Ray is told and answers has the bytes that were recorded: a client of another build reads them."""
+"""What an actor of a deployment on Ray is told and answers has the bytes that were recorded: a client of another build
+reads them."""
 
 import pytest
 

@@ -1,4 +1,5 @@
-"""A shard of a table with replicas is killed while work goes on: its rows are copied again, and outlive the next death."""
+"""A shard of a table with replicas is killed while work goes on: its rows are copied again, and outlive the next
+death."""
 
 from __future__ import annotations
 

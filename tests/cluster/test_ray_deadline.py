@@ -1,4 +1,5 @@
-"""`connect` to a deployment on Ray keeps its deadline, though Ray itself looks for a cluster that is gone for 20 s and more."""
+"""`connect` to a deployment on Ray keeps its deadline, though Ray itself looks for a cluster that is gone for 20 s and
+more."""
 
 from __future__ import annotations
 

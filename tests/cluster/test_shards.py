@@ -1,4 +1,5 @@
-"""Several shards, each a process: rows lie in all of them, are read from all at once, and outlive what they can outlive."""
+"""Several shards, each a process: rows lie in all of them, are read from all at once, and outlive what they can
+outlive."""
 
 from __future__ import annotations
 

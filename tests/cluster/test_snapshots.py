@@ -1,5 +1,5 @@
-"""Snapshots of rows that lie in shard processes: restored elsewhere all is the same, and a shard that dies or stops meanwhile ends nothing but
-what only it had."""
+"""Snapshots of rows that lie in shard processes: restored elsewhere all is the same, and a shard that dies or stops
+meanwhile ends nothing but what only it had."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """``python -m tests.damage state|snapshots --count N --seed S``: damages of files that the queue reads again.
 
 Each damage must end in exactly what was answered before it, or in an error or a loss that names what is damaged. The
-command prints what it found, and ends with 1 if a damage was silent, crashed the reader or raised an error of another type.
+command prints what it found, and ends with 1 if a damage was silent, crashed the reader or raised an error of another
+type.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A restore by the production code into a ledger and an arena, without a loop; and everything that can be asked of what it made."""
+"""A restore by the production code into a ledger and an arena, without a loop; and everything that can be asked of what
+it made."""
 
 from __future__ import annotations
 
@@ -140,7 +141,8 @@ class Restorer:
         return hashlib.blake2b(json.dumps(self.contents(), sort_keys=True, default=repr).encode()).hexdigest()
 
     def use(self) -> None:
-        """Work with it: lease and ack in every task, seal, drop. Raises what no request may raise; the books balance throughout."""
+        """Work with it: lease and ack in every task, seal, drop. Raises what no request may raise; the books balance
+        throughout."""
         call = 10
         for name, table in list(self.ledger.state.tables.items()):
             requests: list[m.Request] = [m.Observe("stats"), m.Observe("doctor"), m.Cursor(name), m.ReadRequest(name)]

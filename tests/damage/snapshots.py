@@ -1,9 +1,9 @@
 """Mutated snapshots: restored, refused as `Corruption`, never silently other values, never the end of the process.
 
-Two kinds of mutation. *Bytes* changes files as a disk or a careless copy does, and leaves the checksums as they are: the
-restore gives `Corruption`, or exactly what was in the queue. *Values* changes what the files say, and computes every checksum
-anew, as somebody does who wants to harm: the restore gives `Corruption`, or a queue whose books balance, of which every
-column can be read, and which can be worked with. After a refusal ledger and memory are as they were.
+Two kinds of mutation. *Bytes* changes files as a disk or a careless copy does, and leaves the checksums as they are:
+the restore gives `Corruption`, or exactly what was in the queue. *Values* changes what the files say, and computes
+every checksum anew, as somebody does who wants to harm: the restore gives `Corruption`, or a queue whose books balance,
+of which every column can be read, and which can be worked with. After a refusal ledger and memory are as they were.
 
 The mutations are done in forked workers, one after the other. A worker that dies is counted and followed by the next.
 """
@@ -64,7 +64,8 @@ def make_originals(root: Path) -> None:
                 image=[np.full((n, group + 1), n, np.float32) for n in range(3)],
                 dense=np.ones((3, 2, 2), np.int16),
                 group_id=group, group_size=size, policy_version=group, ordinal=[group] * 3,
-                key=[f"k{group}-{n}" for n in range(3)], tags=[{"n": n, "of": "x"} for n in range(3)], priority=float(group),
+                key=[f"k{group}-{n}" for n in range(3)], tags=[{"n": n, "of": "x"} for n in range(3)],
+                priority=float(group),
             )  # fmt: skip
         with flow.lease("reward", rows=7) as batch:
             batch.ack(score=np.arange(7.0), trace=[{"why": [n, None, "x"]} for n in range(7)])
@@ -440,7 +441,8 @@ class Judge:
 
 
 ALLOWED: Final = ("as it was", "restored", "Corruption", "UsageError: snapshot", "NotFound: selector")
-"""Ends that are not wrong: a format that this version does not read, and a selector that is not installed, are the caller's."""
+"""Ends that are not wrong: a format that this version does not read, and a selector that is not installed, are the
+caller's."""
 
 
 def wrong(end: str) -> bool:

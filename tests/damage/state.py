@@ -1,9 +1,9 @@
 """Damages of state directories: ``python -m tests.damage state``.
 
-A base is a state directory as a server left it that was killed, or that ended in order, with what its files were earlier. A
-damage changes one file of it: a bit, its length, or all of it for what it was earlier. Then the next server begins there. It
-must find exactly what was answered, or say which blocks are damaged (their rows are lost, and told), or refuse with
-`Corruption` and change no file.
+A base is a state directory as a server left it that was killed, or that ended in order, with what its files were
+earlier. A damage changes one file of it: a bit, its length, or all of it for what it was earlier. Then the next server
+begins there. It must find exactly what was answered, or say which blocks are damaged (their rows are lost, and told),
+or refuse with `Corruption` and change no file.
 """
 
 from __future__ import annotations
@@ -162,8 +162,8 @@ def _damaged(base: Base, one: Damage, data: bytes) -> bytes | None:
 
 
 def _spot(base: Base, one: Damage) -> float:
-    """Bits of memory that is no file are trusted (docs/decisions/0029): of that arena only the last page is damaged. Of another
-    every other bit is one of a block: most of an arena is empty."""
+    """Bits of memory that is no file are trusted (docs/decisions/0029): of that arena only the last page is damaged. Of
+    another every other bit is one of a block: most of an arena is empty."""
     if base.in_state and "arena-" in one.file and one.at % 2:
         offset, nbytes = base.places[one.at // 2 % len(base.places)]
         return (offset + one.where * nbytes) / (ARENA_BYTES + MARGIN_BYTES)
@@ -174,7 +174,8 @@ def _spot(base: Base, one: Damage) -> float:
 
 
 def verdict(base: Base, one: Damage) -> str:
-    """Damage, start, compare; what came of it. `AssertionError` for what must not be. The files are whole again afterwards."""
+    """Damage, start, compare; what came of it. `AssertionError` for what must not be. The files are whole again
+    afterwards."""
     try:
         if not damage(base, one):
             return "no damage"
@@ -234,11 +235,13 @@ def _lasting(files: dict[str, bytes]) -> dict[str, bytes]:
 
 
 def bases(root: Path) -> list[Base]:
-    """State directories with all that a ledger has, for each level, of a server that was killed and of one that ended."""
+    """State directories with all that a ledger has, for each level, of a server that was killed and of one that
+    ended."""
     made = []
     for level, in_state in ((Level.PROCESS, False), (Level.PROCESS, True), (Level.DISK, True)):
         for ended in (False, True):
-            name = f"{level}{', arena in the state' if in_state and level is Level.PROCESS else ''}{', ended' if ended else ''}"
+            where = ", arena in the state" if in_state and level is Level.PROCESS else ""
+            name = f"{level}{where}{', ended' if ended else ''}"
             made.append(_base(Base(name, level, root / str(len(made)), in_state), ended=ended))
     return made
 
@@ -367,6 +370,7 @@ def run(count: int, seed: int) -> int:
         shutil.rmtree(root)
     told = ", ".join(f"{number:,} {what}" for what, number in sorted(found.items()) if what != "no damage")
     print(
-        f"seed {seed}: {count:,} damages of state directories in {time.monotonic() - began:.0f} s: {told}, {wrong} wrong"
+        f"seed {seed}: {count:,} damages of state directories in {time.monotonic() - began:.0f} s: {told}, {wrong} "
+        "wrong"
     )
     return wrong

@@ -1,4 +1,5 @@
-"""Any damage of a state directory ends in the answers that were given, in rows that are told as lost, or in `Corruption`."""
+"""Any damage of a state directory ends in the answers that were given, in rows that are told as lost, or in
+`Corruption`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Workflows, container file, compose file and manifests, read by the linters and schemas of their formats: `make test-deploy` has them."""
+"""Workflows, container file, compose file and manifests, read by the linters and schemas of their formats:
+`make test-deploy` has them."""
 
 import shutil
 import subprocess

@@ -1,4 +1,5 @@
-"""A device without hardware whose copies come late: nothing moves before `LateDevice.finish`. So a fence that is missing shows as wrong bytes."""
+"""A device without hardware whose copies come late: nothing moves before `LateDevice.finish`. So a fence that is
+missing shows as wrong bytes."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ class LateEvent:
 
 
 class LateDevice:
-    """Registers memory as a CUDA device does: pages once, never twice, and reads addresses only inside what is registered. at_once: it copies when asked."""
+    """Registers memory as a CUDA device does: pages once, never twice, and reads addresses only inside what is
+    registered. at_once: it copies when asked."""
 
     def __init__(
         self, name: str = "late:0", *, at_once: bool = False, registers: bool = True, room: int = 1 << 40

@@ -1,5 +1,6 @@
-"""A device without hardware that pins pages as drivers do: it reads them through io_uring's registered buffers, which the kernel pins for long
-(FOLL_LONGTERM), not through the mapping. So a page that the arena's owner returned shows its old bytes, as to a real device."""
+"""A device without hardware that pins pages as drivers do: it reads them through io_uring's registered buffers, which
+the kernel pins for long (FOLL_LONGTERM), not through the mapping. So a page that the arena's owner returned shows its
+old bytes, as to a real device."""
 
 from __future__ import annotations
 

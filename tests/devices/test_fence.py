@@ -1,7 +1,9 @@
-"""No batch on a device has bytes of another: memory under a copy is neither reused nor returned, however late the device copies.
+"""No batch on a device has bytes of another: memory under a copy is neither reused nor returned, however late the
+device copies.
 
-The arena grows, is reused and trimmed under a device whose copies come several batches late; each batch is compared by a hash of what the device has. The
-same job with the fence taken out finds wrong bytes, so the test would find a missing one.
+The arena grows, is reused and trimmed under a device whose copies come several batches late; each batch is compared by
+a hash of what the device has. The same job with the fence taken out finds wrong bytes, so the test would find a missing
+one.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def digest(ids: Any, scores: Any) -> str:
 
 
 class Job:
-    """Puts rows of random lengths, leases them to a device that is late, and compares what the device has in the end."""
+    """Puts rows of random lengths, leases them to a device that is late, and compares what the device has in the
+    end."""
 
     def __init__(self, seed: int, order: Any) -> None:
         self.random, self.order = np.random.default_rng(seed), order

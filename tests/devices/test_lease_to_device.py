@@ -283,8 +283,8 @@ def test_a_read_refuses_devices_that_do_not_fit(queue: tq.Queue) -> None:
 @pytest.mark.parametrize("registers", [True, False], ids=["registered", "staged"])
 @pytest.mark.parametrize("far", [False, True], ids=["mapped", "remote"])
 def test_a_device_is_given_the_wanted_part_of_a_weight_alone(tmp_path: Path, registers: bool, far: bool) -> None:
-    """As to four engine workers: each a quarter of the rows of `w`, of the columns of `o` and of those of each expert, all of `b`, and of `e`, which has
-    no bytes, nothing."""
+    """As to four engine workers: each a quarter of the rows of `w`, of the columns of `o` and of those of each expert,
+    all of `b`, and of `e`, which has no bytes, nothing."""
     model = {
         "w": torch.randn(512, 64, 3),
         "o": torch.randn(300, 256).to(torch.bfloat16),

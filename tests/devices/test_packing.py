@@ -1,4 +1,5 @@
-"""Tensors of a device become a column: packed there, one copy into the granted memory, and no late write into memory of others."""
+"""Tensors of a device become a column: packed there, one copy into the granted memory, and no late write into memory of
+others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Devices and processes: several shards, readers that are killed or stopped while they hold pages, and a server that starts again."""
+"""Devices and processes: several shards, readers that are killed or stopped while they hold pages, and a server that
+starts again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What of an arena is registered: pages that it has, once, in slices, within a bound, and given up when nothing copies."""
+"""What of an arena is registered: pages that it has, once, in slices, within a bound, and given up when nothing
+copies."""
 
 from __future__ import annotations
 

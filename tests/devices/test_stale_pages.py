@@ -1,4 +1,5 @@
-"""A device that pins pages never reads pages that the arena has returned: with the kernel's own long-term pins in place of a GPU's driver."""
+"""A device that pins pages never reads pages that the arena has returned: with the kernel's own long-term pins in place
+of a GPU's driver."""
 
 from __future__ import annotations
 

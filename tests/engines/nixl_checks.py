@@ -1,4 +1,5 @@
-"""What holds of one-sided reads by a real NIXL: each check in a process of its own, since UCX reads its transports once.
+"""What holds of one-sided reads by a real NIXL: each check in a process of its own, since UCX reads its transports
+once.
 
 TRANSFERQUEUE_BYTES=nixl:cma python -m tests.engines.nixl_checks NAME
 """
@@ -92,7 +93,8 @@ def received(queue: tq.Queue) -> dict[str, int]:
 
 
 def agents() -> None:
-    """An agent costs a process no torch, though `nixl` looks for CUDA there; which is loaded afterwards as if nothing had been."""
+    """An agent costs a process no torch, though `nixl` looks for CUDA there; which is loaded afterwards as if nothing
+    had been."""
     assert not {"torch", "nixl"} & {*sys.modules}
     with tempfile.TemporaryDirectory() as directory:
         package = Path(directory) / "torch"
@@ -185,7 +187,8 @@ def threads() -> None:
 
 
 def putting_threads() -> None:
-    """Four threads of one client put ever larger batches at once: what they register meanwhile is loaded while the shard reads for the others."""
+    """Four threads of one client put ever larger batches at once: what they register meanwhile is loaded while the
+    shard reads for the others."""
 
     def work(server: Served) -> None:
         with tq.connect(server.tcp, data="remote") as queue:
@@ -258,7 +261,8 @@ SCATTERED_READER: Final = """
 
 
 def scattered() -> None:
-    """Random rows of 4 KiB are staged: by six threads at once, which share the slots; while readers are stopped and killed; the slots return."""
+    """Random rows of 4 KiB are staged: by six threads at once, which share the slots; while readers are stopped and
+    killed; the slots return."""
 
     def work(server: Served) -> None:
         with tq.connect(server.tcp, data="remote") as queue, tq.connect(server.ipc) as local:
@@ -330,7 +334,8 @@ PUTTER: Final = """
 
 
 def weights() -> None:
-    """Whole versions, and the parts of four ranks along any dimension: they are what was published, and cross one-sided."""
+    """Whole versions, and the parts of four ranks along any dimension: they are what was published, and cross
+    one-sided."""
 
     def work(server: Served) -> None:
         rng = np.random.default_rng(1)
@@ -410,7 +415,8 @@ def _pulled(queue: tq.Queue, nbytes: int) -> None:
 
 
 def putter_killed() -> None:
-    """A client is killed while the shard reads out of its memory: what it was told is there is there, the rest is not, and memory returns."""
+    """A client is killed while the shard reads out of its memory: what it was told is there is there, the rest is not,
+    and memory returns."""
 
     def work(server: Served) -> None:
         with tq.connect(server.ipc) as local:
@@ -431,7 +437,8 @@ def putter_killed() -> None:
 
 
 def putter_stopped() -> None:
-    """A client stands still while the shard reads out of its memory, for less and for more than the shard's silence, and goes on."""
+    """A client stands still while the shard reads out of its memory, for less and for more than the shard's silence,
+    and goes on."""
 
     def work(server: Served) -> None:
         with tq.connect(server.ipc) as local:
@@ -474,7 +481,8 @@ def shard_killed_in_a_put() -> None:
 
 
 def shard_stopped_in_a_put() -> None:
-    """The shard stands still while it reads, longer than its client waits, and goes on: the stream carries the bytes, later puts are pulled again."""
+    """The shard stands still while it reads, longer than its client waits, and goes on: the stream carries the bytes,
+    later puts are pulled again."""
     remote.BULK_SILENCE_S = 1.0
     with subject(memory()).open() as backing:
         place = Range(1, 0, 32 * MIB)
@@ -514,9 +522,10 @@ while True:
 
 
 def late_reads() -> None:
-    """Reads from a peer that stands still, before and after it was connected: once their agent is gone, nothing writes what they were to write, though
-    the peer goes on or dies; the quarantine is empty, and no socket is left. The next agent reads. (Over TCP the peer may end when it goes on: UCX
-    sends a signal where the reader of a read that it serves has gone.)"""
+    """Reads from a peer that stands still, before and after it was connected: once their agent is gone, nothing writes
+    what they were to write, though the peer goes on or dies; the quarantine is empty, and no socket is left. The next
+    agent reads. (Over TCP the peer may end when it goes on: UCX sends a signal where the reader of a read that it
+    serves has gone.)"""
     for connected, killed in ((False, False), (True, False), (True, True)):
         with _target() as peer, _target() as other:
             try:
@@ -579,8 +588,8 @@ def _wait(read: PendingRead) -> None:
 
 
 def emulated() -> None:
-    """Where no transport reads by itself, the stream carries what is put and read, and the shard lives. Over TCP it would answer emulated reads, and a shard
-    that does is ended if the reader dies."""
+    """Where no transport reads by itself, the stream carries what is put and read, and the shard lives. Over TCP it
+    would answer emulated reads, and a shard that does is ended if the reader dies."""
     os.environ |= {
         "UCX_TLS": "tcp,self",
         "UCX_LOG_LEVEL": "fatal",
@@ -596,7 +605,8 @@ def emulated() -> None:
 
 
 def shard_killed() -> None:
-    """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next shard."""
+    """The shard is killed in the middle of a read: the reader gets an error of the peer, lives, and reads from the next
+    shard."""
     remote.BULK_SILENCE_S = 1.0
     shared = memory()
     for life in range(3):
@@ -614,7 +624,8 @@ def shard_killed() -> None:
 
 
 def shard_stopped() -> None:
-    """The shard stands still in the middle of a read, longer than a reader waits, and goes on: nothing is lost, and no byte is written late."""
+    """The shard stands still in the middle of a read, longer than a reader waits, and goes on: nothing is lost, and no
+    byte is written late."""
     remote.BULK_SILENCE_S = 1.0
     shared = memory()
     with subject(shared).open() as backing:

@@ -1,6 +1,8 @@
-"""The demo's job with a real engine for its generation: a few steps, weights changed in flight, nothing lost, log-probs the trainer's.
+"""The demo's job with a real engine for its generation: a few steps, weights changed in flight, nothing lost, log-probs
+the trainer's.
 
-`make test-engines` runs it, as it runs everything in this folder; `make test` leaves it out, where transformers is installed too.
+`make test-engines` runs it, as it runs everything in this folder; `make test` leaves it out, where transformers is
+installed too.
 """
 
 from __future__ import annotations

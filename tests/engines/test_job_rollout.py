@@ -82,7 +82,8 @@ def scale_of(version: int) -> float:
 
 
 def trained(queue: tq.Queue, directory: Path, job: Job) -> list[dict[str, Any]]:
-    """Generate and "train" five steps; return the rows in the order of training, each with its step, and what failed."""
+    """Generate and "train" five steps; return the rows in the order of training, each with its step, and what
+    failed."""
     table, rows, events = table_of(queue, job), list[dict[str, Any]](), list[Event]()
 
     def source() -> None:
@@ -139,7 +140,8 @@ def logprobs(directory: Path, row: dict[str, Any], version: int) -> Any:
 @pytest.mark.filterwarnings("ignore")  # of the stack under test
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_delayed_job_generates_a_step_with_the_version_before(queue: tq.Queue, directory: Path, engine: str) -> None:
-    """Rows of step k + 1 have the version before the one that step k makes, from the first token to the last, and its log-probabilities."""
+    """Rows of step k + 1 have the version before the one that step k makes, from the first token to the last, and its
+    log-probabilities."""
     if engine == "vllm":
         pytest.importorskip("vllm")
     job = job_of(

@@ -70,7 +70,8 @@ def test_the_trainer_and_vllm_agree_on_the_tokens_that_were_drawn(tmp_path: Path
                 )
             difference = np.abs(found.numpy() - np.concatenate([each.logprobs for each in drawn]))
             print(
-                f"{dtype}, T={temperature}: {len(difference)} tokens, mean {difference.mean():.2g}, max {difference.max():.2g}"
+                f"{dtype}, T={temperature}: {len(difference)} tokens, mean {difference.mean():.2g}, max "
+                f"{difference.max():.2g}"
             )
             assert len(difference) > 200
             assert difference.mean() < MEAN_MAX[dtype]

@@ -1,4 +1,5 @@
-"""Losses, gradients and advantages on 200 random ragged batches against the functions of TRL (`make test-engines`) and verl (`make test-verl`)."""
+"""Losses, gradients and advantages on 200 random ragged batches against the functions of TRL (`make test-engines`) and
+verl (`make test-verl`)."""
 
 from __future__ import annotations
 

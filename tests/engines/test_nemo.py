@@ -1,7 +1,7 @@
 """NeMo-RL's data plane on the queue, against its own interface and by its own tests. `make test-nemo` runs it.
 
-Its tests lie in its source, not here. They run twice: on our client, which takes the place of its in-memory client and of what its
-factory builds; and on its own adapter, unchanged, with the drop-in under it.
+Its tests lie in its source, not here. They run twice: on our client, which takes the place of its in-memory client and
+of what its factory builds; and on its own adapter, unchanged, with the drop-in under it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,9 @@ LEFT_OUT = {
     "test_sync_utils_module_imports": _TRAINERS,
     "test_sync_rollout_actor_prompt_extraction_and_masks_match_grpo": _TRAINERS,
     "test_apply_dynamic_sampling": _TRAINERS,
-    "test_leader_broadcast_round_trip": "two processes of torch.distributed, against a short deadline; no data plane is in it",
+    "test_leader_broadcast_round_trip": (
+        "two processes of torch.distributed, against a short deadline; no data plane is in it"
+    ),
     "test_kv_batch_put_rejects_non_tensor_leaves": _PLAIN,
     "test_double_register_partition_is_idempotent_overwrite": "looks into its in-memory client",
 }

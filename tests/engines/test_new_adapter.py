@@ -1,4 +1,5 @@
-"""What `transferqueue new-adapter` writes runs as it is, and passes once it is filled in; adapters are found by name."""
+"""What `transferqueue new-adapter` writes runs as it is, and passes once it is filled in; adapters are found by
+name."""
 
 from __future__ import annotations
 

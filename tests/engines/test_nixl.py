@@ -1,4 +1,5 @@
-"""Columns read and put one-sided by NIXL over UCX: over TCP, and by CMA between processes of this host. No RDMA device is needed, nor shown to work.
+"""Columns read and put one-sided by NIXL over UCX: over TCP, and by CMA between processes of this host. No RDMA device
+is needed, nor shown to work.
 
 `make test-nixl` sets up what this needs. Elsewhere it is skipped.
 """
@@ -39,7 +40,8 @@ def test_what_holds_of_one_sided_reads(carrier: Transports, check: str) -> None:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("carrier", [Transports.CMA, Transports.TCP])
 def test_three_minutes_of_chaos_keep_every_promise(carrier: Transports) -> None:
-    """Remote roles put and read large rows one-sided, while server, workers and connections are killed, stopped, cut and garbled."""
+    """Remote roles put and read large rows one-sided, while server, workers and connections are killed, stopped, cut
+    and garbled."""
     ended = subprocess.run(
         [sys.executable, "-m", "transferqueue.cli", "chaos", "--tcp", "--seconds", "180", "--seed", "4"],
         env=os.environ | {BYTES_VARIABLE: str(carrier)},

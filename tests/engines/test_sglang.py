@@ -1,4 +1,5 @@
-"""SGLang's adapter against its documented endpoints, served here over transformers. No record of the matrix: it is not SGLang."""
+"""SGLang's adapter against its documented endpoints, served here over transformers. No record of the matrix: it is not
+SGLang."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The public tests in the wheel of TransferQueue 0.1.11, run against the drop-in.
 
-They are found where the wheel put them, copied to a temporary folder (so that their own package is not imported instead),
-and run by a pytest of their own, in which ``transfer_queue`` is ours, in Ray's workers too.
+They are found where the wheel put them, copied to a temporary folder (so that their own package is not imported
+instead), and run by a pytest of their own, in which ``transfer_queue`` is ours, in Ray's workers too.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Trainers of other projects, whole: verl 0.9.1 over Ray workers on a CPU, on the original and on the drop-in. `make test-stacks` runs it.
+"""Trainers of other projects, whole: verl 0.9.1 over Ray workers on a CPU, on the original and on the drop-in.
+`make test-stacks` runs it.
 
-What a user of them would patch is patched: `examples/stacks/verl.patch` is applied to the verl that runs on the drop-in.
+What a user of them would patch is patched: `examples/stacks/verl.patch` is applied to the verl that runs on the
+drop-in.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ def trained(job: VerlJob, package: Package, folder: Path, prepared: Path) -> Out
 
 
 def test_the_drop_in_and_the_original_train_the_same(prepared: Path, tmp_path: Path) -> None:
-    """Two steps of GRPO with two FSDP2 workers and a reference model: every process on the right package, and equal results."""
+    """Two steps of GRPO with two FSDP2 workers and a reference model: every process on the right package, and equal
+    results."""
     job = VerlJob(steps=STEPS)
     original, ours = (trained(job, package, tmp_path, prepared) for package in ("original", "ours"))
     assert {each.package for each in original.recordings if each.calls} == {"transfer_queue"}

@@ -1,4 +1,5 @@
-"""verl 0.9.1's own data path on the drop-in: agent loop, replay buffer, bridge, padding, checkpoint. `make test-verl` runs it.
+"""verl 0.9.1's own data path on the drop-in: agent loop, replay buffer, bridge, padding, checkpoint. `make test-verl`
+runs it.
 
 verl's modules run as they are installed; what a model and a cluster would do (tokens, scores) is given by the test.
 """
@@ -34,7 +35,8 @@ TRAIN = "train"
 
 
 def module_of(name: str) -> ModuleType:
-    """A file of verl's v1 trainer, without the trainers that its package imports (they need more than the data path does)."""
+    """A file of verl's v1 trainer, without the trainers that its package imports (they need more than the data path
+    does)."""
     import verl.trainer.ppo as package
 
     path = Path(next(iter(package.__path__))) / "v1" / f"{name}.py"
@@ -117,7 +119,8 @@ def sampled(prompts: int) -> Any:
 
 
 def test_agent_loop_and_replay_buffer() -> None:
-    """Prompts go from pending to finished or failure; trajectories carry their tags, and the prompts sampled are gone."""
+    """Prompts go from pending to finished or failure; trajectories carry their tags, and the prompts sampled are
+    gone."""
     rolled_out("a", "b", "bad")
     found = tq.kv_list(TRAIN)[TRAIN]
     assert {uid: found[uid]["status"] for uid in ("a", "b", "bad")} == {
@@ -172,7 +175,8 @@ def test_the_bridge_gives_data_and_takes_columns() -> None:
 
 
 def test_a_checkpoint_keeps_prompts_in_flight(tmp_path: Path) -> None:
-    """As its asynchronous trainers resume: finished trajectories are there, pending prompts are issued again with their data."""
+    """As its asynchronous trainers resume: finished trajectories are there, pending prompts are issued again with their
+    data."""
     rolled_out("a")
     register("waiting")
     tq.save_checkpoint(tmp_path / "transfer_queue", metadata={"global_steps": 3})

@@ -1,4 +1,5 @@
-"""The notebook of the tour is the page's: it is as the page would write it, its cells run, and its links lead somewhere."""
+"""The notebook of the tour is the page's: it is as the page would write it, its cells run, and its links lead
+somewhere."""
 
 from __future__ import annotations
 

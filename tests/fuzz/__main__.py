@@ -1,5 +1,6 @@
-"""``python -m tests.fuzz``: typed requests with extreme values against a durable server that is killed every 700 of them, attacks on
-the bulk port, a million mutated frames against the decoders, and garbage against a server that runs."""
+"""``python -m tests.fuzz``: typed requests with extreme values against a durable server that is killed every 700 of
+them, attacks on the bulk port, a million mutated frames against the decoders, and garbage against a server that
+runs."""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ def main() -> int:
 
 
 def fuzz_bulk(attacks: int, seed: int) -> bool:
-    """Attacks on the bulk port, over plain streams and over encrypted connections. Whether memory stood still; else it raises."""
+    """Attacks on the bulk port, over plain streams and over encrypted connections. Whether memory stood still; else it
+    raises."""
     with tempfile.TemporaryDirectory() as found:
         directory = Path(found)
         with served(directory / "run", "256MiB") as server:
@@ -56,8 +58,9 @@ def fuzz_bulk(attacks: int, seed: int) -> bool:
         finally:
             keyed.stop()
     for name, report in (("plain", plain), ("encrypted", encrypted)):
-        print(f"bulk port, {name}: {report.attacks:,} attacks in {report.seconds:.1f} s, {report.honest} honest rows there and back as they "
-              f"were; memory {report.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
+        print(f"bulk port, {name}: {report.attacks:,} attacks in {report.seconds:.1f} s, "
+              f"{report.honest} honest rows there and back as they were; "
+              f"memory {report.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
     return max(plain.grown_bytes, encrypted.grown_bytes) < bulk_port.GROWN_MAX
 
 
@@ -67,7 +70,8 @@ def _attacked(address: str, keys: ClientKeys | None, pid: int, attacks: int, see
 
 
 def fuzz_lives(messages: int, seeds: int, first: int, at_once: int) -> bool:
-    """Typed messages over so many seeds, the last of them against a server of durability disk. Whether nothing broke."""
+    """Typed messages over so many seeds, the last of them against a server of durability disk. Whether nothing
+    broke."""
     started = time.perf_counter()
     with ThreadPoolExecutor(at_once) as threads:
         jobs = [
@@ -75,8 +79,8 @@ def fuzz_lives(messages: int, seeds: int, first: int, at_once: int) -> bool:
             for seed in range(first, first + seeds)
         ]
         codes = list(threads.map(lambda job: _fuzz_one(*job), jobs))
-    print(f"typed: {sum(job[1] for job in jobs):,} messages over {seeds} seeds in {time.perf_counter() - started:.0f} s: "
-          f"{codes.count(0)} seeds whole, {len(codes) - codes.count(0)} broken")  # fmt: skip
+    print(f"typed: {sum(job[1] for job in jobs):,} messages over {seeds} seeds in {time.perf_counter() - started:.0f} "
+          f"s: {codes.count(0)} seeds whole, {len(codes) - codes.count(0)} broken")  # fmt: skip
     return not any(codes)
 
 
@@ -102,8 +106,9 @@ def fuzz_frames(given: argparse.Namespace) -> bool:
     """Mutated frames. Whether nothing changed or grew."""
     decoded = decoder.run(given.frames, given.seed)
     kept = sum(decoded.messages.values())
-    print(f"seed {given.seed}: {decoded.frames:,} frames in {decoded.seconds:.1f} s: {decoded.refused:,} refused, {kept:,} "
-          f"still a message, of {len(decoded.messages)} types; memory {decoded.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
+    print(f"seed {given.seed}: {decoded.frames:,} frames in {decoded.seconds:.1f} s: {decoded.refused:,} refused, "
+          f"{kept:,} still a message, of {len(decoded.messages)} types; memory "
+          f"{decoded.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
     with (
         tempfile.TemporaryDirectory() as directory,
         served(Path(directory) / "run") as server,
@@ -111,8 +116,8 @@ def fuzz_frames(given: argparse.Namespace) -> bool:
     ):
         found = fuzz_server(queue, server, given.live, given.connections, given.seed)
     same = "unchanged" if found.before == found.after else f"CHANGED: {found.before} -> {found.after}"
-    print(f"server: {found.frames:,} frames and {found.connections:,} raw connections over ipc and tcp in {found.seconds:.1f} "
-          f"s: state {same}; memory {found.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
+    print(f"server: {found.frames:,} frames and {found.connections:,} raw connections over ipc and tcp in "
+          f"{found.seconds:.1f} s: state {same}; memory {found.grown_bytes / MIB:+.1f} MiB")  # fmt: skip
     return found.before == found.after and max(found.grown_bytes, decoded.grown_bytes) <= GROWN_MAX
 
 

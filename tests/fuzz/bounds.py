@@ -1,7 +1,9 @@
-"""Frames at their bounds: of every request, each count, length, number and depth just under, at and just over its bound, and each frame's size.
+"""Frames at their bounds: of every request, each count, length, number and depth just under, at and just over its
+bound, and each frame's size.
 
-The bounds are read from the types, so a new request is covered as soon as it has an example (`tests/wire/examples.py`). `LARGEST` has requests that
-a server carries out, as large as they may be. Each is handed to a coordinator, and the processor time of that turn is what counts.
+The bounds are read from the types, so a new request is covered as soon as it has an example (`tests/wire/examples.py`).
+`LARGEST` has requests that a server carries out, as large as they may be. Each is handed to a coordinator, and the
+processor time of that turn is what counts.
 """
 
 from __future__ import annotations
@@ -48,13 +50,16 @@ from transferqueue.wire.roles import ROLES, Role
 from transferqueue.wire.versions import PROTOCOL
 
 WIDE: Final = FIELDS_MAX // 4
-"""Inline fields of a wide table. Each page of one takes memory for 4,096 rows of all of them, which alone takes 40 ms for `FIELDS_MAX`."""
+"""Inline fields of a wide table. Each page of one takes memory for 4,096 rows of all of them, which alone takes 40 ms
+for `FIELDS_MAX`."""
 PUBLISH_S_MAX: Final = 0.25
 """Of a publication of weights alone, at `PUBLISH_BYTES_MAX`: see there."""
 LATE_S: Final = 3 * TURN_S_MAX
-"""A turn above it fails a test: beside other work, all turns take two to three times as long. What the tests look for takes ten times as long."""
+"""A turn above it fails a test: beside other work, all turns take two to three times as long. What the tests look for
+takes ten times as long."""
 TRIES: Final = 4
-"""A turn that took too long is repeated, and its shortest time counts: a machine that does other work makes all times longer."""
+"""A turn that took too long is repeated, and its shortest time counts: a machine that does other work makes all times
+longer."""
 _INTEGERS: Final = (-(1 << 63), -1, 0, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, (1 << 64) - 1)
 _ONE_BYTE_HEADS: Final = (b"\x91", b"\x81\xa0")
 Ask = Callable[[m.Request], Any]
@@ -171,7 +176,8 @@ class Turn(msgspec.Struct, order=True):
 
 
 class Measured:
-    """A coordinator with a client of each role. Turns are measured as a server runs them: without full garbage collections."""
+    """A coordinator with a client of each role. Turns are measured as a server runs them: without full garbage
+    collections."""
 
     def __init__(self, directory: Path) -> None:
         keys = {role: keyring.add(directory / "keys", role, role).pair.public for role in ROLES}
@@ -210,7 +216,8 @@ class Measured:
         return reply
 
     def most(self, rows: int, make: Callable[[int], m.Request]) -> Any:
-        """The reply to a request of the admin with so many rows, or as many fewer as a refusal allows. The refusals are measured too."""
+        """The reply to a request of the admin with so many rows, or as many fewer as a refusal allows. The refusals are
+        measured too."""
         while True:
             request = make(rows)
             reply = self.send("admin", msgspec.msgpack.decode(msgspec.msgpack.encode(request)), m.tag_of(request))
@@ -223,8 +230,8 @@ class Measured:
             rows = fewer
 
     def send(self, role: Role, tree: Any, what: str) -> m.Reply | None:
-        """Hand the frame of a request to the coordinator, and measure the turn. A turn that is too long is repeated, if the repetition is refused
-        too. Returns the answer."""
+        """Hand the frame of a request to the coordinator, and measure the turn. A turn that is too long is repeated, if
+        the repetition is refused too. Returns the answer."""
         client, reply = self.client(role), None
         for _ in range(TRIES):
             client.ids += 1
@@ -419,7 +426,8 @@ def _wide(measured: Measured, ask: Ask) -> None:
 
 
 def run(directory: Path, *, every: int = 1, roles: tuple[Role, ...] = ROLES) -> Measured:
-    """Send frames at all bounds, one in `every`, from each role, and after each request an honest one. Returns what was measured."""
+    """Send frames at all bounds, one in `every`, from each role, and after each request an honest one. Returns what was
+    measured."""
     measured = Measured(directory)
     number = 0
     for request in examples.REQUESTS:

@@ -1,7 +1,8 @@
 """The bulk port under attack, over both of its carriers, while an honest client puts and reads through it.
 
-The attackers are a session of their own, with tickets of its own: so what they ask is partly true. They send noise, half heads, lengths that lie,
-heads that match their checksum and ask for what is not theirs, the same messages again, and begin reads that they never take.
+The attackers are a session of their own, with tickets of its own: so what they ask is partly true. They send noise,
+half heads, lengths that lie, heads that match their checksum and ask for what is not theirs, the same messages again,
+and begin reads that they never take.
 """
 
 from __future__ import annotations
@@ -122,8 +123,10 @@ class Attacker:
         lie = struct.pack(
             "<II8s", rng.choice([0, 1, 1 << 26, (1 << 32) - 1]), rng.choice([0, 1 << 20, (1 << 32) - 1]), bytes(8)
         )
-        said = rng.choice([rng.randbytes(rng.choice([1, 27, 28, 500, 70_000])), head[: rng.randrange(len(head))], head[:12] + lie,
-                           head[:3] + b"\x09" + head[4:], b"GET / HTTP/1.1\r\n\r\n", b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"])  # fmt: skip
+        said = rng.choice([rng.randbytes(rng.choice([1, 27, 28, 500, 70_000])), head[: rng.randrange(len(head))],
+        head[:12] + lie,
+                           head[:3] + b"\x09" + head[4:], b"GET / HTTP/1.1\r\n\r\n",
+                           b"\xff" + bytes(8) + b"\x7f\x03\x00NULL"])  # fmt: skip
         raw = socket.create_connection(("127.0.0.1", self._port), timeout=20)
         with suppress(OSError):
             raw.sendall(said)
@@ -245,7 +248,8 @@ class Attacker:
 
 
 def run(honest: tq.Queue, hostile: tq.Queue, keys: ClientKeys | None, pid: int, *, attacks: int, seed: int) -> Report:
-    """So many attacks by the session `hostile`, with an honest transfer after each `EVERY`. keys: None: over plain streams."""
+    """So many attacks by the session `hostile`, with an honest transfer after each `EVERY`. keys: None: over plain
+    streams."""
     report, started = Report(), time.perf_counter()
     table = honest.create_table("t", tasks=[tq.Task("train", needs=["x"])])
     for number in range(4):

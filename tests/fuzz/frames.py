@@ -1,7 +1,7 @@
 """Frames for fuzzing: one valid seed or more of every message type, and what becomes of them.
 
-A seed is built from the type itself (`msgspec.inspect`), so a new message is fuzzed as soon as it is declared. Mutations
-know the structure: they change the tree of values before it is encoded, or the bytes of it after.
+A seed is built from the type itself (`msgspec.inspect`), so a new message is fuzzed as soon as it is declared.
+Mutations know the structure: they change the tree of values before it is encoded, or the bytes of it after.
 """
 
 from __future__ import annotations
@@ -21,12 +21,16 @@ from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL
 
 WORDS: Final = ["t", "x", "train", "int64", "float32", "uint8", "", "trained", "<", "stats", "a" * 40]
-NUMBERS: Final = [0, 1, 2, 7, -1, 255, 256, 4096, 1 << 31, (1 << 31) - 1, 1 << 32, (1 << 62) - 1, 1 << 62, (1 << 63) - 1,
+NUMBERS: Final = [0, 1, 2, 7, -1, 255, 256, 4096, 1 << 31, (1 << 31) - 1, 1 << 32, (1 << 62) - 1, 1 << 62,
+(1 << 63) - 1,
                   1 << 63, (1 << 64) - 1, -(1 << 63)]  # fmt: skip
-ODD: Final[list[Any]] = [None, True, False, 0.0, -0.0, float("nan"), float("inf"), 1e308, "", "\x00", "é" * 9, "a" * 5000,
-                         b"", b"\xff" * 9, b"\x00" * 5000, [], {}, [[]], {"a": {"b": []}}, {1: 2}, [0] * 1000]  # fmt: skip
+ODD: Final[list[Any]] = [None, True, False, 0.0, -0.0, float("nan"), float("inf"), 1e308, "", "\x00", "é" * 9,
+"a" * 5000,
+                         b"", b"\xff" * 9, b"\x00" * 5000, [], {}, [[]], {"a": {"b": []}}, {1: 2},
+                         [0] * 1000]  # fmt: skip
 HEADERS: Final = [b"\xdd\xff\xff\xff\xff", b"\xdc\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff",
-                  b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01", b"\xc1", b"\xd4\x00\x00", b"\xd9\xff", b"\x91" * 3000,
+                  b"\xc6\xff\xff\xff\xff", b"\xc9\xff\xff\xff\xff\x01", b"\xc1", b"\xd4\x00\x00", b"\xd9\xff",
+                  b"\x91" * 3000,
                   b"\x81\xa0" * 3000, b"\xdd\x00\x10\x00\x00"]  # fmt: skip
 """Lengths that no frame has, nesting that no type has, a byte that means nothing, an extension."""
 TRIES: Final = 400

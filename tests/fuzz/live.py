@@ -1,7 +1,8 @@
 """Garbage against a server that runs: mutated frames through an honest channel, and bytes below it, over ipc and tcp.
 
-What is sent is never a request that the server should carry out: calls of the open session only if no decoder takes them
-for a message, calls of other sessions in any shape. So the tables, the sessions and the books must be the same afterwards.
+What is sent is never a request that the server should carry out: calls of the open session only if no decoder takes
+them for a message, calls of other sessions in any shape. So the tables, the sessions and the books must be the same
+afterwards.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class LiveReport(msgspec.Struct):
 
 
 def run(queue: tq.Queue, addresses: list[str], pid: int, *, frames: int, connections: int, seed: int) -> LiveReport:
-    """So many frames and raw connections, shared by the addresses, and half as many to the bulk endpoint. queue: an honest client, whose session is abused."""
+    """So many frames and raw connections, shared by the addresses, and half as many to the bulk endpoint. queue: an
+    honest client, whose session is abused."""
     started = time.perf_counter()
     session = queue._client.connection._io.calls.session
     streams = [Stream(address, Fuzzer(seed + at, session), session) for at, address in enumerate(addresses)]
@@ -178,7 +180,8 @@ class BulkStream(Stream):
         return self._fuzzer.frame()
 
     def _catch_up(self) -> None:
-        """A transfer that is not under way is certainly refused, by its number. Heads that are none end the connection."""
+        """A transfer that is not under way is certainly refused, by its number. Heads that are none end the
+        connection."""
         mark = random.getrandbits(40)
         head, _ = bulk.message(bulk.FlowAck(mark, 0))
         for _ in range(TRIES):
@@ -236,8 +239,8 @@ def _open(address: str) -> socket.socket:
 
 
 def _bad_bytes(rng: random.Random) -> bytes:
-    """Noise; ZeroMQ's greeting and noise; its handshake and frames that lie about their lengths; a message of many parts. At a
-    socket file all of that is lengths of frames, and frames."""
+    """Noise; ZeroMQ's greeting and noise; its handshake and frames that lie about their lengths; a message of many
+    parts. At a socket file all of that is lengths of frames, and frames."""
     noise = rng.randbytes(rng.choice([0, 1, 10, 64, 500, 20_000]))
     lie = struct.pack(
         ">BQ", rng.choice([0, 1, 2, 3, 4, 6, 7, 255]), rng.choice([0, 1 << 20, 1 << 31, 1 << 62, (1 << 64) - 1])

@@ -1,9 +1,9 @@
 """Typed requests against a server of durability process or disk that is killed every few hundred of them, and goes on.
 
-A life of the server is a process forked from one that has imported everything (`Launcher`), so that a restart costs what recovery costs.
-It runs `serve`, as ``transferqueue serve --durability process --state DIR`` does. Several sessions (`Talker`) send frames at once
-over the socket file; one of them brought memory and so is a shard. After each burst a frame with an impossible request marks the end of what
-its connection sent, since the server always answers it.
+A life of the server is a process forked from one that has imported everything (`Launcher`), so that a restart costs
+what recovery costs. It runs `serve`, as ``transferqueue serve --durability process --state DIR`` does. Several sessions
+(`Talker`) send frames at once over the socket file; one of them brought memory and so is a shard. After each burst a
+frame with an impossible request marks the end of what its connection sent, since the server always answers it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ from transferqueue.wire.versions import PROTOCOL
 
 MESSAGES_PER_LIFE: Final = 700
 LIVES_PER_STATE: Final = 40
-"""After so many lives the state directory begins anew: tables that were sealed, filled or dropped leave less and less to fuzz."""
+"""After so many lives the state directory begins anew: tables that were sealed, filled or dropped leave less and less
+to fuzz."""
 BURST: Final = 60
 """Messages of one session between two marks."""
 TALKERS: Final = 3
@@ -54,7 +55,8 @@ SHOWN: Final = 12
 
 
 class Report(msgspec.Struct):
-    """What happened. replies: by the type of the request and of its reply (or error). grown_bytes: of the server, in its last life."""
+    """What happened. replies: by the type of the request and of its reply (or error). grown_bytes: of the server, in
+    its last life."""
 
     messages: int = 0
     lives: int = 0
@@ -111,7 +113,8 @@ class Launcher:
         code = 1
         try:
             serve(
-                self.address, arena_bytes=ARENA_BYTES, durability=self._level, state=Path(state), snapshots=self.directory / "snapshots",
+                self.address, arena_bytes=ARENA_BYTES, durability=self._level, state=Path(state),
+                snapshots=self.directory / "snapshots",
                 on_ready=lambda _: there.sendall(b"ready\n"),
             )  # fmt: skip
             code = 0
@@ -428,7 +431,8 @@ def _turn(turn: tuple[float, str]) -> str:
 
 
 def main() -> int:
-    """One seed, in this process; prints what happened. 1 if something broke, or a turn for one request took 20 ms of processor time."""
+    """One seed, in this process; prints what happened. 1 if something broke, or a turn for one request took 20 ms of
+    processor time."""
     options = argparse.ArgumentParser(prog="python -m tests.fuzz.lives", description=__doc__)
     options.add_argument("directory", type=Path)
     options.add_argument("--messages", type=int, default=7_000)
@@ -442,11 +446,12 @@ def main() -> int:
         return 1
     refused = sum(count for (_, reply), count in report.replies.items() if reply in BY_NAME)
     print(
-        f"seed {given.seed}, durability {given.level}: {report.messages:,} messages in {report.seconds:.0f} s, {report.lives:,} kills, "
-        f"{sum(report.replies.values()) - refused:,} carried out, {refused:,} refused, books balanced; a restart took "
-        f"{statistics.median(report.restart_s):.2f} s, the slowest {max(report.restart_s):.2f} s; the largest server had "
-        f"{report.largest_bytes / MIB:.0f} MiB; longest turn for one request {_turn(report.longest_turn)} by the clock, "
-        f"{_turn(report.busiest_turn)} of processor time", flush=True,
+        f"seed {given.seed}, durability {given.level}: {report.messages:,} messages in {report.seconds:.0f} s, "
+        f"{report.lives:,} kills, {sum(report.replies.values()) - refused:,} carried out, {refused:,} refused, books "
+        f"balanced; a restart took {statistics.median(report.restart_s):.2f} s, the slowest "
+        f"{max(report.restart_s):.2f} s; the largest server had {report.largest_bytes / MIB:.0f} MiB; longest turn for "
+        f"one request {_turn(report.longest_turn)} by the clock, {_turn(report.busiest_turn)} of processor "
+        "time", flush=True,
     )  # fmt: skip
     return int(report.busiest_turn[0] > TURN_S_MAX)
 

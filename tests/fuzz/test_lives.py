@@ -1,4 +1,5 @@
-"""Typed requests with extreme values, and kills. `make fuzz` sends sixty thousand; a million are the full run (docs/TESTING.md)."""
+"""Typed requests with extreme values, and kills. `make fuzz` sends sixty thousand; a million are the full run
+(docs/TESTING.md)."""
 
 import random
 import subprocess

@@ -1,4 +1,5 @@
-"""A peer that asks and never reads: the server drops it, keeps a bounded number of answers for it, and serves the others."""
+"""A peer that asks and never reads: the server drops it, keeps a bounded number of answers for it, and serves the
+others."""
 
 import os
 import socket

@@ -1,7 +1,9 @@
-"""Requests whose every field has the right type: plausible ones, and the same with some fields at the ends of what their type holds.
+"""Requests whose every field has the right type: plausible ones, and the same with some fields at the ends of what
+their type holds.
 
-A request is made from its type (`msgspec.inspect`), so that a new message or field is fuzzed as soon as it is declared. Names, ids and
-bytes that a server knows come from a `World`, so that a request passes the first checks and reaches the code behind them.
+A request is made from its type (`msgspec.inspect`), so that a new message or field is fuzzed as soon as it is declared.
+Names, ids and bytes that a server knows come from a `World`, so that a request passes the first checks and reaches the
+code behind them.
 """
 
 from __future__ import annotations
@@ -23,11 +25,15 @@ from transferqueue.transport import this_host
 from transferqueue.wire import messages as m
 from transferqueue.wire.versions import PROTOCOL
 
-INTEGERS: Final = [0, 1, -1, 2, 7, 255, 256, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, -(1 << 31), -(1 << 31) - 1, (1 << 32) - 1, 1 << 32,
-                   1 << 53, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1, -(1 << 63)]  # fmt: skip
-FLOATS: Final = [0.0, -0.0, 1.0, -1.0, 0.5, 5e-324, 1e9, 1.0000001e9, 1e308, -1e308, float("nan"), float("inf"), -float("inf"),
+INTEGERS: Final = [0, 1, -1, 2, 7, 255, 256, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, -(1 << 31), -(1 << 31) - 1,
+(1 << 32) - 1, 1 << 32,
+                   1 << 53, (1 << 53) + 1, (1 << 62) - 1, 1 << 62, (1 << 63) - 1, 1 << 63, (1 << 64) - 1,
+                   -(1 << 63)]  # fmt: skip
+FLOATS: Final = [0.0, -0.0, 1.0, -1.0, 0.5, 5e-324, 1e9, 1.0000001e9, 1e308, -1e308, float("nan"), float("inf"),
+-float("inf"),
                  2.0**63, 2.0**53, 1e-9]  # fmt: skip
-TEXTS: Final = ["", "\x00", "a\x00b", "\x1b[31m\x07", "a" * 128, "a" * 129, "é" * 128, "a" * 4096, "a" * 4097, "a" * 512, "a" * 513, "../..", "/",
+TEXTS: Final = ["", "\x00", "a\x00b", "\x1b[31m\x07", "a" * 128, "a" * 129, "é" * 128, "a" * 4096, "a" * 4097,
+"a" * 512, "a" * 513, "../..", "/",
                 "t/u", " ", "\n", "\u202e", "😀" * 40, "None", "*", "%s", "{}", "-1", "\uffff", "a.b", "T"]  # fmt: skip
 RAW_TEXTS: Final = [
     msgspec.Raw(b"\xa3\xff\xfe\xed"),
@@ -35,12 +41,15 @@ RAW_TEXTS: Final = [
     msgspec.Raw(b"\xd9\x02\xc3\x28"),
 ]
 """Texts that are no UTF-8: a broken sequence, half of a surrogate pair, a lone continuation."""
-BYTES: Final = [b"", b"\x00", b"\xff", bytes(7), bytes(8), b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(7) + b"\x80", bytes(15), bytes(16), bytes(17),
-                bytes(31), bytes(32), bytes(33), bytes(4), b"\xff" * 4, bytes(4096), b"\xff" * 8 * 513, struct.pack("<q", 1 << 62),
+BYTES: Final = [b"", b"\x00", b"\xff", bytes(7), bytes(8), b"\xff" * 8, b"\xff" * 7 + b"\x7f", bytes(7) + b"\x80",
+bytes(15), bytes(16), bytes(17),
+                bytes(31), bytes(32), bytes(33), bytes(4), b"\xff" * 4, bytes(4096), b"\xff" * 8 * 513,
+                struct.pack("<q", 1 << 62),
                 struct.pack("<d", float("nan")), struct.pack("<d", float("inf"))]  # fmt: skip
 MISFITS: Final[list[Any]] = [None, True, 0, -1, 1.5, "", b"", [], {}, [[]], {"": []}]
 RESULT: Final = Field("r", "float64")
-FIELDS: Final = [Field("x", "int64", (None,)), Field("y", "float32"), RESULT, Field("s", "str"), Field("z", "int32", (3,)),
+FIELDS: Final = [Field("x", "int64", (None,)), Field("y", "float32"), RESULT, Field("s", "str"),
+Field("z", "int32", (3,)),
                  Field("b", "bool"), Field("i", "uint64"), Field("w", "float16", (None, None))]  # fmt: skip
 TABLES: Final = ["t", "u", "v", "paced"]
 TASKS: Final = ["train", "reward", "all"]
@@ -58,9 +67,12 @@ RARE: Final = {
 """Requests after which less is left to fuzz, or that start a thread: the share of the others' weight that they get."""
 OFTEN: Final = {"Put": 5.0, "Update": 2.5, "Lease": 3.0, "Ack": 3.0, "Grant": 1.5, "Publish": 1.5, "Release": 1.5}
 WORDS: Final = {
-    "table": TABLES, "name": [*TABLES, *TABLES, "extra"], "task": TASKS, "channel": CHANNELS, "host": [this_host(), "elsewhere"],
-    "what": ["stats", "audit", "row", "doctor", "sessions", "tables"], "path": ["kept", ".", "kept/x"], "endpoint": ["tcp://127.0.0.1:9"],
-    "keys": [f"k{number}" for number in range(40)], "field": [one.name for one in FIELDS], "fields": [one.name for one in FIELDS],
+    "table": TABLES, "name": [*TABLES, *TABLES, "extra"], "task": TASKS, "channel": CHANNELS,
+    "host": [this_host(), "elsewhere"],
+    "what": ["stats", "audit", "row", "doctor", "sessions", "tables"], "path": ["kept", ".", "kept/x"],
+    "endpoint": ["tcp://127.0.0.1:9"],
+    "keys": [f"k{number}" for number in range(40)], "field": [one.name for one in FIELDS],
+    "fields": [one.name for one in FIELDS],
     "cut": ["0" * 32, "ab" * 16], "needs": ["x", "y"], "gives": ["r"], "tags": ["a", "b"], "reason": ["bad", "old"],
 }  # fmt: skip
 _ANY_WORDS: Final = ["", "a", "worker"]

@@ -20,12 +20,13 @@ def pytest_report_header() -> str:
 
 @pytest.fixture(scope="session")
 def cuda() -> None:
-    """Skips where there is no GPU. Fails where there is one that this torch cannot use: a list that was skipped there would pass for shown."""
+    """Skips where there is no GPU. Fails where there is one that this torch cannot use: a list that was skipped there
+    would pass for shown."""
     if torch.cuda.is_available():
         return
     if Path("/dev/nvidiactl").exists():
         pytest.fail(
-            f"this machine has an NVIDIA driver, but torch {torch.__version__} of {sys.executable} finds no CUDA device; name a Python whose torch does: "
-            "make test-gpu GPU_PYTHON=/path/to/python"
+            f"this machine has an NVIDIA driver, but torch {torch.__version__} of {sys.executable} finds no CUDA "
+            "device; name a Python whose torch does: make test-gpu GPU_PYTHON=/path/to/python"
         )
     pytest.skip("there is no CUDA device")

@@ -1,7 +1,9 @@
-"""What only a GPU can show: ``make test-gpu``. Skipped where there is none. All figures are ratios or bounds within one run.
+"""What only a GPU can show: ``make test-gpu``. Skipped where there is none. All figures are ratios or bounds within one
+run.
 
-G1 pages that the arena returned · G2 registering · G3 one copy · G4 a lease · G5 scattered rows · G6 puts · G7 late events · G8 a killed reader · G9 dtypes ·
-G10 growth and reuse under late copies · G11 a refused registration · G12 a quarter of a weight.
+G1 pages that the arena returned · G2 registering · G3 one copy · G4 a lease · G5 scattered rows · G6 puts · G7 late
+events · G8 a killed reader · G9 dtypes · G10 growth and reuse under late copies · G11 a refused registration · G12 a
+quarter of a weight.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """``python -m tests.house [trace]``: how much a reader of the package must take in.
 
-Without a word: entries per folder, names used more than once, function lengths, lines per room, import circles, and the places that check
-types of messages or reach through a ledger's state. ``trace``: the files and functions that one put and one lease pass through.
+Without a word: entries per folder, names used more than once, function lengths, lines per room, import circles, and the
+places that check types of messages or reach through a ledger's state. ``trace``: the files and functions that one put
+and one lease pass through.
 """
 
 from __future__ import annotations

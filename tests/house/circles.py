@@ -35,7 +35,8 @@ def within_folders(edges: Mapping[str, Iterable[str]]) -> list[list[str]]:
 
 
 def imports_between(edges: Mapping[str, Iterable[str]], entries: Collection[str]) -> list[str]:
-    """Which module of one entry imports which of another, the rarest pair of entries first: it is the easiest to undo."""
+    """Which module of one entry imports which of another, the rarest pair of entries first: it is the easiest to
+    undo."""
     pairs: dict[tuple[str, str], list[str]] = {}
     for name, imported in edges.items():
         for other in imported:

@@ -79,7 +79,8 @@ def _repeated(names: Iterator[tuple[str, str]]) -> dict[str, list[str]]:
 
 
 def _circles(known: Mapping[str, Module]) -> dict[str, Any]:
-    """Circles of modules, by the imports that they need, and circles among the entries of one folder, with the imports that make them."""
+    """Circles of modules, by the imports that they need, and circles among the entries of one folder, with the imports
+    that make them."""
     levels = {LOAD: [LOAD], f"{LOAD} or {LAZY}": [LOAD, LAZY], "of any kind": list(KINDS)}
     found: dict[str, Any] = {}
     for level, kinds in levels.items():

@@ -17,7 +17,8 @@ KINDS: Final = (LOAD, LAZY, TYPING)
 
 @dataclass(frozen=True)
 class Module:
-    """One file. name: as it is imported. room: the folder below the package that it is in; "." for files beside the rooms."""
+    """One file. name: as it is imported. room: the folder below the package that it is in; "." for files beside the
+    rooms."""
 
     name: str
     path: Path

@@ -1,10 +1,11 @@
 """The files and functions of the package that one put and one lease pass through, client and server together.
 
-The server is embedded, so all threads of both are in this process, and each is traced from its start (`threading.setprofile`). Two clients
-join by its address: then bytes go through shared memory, as between processes. Puts and leases are made until nothing is new (fields are
-known, memory is mapped, caches are warm); then `REPEATS` of each are traced, back to back. What an operation passes through is what more
-than half of them did: work that follows an answer counts for the next operation, and what timers do by chance (heartbeats, renewals)
-does not count. Functions are those that are called by name, with methods, lambdas and generators, without comprehensions.
+The server is embedded, so all threads of both are in this process, and each is traced from its start
+(`threading.setprofile`). Two clients join by its address: then bytes go through shared memory, as between processes.
+Puts and leases are made until nothing is new (fields are known, memory is mapped, caches are warm); then `REPEATS` of
+each are traced, back to back. What an operation passes through is what more than half of them did: work that follows an
+answer counts for the next operation, and what timers do by chance (heartbeats, renewals) does not count. Functions are
+those that are called by name, with methods, lambdas and generators, without comprehensions.
 """
 
 from __future__ import annotations

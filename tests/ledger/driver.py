@@ -75,7 +75,8 @@ class World:
         return effects
 
     def lose_shard(self, shard: int) -> dict[str, list[int]]:
-        """The shard's memory is gone: nothing of it is ever freed, and a new shard of the number begins with none taken."""
+        """The shard's memory is gone: nothing of it is ever freed, and a new shard of the number begins with none
+        taken."""
         lost = self.ledger.shard_lost(shard, self.now)
         self.taken = {extent: place for extent, place in self.taken.items() if self.shard_of.get(extent, 0) != shard}
         self.collect()

@@ -256,7 +256,8 @@ class Model:
         return min(retry.first_s * retry.factor ** (number - 1), retry.max_s)
 
     def lease_failed(self, lease: Lease, rows: list[int]) -> None:
-        """Three failed leases in a row, two of them without a common row and with rows that never failed, pause the task."""
+        """Three failed leases in a row, two of them without a common row and with rows that never failed, pause the
+        task."""
         name, circuit = lease.task, self.circuits[lease.task]
         circuit.failures += 1
         if circuit.opened is not None:
@@ -294,7 +295,8 @@ class Model:
                 self.changed[name][row.unit] = None
 
     def postpone(self, name: str, rows: list[int]) -> None:
-        """Rows whose lease failed wait, those longer that failed more often; or until others were tried, if the task is paused."""
+        """Rows whose lease failed wait, those longer that failed more often; or until others were tried, if the task is
+        paused."""
         circuit, waits, by_failures = self.circuits[name], self.waits[name], {}
         for number in rows:
             row = self.rows[number]
@@ -517,7 +519,8 @@ class Model:
         return any(row.state[name] == "pending" and gone <= set(row.fields) for row in self.live())
 
     def _owes(self, name: str, rows: list[int], fields: set[str]) -> bool:
-        """Whether a row would be done without what the task gives, another needs, and no other giver still has it to give."""
+        """Whether a row would be done without what the task gives, another needs, and no other giver still has it to
+        give."""
         needed = {field_ for task in self.tasks.values() for field_ in task.needs}
         for field_ in needed & set(self.tasks[name].gives) - fields:
             others = [one for one, task in self.tasks.items() if one != name and field_ in task.gives]

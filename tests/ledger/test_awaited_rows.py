@@ -1,4 +1,5 @@
-"""A waiting lease is answered when the rows that it waits for have ended, or when only rows are left that its session holds."""
+"""A waiting lease is answered when the rows that it waits for have ended, or when only rows are left that its session
+holds."""
 
 from __future__ import annotations
 

@@ -124,7 +124,10 @@ def test_unknown_channel(world: World, client: Driver) -> None:
 def test_a_table_that_declares_its_fields_takes_no_others(world: World, client: Driver) -> None:
     client.create("closed", fields=[Field("x", "int64")], tasks=[Task("grade", ["x"], gives=["y"])])
     other = columns(fields=[Field("z", "int64")], inline=[m.Inline("z", bytes(8))])
-    message = 'field "z" is not in table "closed", which takes only the fields that it was made with or that a task names: x, y;'
+    message = (
+        'field "z" is not in table "closed", which takes only the fields that it was made with or that a task names: '
+        "x, y;"
+    )
     refused(world, SchemaError, message, lambda: client.apply(m.PutRequest("closed", 1, other)))
     one = columns(fields=[Field("x", "int64")], inline=[m.Inline("x", bytes(8))])
     row = client.apply(m.PutRequest("closed", 1, one)).first

@@ -1,4 +1,5 @@
-"""Extents, blocks and pins; column groups and slots; weight channels: how long bytes live, and where a field is read."""
+"""Extents, blocks and pins; column groups and slots; weight channels: how long bytes live, and where a field is
+read."""
 
 from __future__ import annotations
 

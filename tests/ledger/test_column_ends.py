@@ -176,7 +176,8 @@ def test_reading_a_column_that_ended_says_when_and_why() -> None:
     assert [part.fields for part in content.parts] == [["text"]]
     life = client.observe("row", "t", 0)
     assert life["fields"]["image"] == {
-        "set": False, "freed": True, "inline": False, "value": None, "block": None, "slot": None, "shard": None, "bytes": None
+        "set": False, "freed": True, "inline": False, "value": None, "block": None, "slot": None, "shard": None,
+        "bytes": None
     }  # fmt: skip
     assert [event["detail"] for event in life["events"] if event["what"] == "columns freed"] == ["image"]
 

@@ -1,4 +1,5 @@
-"""What a request costs does not depend on how many rows are there: ratios of medians, in one process. How long one takes: `make bench-micro`."""
+"""What a request costs does not depend on how many rows are there: ratios of medians, in one process. How long one
+takes: `make bench-micro`."""
 
 from __future__ import annotations
 

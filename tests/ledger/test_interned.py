@@ -1,4 +1,5 @@
-"""Values that puts intern: one block for all puts of the same bytes, counted, and gone with the last row that needs it."""
+"""Values that puts intern: one block for all puts of the same bytes, counted, and gone with the last row that needs
+it."""
 
 from __future__ import annotations
 
@@ -275,7 +276,8 @@ def test_a_freed_column_still_lies_in_the_block_of_columns_that_are_read() -> No
 
 
 def test_rows_that_exist_never_share_a_block_of_several_values() -> None:
-    """An update that depends on what was read compares numbers of blocks: it would not see a row that moved to another value of its block."""
+    """An update that depends on what was read compares numbers of blocks: it would not see a row that moved to another
+    value of its block."""
     world, client = world_of(fields=[IMAGE, OTHER])
     two = replace(client.block([IMAGE], 2, slots=[0, 1]), content=key(5), checksum=SUM)
     rows = client.put(2, [OTHER])
@@ -486,7 +488,8 @@ def test_the_image_of_a_ledger_has_the_contents() -> None:
 
 @pytest.mark.parametrize("seed", [0, 1, *only_long(*range(2, 40))])
 def test_references_agree_with_a_model(seed: int) -> None:
-    """Puts by bytes or by reference, deletions, views, deaths, images: bytes and contents are always those of the live rows."""
+    """Puts by bytes or by reference, deletions, views, deaths, images: bytes and contents are always those of the live
+    rows."""
     draw = random.Random(seed)
     world, client = world_of()
     writers = [world.client(f"writer {number}") for number in range(3)]
@@ -532,9 +535,11 @@ def test_references_agree_with_a_model(seed: int) -> None:
 
 
 class Course:
-    """Rows that are put, updated and acked, their columns interned or not, under losses of shards, deaths and restarts from images.
+    """Rows that are put, updated and acked, their columns interned or not, under losses of shards, deaths and restarts
+    from images.
 
-    number: the content of each row's image, as it was written last; 0: none. The block that a row reads names its number by where it lies.
+    number: the content of each row's image, as it was written last; 0: none. The block that a row reads names its
+    number by where it lies.
     """
 
     def __init__(self, seed: int) -> None:
@@ -556,7 +561,8 @@ class Course:
         return sorted(self.draw.sample(rows, min(len(rows), self.draw.randint(1, 3))))
 
     def images(self, rows: int) -> tuple[list[m.WrittenBlock], list[int]]:
-        """The blocks of a commit that gives these rows images: referred to, interned, of several values, alone, or beside another column."""
+        """The blocks of a commit that gives these rows images: referred to, interned, of several values, alone, or
+        beside another column."""
         self.client.shard, content = self.draw.choice([0, 0, 1]), self.draw.randint(1, 3)
         hows = ["refer", "refer", "refer", "write", "several", "plain", "together", "apart", "apart"]
         match self.draw.choice(hows if rows > 1 else hows[:-2]):
@@ -667,7 +673,8 @@ class Course:
             self.shared.append((lease, done[1]))
 
     def end_shared(self) -> None:
-        """The other replica acks: the rows that are still there have these images, whatever they were given meanwhile."""
+        """The other replica acks: the rows that are still there have these images, whatever they were given
+        meanwhile."""
         if not self.shared:
             return
         lease, numbers = self.shared.pop(self.draw.randrange(len(self.shared)))

@@ -387,7 +387,8 @@ def test_the_coordinator_gets_what_no_other_shard_can_be_given_now(world: World,
 
 
 def test_a_shard_to_which_copies_fail_and_one_whose_source_is_damaged_do_not_hide_the_good_place(world: World) -> None:
-    """Copies to shard 4 fail, and what lies in shard 2 is damaged: 5 reads shard 3 in its turn, however often 4 has tried."""
+    """Copies to shard 4 fail, and what lies in shard 2 is damaged: 5 reads shard 3 in its turn, however often 4 has
+    tried."""
     client, fourth, fifth = world.client(), Shard(world, 4), Shard(world, 5)
     client.shard, client.copies = 1, [2, 3]
     client.create(tasks=TASKS, replicas=3)
@@ -547,7 +548,11 @@ def test_doctor_tells_how_many_rows_are_at_risk_and_what_is_done(world: World, c
         return [line["text"] for line in client.observe("doctor")["tables"]["t"] if not line["task"]]
 
     assert texts() == [
-        "3 rows have one copy left of 2: no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
+        (
+            "3 rows have one copy left of 2: no shard has room for a copy: start a further one (transferqueue shard), "
+            "or "
+            "consume rows"
+        )
     ]
     order = given(third.order())
     assert texts() == [f"3 rows have one copy left of 2: shards copy {PAGE_BYTES:,} bytes now"]

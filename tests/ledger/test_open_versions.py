@@ -1,4 +1,5 @@
-"""Versions whose parts nobody counts, and readers that get parts before the whole: each part once, none of a version that is given up for whole."""
+"""Versions whose parts nobody counts, and readers that get parts before the whole: each part once, none of a version
+that is given up for whole."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Pacing under any schedule: nothing over its bound is handed over, reservations always return, a refill is exact.
 
-Schedules are drawn: several sessions reserve, put, generate and train in any order, weights are published at any moment,
-leases expire, sessions end in the middle. `test_state_machine` holds each reply against a model; here only the promises
-are checked, as their user would.
+Schedules are drawn: several sessions reserve, put, generate and train in any order, weights are published at any
+moment, leases expire, sessions end in the middle. `test_state_machine` holds each reply against a model; here only the
+promises are checked, as their user would.
 """
 
 from __future__ import annotations

@@ -36,7 +36,8 @@ def test_an_ack_without_what_another_task_needs_is_refused_and_the_lease_stays(c
     client.put(2, ["x"])
     lease = client.lease("reward", 2)
     text = (
-        'the ack of rows 0, 1 by task "reward" of table "t" has no "rewards", which task "reward" gives and task "train" '
+        'the ack of rows 0, 1 by task "reward" of table "t" has no "rewards", which task "reward" gives and task '
+        '"train" '
         r"needs\. Nothing was changed.*ack them with rewards=\.\.\., or end rows that have no result by batch\.drop"
     )
     before = client.observe("stats")["tables"]["t"]["tasks"]["reward"]

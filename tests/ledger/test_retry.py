@@ -1,4 +1,5 @@
-"""What happens to rows whose lease failed: they wait, each longer than before, and are dropped only if their task says so."""
+"""What happens to rows whose lease failed: they wait, each longer than before, and are dropped only if their task says
+so."""
 
 from __future__ import annotations
 

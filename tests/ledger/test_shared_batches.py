@@ -285,8 +285,9 @@ def test_columns_come_from_the_first_replica_that_has_them() -> None:
 def test_the_last_ack_outranks_what_the_rows_got_since_the_first(
     freed: bool, sets: int, second_has_results: bool
 ) -> None:
-    """Blocks are numbered when they are committed, and results that wait for the last ack are older than an update of meanwhile. sets: of fields
-    that were written together before: beyond `PARTS_MAX`, what makes way lies field by field.
+    """Blocks are numbered when they are committed, and results that wait for the last ack are older than an update of
+    meanwhile. sets: of fields that were written together before: beyond `PARTS_MAX`, what makes way lies field by
+    field.
     """
     place, clients = ranks(2)
     one, other = clients

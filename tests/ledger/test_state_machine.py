@@ -68,7 +68,8 @@ stale_rules = st.sampled_from([None, DropStale(), KeepStale(), HoldClock(), Requ
 
 
 WEIGHTS = {
-    "put": 8, "lease": 8, "ack": 6, "ack_leases": 3, "update": 5, "release": 2, "pass_time": 2, "advance": 2, "reserve": 2, "drop": 1,
+    "put": 8, "lease": 8, "ack": 6, "ack_leases": 3, "update": 5, "release": 2, "pass_time": 2, "advance": 2,
+    "reserve": 2, "drop": 1,
     "delete": 1, "renew": 1, "unreserve": 1, "unpin": 2, "fail_all": 2, "retry_dropped": 1, "die": 1, "seal": 1,
     "reborn": 2, "checkpointed": 1, "rollback": 1, "lose": 1, "lose_shard": 1,
 }  # fmt: skip

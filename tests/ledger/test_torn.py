@@ -21,7 +21,8 @@ from transferqueue.wire import messages as m
 
 
 class Interrupted(Fuzz):
-    """Before each request is carried out, copies of the ledger carry it out with an exception planted at some of its lines."""
+    """Before each request is carried out, copies of the ledger carry it out with an exception planted at some of its
+    lines."""
 
     def __init__(self, seed: int, places: int) -> None:
         self.places = places

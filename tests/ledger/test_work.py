@@ -1,4 +1,5 @@
-"""One step of GRPO is one put. What takes longer than the others may wait is refused, with the number that is not; nothing is left out in silence."""
+"""One step of GRPO is one put. What takes longer than the others may wait is refused, with the number that is not;
+nothing is left out in silence."""
 
 from __future__ import annotations
 

@@ -37,7 +37,8 @@ def answer(stages: list[PipelineStage], ends: dict[str, int] | None = None, **ch
 
 
 def chain(length: int, broken: int, **of_broken: Any) -> tuple[Stats, DoctorAnswer]:
-    """Tasks `a`, `b`, …: those before `broken` are done with all rows, that one has them ready, and those after it wait."""
+    """Tasks `a`, `b`, …: those before `broken` are done with all rows, that one has them ready, and those after it
+    wait."""
     names = [chr(ord("a") + at) for at in range(length)]
     stages, tasks = [PipelineStage(task="")], {}
     waiting, sessions = [], []

@@ -1,4 +1,5 @@
-"""Traces of rows as OpenTelemetry spans: by the SDK's exporter in memory, and over OTLP to a collector. `make test-others` runs it.
+"""Traces of rows as OpenTelemetry spans: by the SDK's exporter in memory, and over OTLP to a collector.
+`make test-others` runs it.
 
 Skipped where the extra ``[tracing]`` is not installed.
 """

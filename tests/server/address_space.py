@@ -1,6 +1,8 @@
-"""A server that runs out of address space, and what each row says of it: a model by row id, which knows nothing of the ledger.
+"""A server that runs out of address space, and what each row says of it: a model by row id, which knows nothing of the
+ledger.
 
-The limit is set on a server that runs: what it has mapped, and some MiB more. So the same headroom means the same on every machine.
+The limit is set on a server that runs: what it has mapped, and some MiB more. So the same headroom means the same on
+every machine.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ PATIENCE_S = 3.0
 
 @dataclass
 class Outcome:
-    """What the clients were answered. refused: texts of `Full`. ended: the exit code of the server under the limit; None: it lived."""
+    """What the clients were answered. refused: texts of `Full`. ended: the exit code of the server under the limit;
+    None: it lived."""
 
     put: dict[int, int] = field(default_factory=dict)
     """Row -> its number, of confirmed puts."""

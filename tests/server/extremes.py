@@ -1,7 +1,8 @@
-"""Every request with every integer, number, text, list and map at its extremes, made from the types of the messages alone.
+"""Every request with every integer, number, text, list and map at its extremes, made from the types of the messages
+alone.
 
-`variants` takes a request that is in order and yields frames of it in which one value, at any depth, is an extreme one. What the
-decoder refuses is among them: the server must survive that too.
+`variants` takes a request that is in order and yields frames of it in which one value, at any depth, is an extreme one.
+What the decoder refuses is among them: the server must survive that too.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ from transferqueue.schema import Field
 from transferqueue.wire import messages as m
 
 REQUESTS: tuple[type, ...] = typing.get_args(m.Request)
-INTEGERS = (0, 1, -1, 2, 255, 1 << 20, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32, 1 << 53, (1 << 53) + 1, (1 << 62) - 1, 1 << 62,
+INTEGERS = (0, 1, -1, 2, 255, 1 << 20, (1 << 31) - 1, 1 << 31, -(1 << 31), 1 << 32, 1 << 53, (1 << 53) + 1,
+(1 << 62) - 1, 1 << 62,
             (1 << 63) - 1, 1 << 63, -(1 << 63), (1 << 64) - 1)  # fmt: skip
 FLOATS = (0.0, -0.0, 1e-320, 1e9, 1.1e9, 1e308, -1.0, float("inf"), float("-inf"), float("nan"))
-TEXTS = ("", "\0", "t", "x", "train", "\n\x1b[31m", "../..", "/", "/dev/zero", "a/b", "é" * 128, "n" * 128, "n" * 129, "n" * 4096,
+TEXTS = ("", "\0", "t", "x", "train", "\n\x1b[31m", "../..", "/", "/dev/zero", "a/b", "é" * 128, "n" * 128, "n" * 129,
+"n" * 4096,
          "n" * 4097, "__class__", "-1", "0" * 5000, "tcp://*:0", "tcp://[::1]:99999", "�")  # fmt: skip
 BYTES = (b"", b"\0", b"\xff" * 7, b"\xff" * 8, b"\0" * 8, b"\x7f" * 16, bytes(range(24)), b"\xff" * 64)
 ITEMS = (0, 2, 65)
@@ -148,6 +151,7 @@ def plain(value: Any) -> Any:
 
 
 def variants(request: type, tree: list[Any] | None = None) -> Iterator[list[Any]]:
-    """Plain values of a request, with one extreme in each place in turn. tree: what the others hold; None: a `sample`."""
+    """Plain values of a request, with one extreme in each place in turn. tree: what the others hold; None: a
+    `sample`."""
     kind = typing.cast("inspect.StructType", inspect.type_info(request))
     yield from _of_struct(kind, sample(kind) if tree is None else tree)

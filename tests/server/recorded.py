@@ -24,9 +24,9 @@ HERE: Final = Path(__file__).parent / "golden"
 STATE: Final = HERE / f"state-{JOURNAL_FORMAT}.tar.xz"
 SNAPSHOT: Final = HERE / f"snapshot-{SNAPSHOT_FORMAT}.tar.xz"
 REMEDY: Final = (
-    "a server of this version does not go on from files that the last recorded version wrote. If that is meant: raise FORMAT in "
-    "transferqueue/server/durability/journal.py (or snapshot_directory.py beside it), unless no release has written such files, say so in "
-    "docs/COMPATIBILITY.md, and run python -m tests.server.recorded"
+    "a server of this version does not go on from files that the last recorded version wrote. If that is meant: raise "
+    "FORMAT in transferqueue/server/durability/journal.py (or snapshot_directory.py beside it), unless no release has "
+    "written such files, say so in docs/COMPATIBILITY.md, and run python -m tests.server.recorded"
 )
 
 

@@ -78,7 +78,8 @@ def _pages(sizes):
 
 
 class SpillBench(Bench):
-    """A node with 16 pages of memory, of which new rows may have 12, and those that come back 14, and a table whose rows have a page each."""
+    """A node with 16 pages of memory, of which new rows may have 12, and those that come back 14, and a table whose
+    rows have a page each."""
 
     def __init__(self):
         super().__init__(ARENA)

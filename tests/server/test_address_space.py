@@ -1,4 +1,5 @@
-"""A server that runs out of address space (`ulimit -v`): by row id, nothing is done that no worker acked, and no confirmed ack comes again."""
+"""A server that runs out of address space (`ulimit -v`): by row id, nothing is done that no worker acked, and no
+confirmed ack comes again."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from transferqueue.limits import MIB
 from transferqueue.server.process.supervisor import EXIT_TORN
 
 HEADROOMS = (1, 3, 6, 12, 20, 30, 40, 55, 70, 85, 100, 130)
-"""MiB beside what a server has mapped when it begins. With the least, a frame cannot be read; with the most, two puts of five are accepted."""
+"""MiB beside what a server has mapped when it begins. With the least, a frame cannot be read; with the most, two puts
+of five are accepted."""
 
 
 @pytest.mark.slow

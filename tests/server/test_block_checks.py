@@ -1,4 +1,5 @@
-"""Blocks that are compared at the shard, since their readers get a part: what is compared, when, how often, and what leaves before."""
+"""Blocks that are compared at the shard, since their readers get a part: what is compared, when, how often, and what
+leaves before."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Blocks of a snapshot that lie in remote shards: who gets which order, what an order that fails leads to, and what memory returns when."""
+"""Blocks of a snapshot that lie in remote shards: who gets which order, what an order that fails leads to, and what
+memory returns when."""
 
 import struct
 
@@ -146,7 +147,8 @@ def test_a_waiting_shard_gets_an_order_into_the_coordinators_memory(bench):
     issuer.check_read(shard.client.session, 1, [located])
     target = order.target
     write = b.WriteExtent(
-        1, shard.client.session, 0, target.extent, target.offset, target.nbytes, target.ticket, order.offsets[0], source.nbytes,
+        1, shard.client.session, 0, target.extent, target.offset, target.nbytes, target.ticket, order.offsets[0],
+        source.nbytes,
     )  # fmt: skip
     bench.coordinator.tickets.check_write(write)
     call = wait(shard, reported(order))

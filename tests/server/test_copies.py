@@ -26,7 +26,8 @@ def bench():
 
 
 class Deployment:
-    """A table and shards that carry out what they are told. `copied` puts its rows into shards 1 and 2, or 1 and 0 if there is one."""
+    """A table and shards that carry out what they are told. `copied` puts its rows into shards 1 and 2, or 1 and 0 if
+    there is one."""
 
     def __init__(self, bench, count):
         self.bench, self.client = bench, local(bench)
@@ -88,7 +89,8 @@ def test_an_order_names_places_with_tickets_even_where_memory_is_mapped(bench):
     issuers[source.shard].check_read(session, source.shard, [located])
     target = order.target
     write = b.WriteExtent(
-        1, session, target.shard, target.extent, target.offset, target.nbytes, target.ticket, order.offsets[0], source.nbytes,
+        1, session, target.shard, target.extent, target.offset, target.nbytes, target.ticket, order.offsets[0],
+        source.nbytes,
     )  # fmt: skip
     issuers[target.shard].check_write(write)
     assert (source.fields, source.counts, source.copies) == ([], [], [])

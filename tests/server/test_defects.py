@@ -1,4 +1,5 @@
-"""A defect of the code, wherever a frame or the time meets it: one session ends, the server goes on, and what happened is told once."""
+"""A defect of the code, wherever a frame or the time meets it: one session ends, the server goes on, and what happened
+is told once."""
 
 import os
 import re

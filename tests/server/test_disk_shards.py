@@ -1,4 +1,5 @@
-"""Shards of a coordinator at level disk: each block has a copy in the coordinator's own memory, which a reboot leaves."""
+"""Shards of a coordinator at level disk: each block has a copy in the coordinator's own memory, which a reboot
+leaves."""
 
 import pytest
 
@@ -60,8 +61,8 @@ def test_a_block_in_shards_alone_is_refused(lives):
     refused = put(client, placed(life, granted))
     assert refused.error == "UsageError"
     assert refused.text == (
-        "block of x lies in remote shards alone (1): this server survives a reboot, and they do not; write it into a grant of the server's "
-        "own memory too, in a table with replicas"
+        "block of x lies in remote shards alone (1): this server survives a reboot, and they do not; write it into a "
+        "grant of the server's own memory too, in a table with replicas"
     )
     refused = client.ask(m.Publish("c", 1, [BIG], [placed(life, granted)]))
     assert "lies in remote shards alone" in refused.text

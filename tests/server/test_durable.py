@@ -546,8 +546,8 @@ def test_a_block_without_a_checksum_is_refused_on_a_disk(lives):
 
 
 def test_a_put_that_names_all_memory_again_and_again_is_refused_without_reading_it(lives):
-    """At level ``disk`` the server took the checksum of each block before it looked whether the block was granted: 65,536 blocks of
-    16 MiB, in a message of 2 MB, kept everybody waiting for minutes."""
+    """At level ``disk`` the server took the checksum of each block before it looked whether the block was granted:
+    65,536 blocks of 16 MiB, in a message of 2 MB, kept everybody waiting for minutes."""
     life = lives(Level.DISK, arena_bytes=16 * MIB)
     client = life.client()
     client.ask(m.CreateTable("t", tasks=[Task("train", ["x"])], fields=[BIG]))

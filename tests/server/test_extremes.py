@@ -1,5 +1,5 @@
-"""A node under every request with every value at its extremes: each is answered, with a typed error or in order, and the books
-balance. Nothing is `InternalError`, and nothing leaves `receive`."""
+"""A node under every request with every value at its extremes: each is answered, with a typed error or in order, and
+the books balance. Nothing is `InternalError`, and nothing leaves `receive`."""
 
 import os
 import struct
@@ -101,8 +101,10 @@ class World:
             m.AdvanceClock: [m.AdvanceClock("t", 1)],
             m.PutRequest: [m.PutRequest("t", 2, columns), m.PutRequest("t", 2, columns, self.reserved.reservation)],
             m.Update: [m.Update("t", ids(), columns, overwrite=True), m.Update("t", ids(), columns, True, READ)],
-            m.LeaseRequest: [m.LeaseRequest("t", "train", 2, fields=["x"], where=[Compare("x", "<", 9)]), m.LeaseRequest("t", "whole", groups=1),
-                      m.LeaseRequest("t", "train", tokens=1, world=1), m.LeaseRequest("t", "train", 2, where=[TagIs("tag", 1)]),
+            m.LeaseRequest: [m.LeaseRequest("t", "train", 2, fields=["x"], where=[Compare("x", "<", 9)]),
+            m.LeaseRequest("t", "whole", groups=1),
+                      m.LeaseRequest("t", "train", tokens=1, world=1),
+                      m.LeaseRequest("t", "train", 2, where=[TagIs("tag", 1)]),
                       m.LeaseRequest("t", "train", rows=2, rank=0, world=2, replica=0, replicas=2)],
             m.Ack: [m.Ack("t", lease, token, ids(), results), m.Ack("t", lease, token, drop="bad")],
             m.AckLeases: [m.AckLeases("t", struct.pack("<q", lease), struct.pack("<q", token), 3)],
@@ -115,7 +117,8 @@ class World:
             m.Drop: [m.Drop("t", ids(), "bad")],
             m.Delete: [m.Delete("t", np.arange(4, 6, dtype="<i8").tobytes())],
             m.Find: [m.Find("t", ["a"])],
-            m.ReadRequest: [m.ReadRequest("t", ids(), ["x"]), m.ReadRequest("t", None, ["x"], [Compare("x", "<", 9)], 2)],
+            m.ReadRequest: [m.ReadRequest("t", ids(), ["x"]),
+            m.ReadRequest("t", None, ["x"], [Compare("x", "<", 9)], 2)],
             m.Publish: [m.Publish("c", 1, [Field("v", "float32", (4,))],
                                   [m.WrittenBlock(self.granted.extent, self.granted.offset + 64, 64, 1, ["v"], [0])],
                                   base=0, kept=[self.block])],
@@ -165,11 +168,15 @@ def test_many_fields_columns_and_names_are_refused_before_any_work_is_done_for_t
     inline = [m.Inline(name, bytes(16)) for name in names]
     began = time.thread_time()
     for request in (
-        m.AddFields("t", fields), m.CreateTable("u", fields), m.PutRequest("t", 2, m.Columns(fields)), m.LeaseRequest("t", "train", 1, fields=names),
-        m.PutRequest("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]), m.PutRequest("t", 2, m.Columns([], [twice])),
-        m.PutRequest("t", 2, m.Columns([], [], inline)), m.PutRequest("t", 2, m.Columns([], columns.blocks * MANY)), m.ReadRequest("t", ids(), names),
+        m.AddFields("t", fields), m.CreateTable("u", fields), m.PutRequest("t", 2, m.Columns(fields)),
+        m.LeaseRequest("t", "train", 1, fields=names),
+        m.PutRequest("t", 2, m.Columns(fields[:2000])), m.AddFields("t", fields[:2000]),
+        m.PutRequest("t", 2, m.Columns([], [twice])),
+        m.PutRequest("t", 2, m.Columns([], [], inline)), m.PutRequest("t", 2, m.Columns([], columns.blocks * MANY)),
+        m.ReadRequest("t", ids(), names),
         m.Update("t", ids(), m.Columns([], columns.blocks * MANY)), m.Publish("c", 1, [], columns.blocks * MANY),
-        m.Update("t", ids(), world.columns(), True, m.RowsRead(inline)), m.Update("t", ids(), world.columns(), True, m.RowsRead([], MANY * [m.BlocksRead([], bytes(8))])),
+        m.Update("t", ids(), world.columns(), True, m.RowsRead(inline)),
+        m.Update("t", ids(), world.columns(), True, m.RowsRead([], MANY * [m.BlocksRead([], bytes(8))])),
         m.Publish("c", 1, [], [], base=0, kept=[world.block] * MANY), m.AddTask("t", Task("many", names)),
     ):  # fmt: skip
         refused = world.client.ask(request)
@@ -179,7 +186,8 @@ def test_many_fields_columns_and_names_are_refused_before_any_work_is_done_for_t
 
 
 FRESH_AFTER = 40
-"""Requests that changed something, after which a test goes on with a new node: most of what is in order is then so again."""
+"""Requests that changed something, after which a test goes on with a new node: most of what is in order is then so
+again."""
 
 
 @pytest.mark.slow

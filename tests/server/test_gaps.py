@@ -1,4 +1,5 @@
-"""Time in which a server does not listen passes for no deadline: its process is suspended, its machine paused, or one turn is long."""
+"""Time in which a server does not listen passes for no deadline: its process is suspended, its machine paused, or one
+turn is long."""
 
 import math
 

@@ -1,6 +1,7 @@
 """The records of a journal have the bytes that were recorded: a server reads what another build of its version wrote.
 
-``python -m tests.server.test_golden_records`` records them anew. Raise `FORMAT` of the journal first, unless no release has written it yet.
+``python -m tests.server.test_golden_records`` records them anew. Raise `FORMAT` of the journal first, unless no release
+has written it yet.
 """
 
 from __future__ import annotations

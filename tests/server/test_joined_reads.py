@@ -1,4 +1,5 @@
-"""Rows of any columns, in any order, joined into frames of any size, arrive as they were put; and no frame changes while anybody holds it."""
+"""Rows of any columns, in any order, joined into frames of any size, arrive as they were put; and no frame changes
+while anybody holds it."""
 
 from __future__ import annotations
 

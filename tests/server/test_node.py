@@ -276,7 +276,8 @@ def test_a_wait_that_ended_without_room_is_not_carried_out_later(bench):
 
 
 def test_a_call_answered_before_does_not_wait_behind_others(bench):
-    """Its reply was lost with its connection, or with the server: those who wait may wait for the rows that only this client can give back."""
+    """Its reply was lost with its connection, or with the server: those who wait may wait for the rows that only this
+    client can give back."""
     first, second, third = bench.client(), bench.client(), bench.client()
     first.create_table()
     first.ask(first.put(1))

@@ -1,4 +1,5 @@
-"""A state directory and a snapshot that an earlier build wrote: read as they were, or refused by a text that names who wrote them."""
+"""A state directory and a snapshot that an earlier build wrote: read as they were, or refused by a text that names who
+wrote them."""
 
 import subprocess
 import sys

@@ -242,7 +242,10 @@ def test_a_record_that_is_refused_now_is_reported(world, paper):
     del paper.records[1]
     with pytest.raises(
         Corruption,
-        match=r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives Disconnected: session 1",
+        match=(
+            r"record 1 .*\(CreateTable\) has another outcome now: recorded was an acceptance, its replay gives "
+            r"Disconnected: session 1"
+        ),
     ):
         replay_journal(paper)
 
@@ -261,7 +264,8 @@ def test_a_record_that_would_wait_now_is_reported(world, paper):
 
 
 def test_a_record_whose_replay_gives_other_rows_is_reported(world, paper):
-    """As after a put that had failed once and was replayed as if it could succeed: later leases would get other rows."""
+    """As after a put that had failed once and was replayed as if it could succeed: later leases would get other
+    rows."""
     client = world.client()
     client.create(tasks=[Task("t")])
     client.put(2)

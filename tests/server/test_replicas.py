@@ -1,4 +1,5 @@
-"""A table with replicas at the coordinator: where its copies may be, which one a session is told, what a death leaves."""
+"""A table with replicas at the coordinator: where its copies may be, which one a session is told, what a death
+leaves."""
 
 import os
 

@@ -47,7 +47,8 @@ def test_many_live_rows_are_there_again(tmp_path, checkpoint, rows):
     took = time.process_time() - began
     journal.close()
     print(
-        f"{took:.3f} s, tail of {tail.records} records, {tail.nbytes / 1e6:.1f} MB, image {tail.image_nbytes / 1e6:.1f} MB"
+        f"{took:.3f} s, tail of {tail.records} records, {tail.nbytes / 1e6:.1f} MB, image "
+        f"{tail.image_nbytes / 1e6:.1f} MB"
     )
     assert ledger.state.tables["t"].rows_live >= rows - 64
     assert took < SERVES_WITHIN_S

@@ -1,4 +1,5 @@
-"""A restore that fails at any step changes nothing: no table, no row, no byte lent; and one after it is as good as the first."""
+"""A restore that fails at any step changes nothing: no table, no row, no byte lent; and one after it is as good as the
+first."""
 
 from __future__ import annotations
 

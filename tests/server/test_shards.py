@@ -242,7 +242,10 @@ def test_numbers_are_not_given_twice(bench):
         ({"key": "short"}, "the key that it offers is no public key of CURVE; offer 40 characters of Z85, or none"),
         (
             {"capacity": (1 << 62) - PAGE_BYTES},
-            f"an arena of {(1 << 62) - PAGE_BYTES:,} bytes is more than a process can map, {1 << 47:,}; offer what there is",
+            (
+                f"an arena of {(1 << 62) - PAGE_BYTES:,} bytes is more than a process can map, {1 << 47:,}; offer what "
+                "there is"
+            ),
         ),
     ],
 )

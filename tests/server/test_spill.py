@@ -1,4 +1,5 @@
-"""Cold blocks go to a disk when memory is short, and come back when a request needs them: a node, in time that the test decides."""
+"""Cold blocks go to a disk when memory is short, and come back when a request needs them: a node, in time that the test
+decides."""
 
 from types import SimpleNamespace
 

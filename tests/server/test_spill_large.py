@@ -1,5 +1,5 @@
-"""Blocks that are larger than the part of the arena that is kept for those that come back: however many producers and workers wait for memory
-meanwhile, and however full the disk is, every row comes back."""
+"""Blocks that are larger than the part of the arena that is kept for those that come back: however many producers and
+workers wait for memory meanwhile, and however full the disk is, every row comes back."""
 
 import random
 from itertools import count
@@ -25,7 +25,8 @@ NUMBERS = 251
 class Pipeline:
     """A table on a bench, with producers, and workers for each task; all go on as soon as they may.
 
-    blocks: the rows of each put; a row has a page. results: pages of the result that the first of two tasks gives each row; 0: there is one task.
+    blocks: the rows of each put; a row has a page. results: pages of the result that the first of two tasks gives each
+    row; 0: there is one task.
     """
 
     def __init__(self, bench, chance, blocks, results=0):
@@ -180,7 +181,8 @@ def test_every_row_comes_back_though_each_block_is_a_quarter_of_the_arena_and_pr
 
 
 def test_results_take_no_memory_that_blocks_left_for_others_that_come_back(bench, monkeypatch):
-    """Who scores is faster than who trains, and results are never refused for being many: they would fill memory and disk."""
+    """Who scores is faster than who trains, and results are never refused for being many: they would fill memory and
+    disk."""
     limit_disk(bench, monkeypatch, 48)
     pipeline = Pipeline(bench, random.Random(0), [1] * 200, results=2)
     for _ in range(2):

@@ -1,5 +1,5 @@
-"""Requests whose blocks lie in many extents, of which some are in memory and some on the disk: they get their rows, and their blocks do not go to and
-fro until the deadline."""
+"""Requests whose blocks lie in many extents, of which some are in memory and some on the disk: they get their rows, and
+their blocks do not go to and fro until the deadline."""
 
 import random
 
@@ -74,7 +74,8 @@ def bench():
 
 
 def test_half_of_each_extent_is_needed_and_all_halves_fit(bench):
-    """Twelve rows of twelve extents: in whole extents they would take 24 pages of 16, by themselves they take twelve."""
+    """Twelve rows of twelve extents: in whole extents they would take 24 pages of 16, by themselves they take
+    twelve."""
     for number in range(0, 48, 2):
         bench.put_extent([number, number + 1])
     rows = list(range(0, 24, 2))

@@ -1,5 +1,5 @@
-"""Strangers who open connections without end, at each door of a server that may open few descriptors: old sessions work on, a new client
-comes in, nothing spins, and what the strangers took comes back."""
+"""Strangers who open connections without end, at each door of a server that may open few descriptors: old sessions work
+on, a new client comes in, nothing spins, and what the strangers took comes back."""
 
 import os
 import resource

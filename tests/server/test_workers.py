@@ -61,7 +61,8 @@ def test_what_the_kernel_does_not_tell_is_not_guessed() -> None:
 
 
 def pidfds(pid: int) -> int:
-    """How many descriptors of this process watch that one. What other tests left to the collector may close meanwhile."""
+    """How many descriptors of this process watch that one. What other tests left to the collector may close
+    meanwhile."""
     watching = 0
     for descriptor in Path("/proc/self/fdinfo").iterdir():
         with suppress(FileNotFoundError):
@@ -119,7 +120,10 @@ def test_a_task_that_nobody_ever_worked_on_says_so(bench, boss):
     bench.pass_time(8)
     assert told(boss) == {
         "task": "reward",
-        "text": 'task "reward" has 2 rows ready, and 0 rows leased; nobody has worked on "reward" since this server started 8 s ago; start it',
+        "text": (
+            'task "reward" has 2 rows ready, and 0 rows leased; nobody has worked on "reward" since this server '
+            "started 8 s ago; start it"
+        ),
         "stranded": False,
         "unattended_s": 8.0,
         "died": False,
@@ -142,8 +146,8 @@ def test_who_waits_for_what_a_dead_worker_gives_is_told_of_it(bench, boss):
     refused = boss.take(waiting)
     assert refused.error == "DeadlineExceeded"
     assert (
-        '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on "reward"; its last worker left 60 s ago (reward-0,'
-        in (refused.text)
+        '2 rows lack "r" (given by "reward": 2 ready and not leased, and nobody works on "reward"; its last worker '
+        "left 60 s ago (reward-0," in (refused.text)
     )
     stats = msgspec.msgpack.decode(boss.ask(m.Observe("stats", "t")).value)["tables"]["t"]["tasks"]
     assert (stats["reward"]["unattended_s"], stats["train"]["unattended_s"]) == (60.0, None)

@@ -85,7 +85,8 @@ def test_an_array_of_another_field_is_corruption(field: Field) -> None:
 
 
 def test_a_dimension_beyond_32_bits_is_a_large_list(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Arrow counts the elements of a fixed-size list in an int32. The bytes of such a column are tried by ``python -m tests.large``."""
+    """Arrow counts the elements of a fixed-size list in an int32. The bytes of such a column are tried by
+    ``python -m tests.large``."""
     assert arrow_type(Field("w", "uint8", ((1 << 31) + 8,))) == pa.large_list(pa.uint8())
     assert arrow_type(Field("w", "uint8", (2, 1 << 31))) == pa.list_(pa.large_list(pa.uint8()), 2)
     assert arrow_type(Field("w", "uint8", (2, 3))) == pa.list_(pa.list_(pa.uint8(), 3), 2)

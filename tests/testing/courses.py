@@ -1,8 +1,10 @@
-"""``python -m tests.testing.courses`` records the courses of simulated seeds anew. The commit that does so says which change was meant to change them.
+"""``python -m tests.testing.courses`` records the courses of simulated seeds anew. The commit that does so says which
+change was meant to change them.
 
-The course of a seed is one digest: each frame that the server receives and sends, when and from whom; the journal that is left; the faults; and the
-state of the source of chance at the end. Left out is what changes no behaviour: the texts of errors, and empty fields at the end of a message, so that a
-new field with an empty default leaves all courses as they were.
+The course of a seed is one digest: each frame that the server receives and sends, when and from whom; the journal that
+is left; the faults; and the state of the source of chance at the end. Left out is what changes no behaviour: the texts
+of errors, and empty fields at the end of a message, so that a new field with an empty default leaves all courses as
+they were.
 """
 
 from __future__ import annotations
@@ -20,8 +22,8 @@ from transferqueue.testing.simulator.run import SimRun
 FILE: Final = Path(__file__).parent / "golden" / "courses.json"
 SEEDS: Final = 200
 REMEDY: Final = (
-    "the course of these seeds changed. If a rule of the queue changed unmeant, mend it; if a job of the simulator or a rule changed on purpose, "
-    "run python -m tests.testing.courses, and say in the commit what changed the courses"
+    "the course of these seeds changed. If a rule of the queue changed unmeant, mend it; if a job of the simulator or "
+    "a rule changed on purpose, run python -m tests.testing.courses, and say in the commit what changed the courses"
 )
 
 

@@ -1,4 +1,5 @@
-"""Chaos on real processes: short runs that must keep every promise, and what a run does with a wrong call and an interrupt."""
+"""Chaos on real processes: short runs that must keep every promise, and what a run does with a wrong call and an
+interrupt."""
 
 from __future__ import annotations
 
@@ -281,7 +282,8 @@ def test_a_death_that_nobody_unhurt_could_take_over_is_no_sample(tmp_path: Path)
     ],
 )
 def test_a_short_run_keeps_every_promise(options: tuple[str, ...], least_s: int, tmp_path: Path) -> None:
-    """How many rows are leased in a time depends on what else the machine does: a run without any is followed by a longer one."""
+    """How many rows are leased in a time depends on what else the machine does: a run without any is followed by a
+    longer one."""
     for seconds in (least_s, 4 * least_s, 10 * least_s):
         found = reported(seconds, options, tmp_path / "report.json")
         if found["verified"] and found.get("spilled_blocks", 1):
@@ -334,7 +336,8 @@ def _names(process: Path, text: str) -> bool:
 
 
 def test_the_end_of_a_run_removes_no_directory_but_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At level ``disk`` the link to the arena is relative: its directory was taken for that in which chaos was started."""
+    """At level ``disk`` the link to the arena is relative: its directory was taken for that in which chaos was
+    started."""
     (tmp_path / "run" / "state").mkdir(parents=True)
     (tmp_path / "run" / "state" / "arena").symlink_to("arena-1")
     (tmp_path / "here").mkdir()
@@ -350,7 +353,8 @@ def test_the_end_of_a_run_removes_no_directory_but_its_own(tmp_path: Path, monke
 
 
 def test_event_logs_are_read_when_all_processes_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After an early end they go on putting and leasing: rows would seem to be nobody's, since a log is read before they are put."""
+    """After an early end they go on putting and leasing: rows would seem to be nobody's, since a log is read before
+    they are put."""
     order: list[str] = []
 
     class Brief:

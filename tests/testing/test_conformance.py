@@ -104,7 +104,8 @@ def test_a_stage_that_draws_at_random_says_so() -> None:
 
 
 class SeenLate:
-    """A generator that has finished its first `ahead` completions whenever the first is seen, as one of a busy machine has."""
+    """A generator that has finished its first `ahead` completions whenever the first is seen, as one of a busy machine
+    has."""
 
     version = 0
 

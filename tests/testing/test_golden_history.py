@@ -1,4 +1,5 @@
-"""A history file of every kind of event, call and result is read, and written with the same bytes: histories are kept and checked later."""
+"""A history file of every kind of event, call and result is read, and written with the same bytes: histories are kept
+and checked later."""
 
 import json
 from pathlib import Path

@@ -17,7 +17,8 @@ SIZE = 12
 
 
 class BigramScorer:
-    """Logits are a table of the previous token; the value adds up the table over all tokens before; all by hand, a row at a time."""
+    """Logits are a table of the previous token; the value adds up the table over all tokens before; all by hand, a row
+    at a time."""
 
     def __init__(self, table_VV: Any) -> None:
         self.table_VV = table_VV.requires_grad_()

@@ -28,7 +28,8 @@ def test_a_simulation_opens_no_descriptors():
 
 @pytest.mark.slow
 def test_every_use_of_a_deployment_is_simulated(monkeypatch):
-    """And no promise is broken, in this process, where a debugger sees it; and servers leave no garbage while they live."""
+    """And no promise is broken, in this process, where a debugger sees it; and servers leave no garbage while they
+    live."""
     used: set[str] = set()
     durable: set[bool] = set()
     killed: list[Coordinator] = []
@@ -85,8 +86,8 @@ def test_no_promise_is_broken_where_memory_and_disk_are_full(kind: str, seeds: i
 @pytest.mark.slow
 @pytest.mark.parametrize("seeds", sizes(6, 300))
 def test_no_promise_is_broken_where_rows_share_values(seeds: int):
-    """Puts, updates, acks and releases refer to values of the table, with a disk for cold blocks and without. In seed 299 a block ends while a
-    request waits for it and for others that are on the disk."""
+    """Puts, updates, acks and releases refer to values of the table, with a disk for cold blocks and without. In seed
+    299 a block ends while a request waits for it and for others that are on the disk."""
     referred = 0
     for seed in (*range(seeds), 299):
         run = SimRun(seed, KINDS["interned-disk" if seed % 2 else "interned"])
@@ -99,7 +100,8 @@ def test_no_promise_is_broken_where_rows_share_values(seeds: int):
 @pytest.mark.parametrize("seeds", sizes(3, 300))
 @pytest.mark.parametrize("kind", ["crowded-mixed", "crowded-disk", "crowded-interned-disk"])
 def test_no_promise_is_broken_where_sessions_end_while_their_calls_are_due(kind: str, seeds: int):
-    """Killed, by Goodbye, with their connections, with their keys, and as they do not read; all at once in some turns."""
+    """Killed, by Goodbye, with their connections, with their keys, and as they do not read; all at once in some
+    turns."""
     broken = [
         (result.broken, replay_command(result.seed, kind))
         for seed in range(seeds)
@@ -112,8 +114,9 @@ def test_no_promise_is_broken_where_sessions_end_while_their_calls_are_due(kind:
 @pytest.mark.parametrize("seeds", sizes(25, 2000))
 @pytest.mark.timeout(3600)
 def test_no_promise_is_broken_where_the_ledger_is_interrupted(seeds: int):
-    """By MemoryError, KeyboardInterrupt and RecursionError, at any of its lines. By row: the books name no ack that no worker sent. In seed 5
-    a session that ended by a defect left its wake-ups undone; in 91 memory was lent that no grant named."""
+    """By MemoryError, KeyboardInterrupt and RecursionError, at any of its lines. By row: the books name no ack that no
+    worker sent. In seed 5 a session that ended by a defect left its wake-ups undone; in 91 memory was lent that no
+    grant named."""
     faults: Counter[str] = Counter()
     for seed in {*range(seeds), 91}:
         run = SimRun(seed, KINDS["interrupted"])
@@ -143,7 +146,8 @@ def test_a_server_that_never_sleeps_fails_its_seed(monkeypatch: pytest.MonkeyPat
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [5037, 5132])
 def test_a_put_whose_rows_have_ended_is_not_repeated(seed: int):
-    """The painter of these seeds does not hear of its put, and tries again when both tasks are done with its rows: no key holds them any more."""
+    """The painter of these seeds does not hear of its put, and tries again when both tasks are done with its rows: no
+    key holds them any more."""
     SimRun(seed).whole()
 
 

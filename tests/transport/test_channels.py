@@ -238,7 +238,8 @@ def test_a_message_of_many_parts_is_an_empty_frame():
 
 
 def test_a_client_whose_connection_came_after_the_last_look_is_no_stranger_once_it_is_admitted():
-    """The loop looks at new connections before it receives. One that is made and greets in between must not be told to go later."""
+    """The loop looks at new connections before it receives. One that is made and greets in between must not be told to
+    go later."""
     port = ZmqServer()
     channel = dial(port.listen(parse_address("tcp://127.0.0.1:0")))
     try:

@@ -244,7 +244,8 @@ def test_what_a_client_said_before_it_left_is_heard_though_it_cannot_be_answered
 
 
 def test_one_who_sends_thousands_of_frames_at_once_is_heard_and_hears(address, wakeup):
-    """It looks at what has come only between two of its sends; the server must not take it for one that does not read."""
+    """It looks at what has come only between two of its sends; the server must not take it for one that does not
+    read."""
     port, stop, count = UnixServer(parse_address(address)), threading.Event(), 4 * FRAMES_QUEUED_MAX
 
     def echo():

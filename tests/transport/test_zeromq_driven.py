@@ -1,4 +1,5 @@
-"""A channel over ZeroMQ that a caller drives, or an event loop reads. Its descriptor tells of a frame once, and sending takes that away."""
+"""A channel over ZeroMQ that a caller drives, or an event loop reads. Its descriptor tells of a frame once, and sending
+takes that away."""
 
 import select
 import threading
@@ -192,7 +193,8 @@ def test_a_reset_without_a_server_connects_when_there_is_one(server, channel, wa
 
 
 def test_room_in_a_queue_that_was_full_wakes_the_thread_in_sleep(wakeup, monkeypatch):
-    """Also where the look that follows a send took the signal away: what was not sent would wait for the next second."""
+    """Also where the look that follows a send took the signal away: what was not sent would wait for the next
+    second."""
     monkeypatch.setattr(zeromq, "FRAMES_QUEUED_MAX", 4)
     server = ZmqServer()
     channel = dial(server.listen(parse_address("tcp://127.0.0.1:0")))

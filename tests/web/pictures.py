@@ -1,8 +1,9 @@
-"""Pictures of the page in seven states of a job: `python -m tests.web.pictures --out DIR`, with the interpreter of `make test-web`.
+"""Pictures of the page in seven states of a job: `python -m tests.web.pictures --out DIR`, with the interpreter of
+`make test-web`.
 
-Each state is a real job: an embedded server, its page, and a process for each worker, which is stopped, left out or made to fail. The
-pictures are taken with Chromium on a desktop (1280 x 800) and on a phone (390 x 844), light and, with --dark, dark. What the first screen
-says is printed.
+Each state is a real job: an embedded server, its page, and a process for each worker, which is stopped, left out or
+made to fail. The pictures are taken with Chromium on a desktop (1280 x 800) and on a phone (390 x 844), light and, with
+--dark, dark. What the first screen says is printed.
 """
 
 from __future__ import annotations

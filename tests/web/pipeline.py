@@ -1,4 +1,5 @@
-"""A small pipeline that runs while somebody looks: producers, a reward, a trainer that publishes, a generator that is late."""
+"""A small pipeline that runs while somebody looks: producers, a reward, a trainer that publishes, a generator that is
+late."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ GROUP: Final = 8
 
 
 class Pipeline:
-    """Its stages are threads, each with a session of its own. `begun` is set when the trainer has had so many batches."""
+    """Its stages are threads, each with a session of its own. `begun` is set when the trainer has had so many
+    batches."""
 
     def __init__(self, address: str, batches: int = 6) -> None:
         self.address, self.batches = address, batches

@@ -1,6 +1,7 @@
 """The page in a real browser, beside a pipeline that runs: `make test-web`.
 
-Skipped where selenium, Chromium or its driver is missing. With TRANSFERQUEUE_SCREENS=DIRECTORY the pictures are left there.
+Skipped where selenium, Chromium or its driver is missing. With TRANSFERQUEUE_SCREENS=DIRECTORY the pictures are left
+there.
 """
 
 from __future__ import annotations
@@ -95,7 +96,8 @@ class Page:
         )
 
     def picture(self, name: str, width: int | None = 1180) -> None:
-        """The whole page as a picture, where pictures are wanted: after a minute. width: of the window; None: as it is."""
+        """The whole page as a picture, where pictures are wanted: after a minute. width: of the window; None: as it
+        is."""
         directory = os.environ.get("TRANSFERQUEUE_SCREENS")
         if directory:
             self.until("#pipeline-title", r"last ([6-9]\d|1\d\d) s|min", timeout_s=2 * GENEROUS_S)

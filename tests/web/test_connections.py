@@ -1,4 +1,5 @@
-"""Connections that are idle, slow or do not read: each loses its place in time, and whoever brings the token is answered meanwhile."""
+"""Connections that are idle, slow or do not read: each loses its place in time, and whoever brings the token is
+answered meanwhile."""
 
 import asyncio
 import contextlib

@@ -447,8 +447,8 @@ def test_a_client_that_vanishes_loses_its_rows_at_the_deadline(service, job):
 def test_a_client_that_hangs_up_while_it_waits_takes_nothing(service, job, queue):
     body = json.dumps({"table": job} | ONE | {"timeout_s": 60, "lease_s": 600}).encode()
     head = (
-        f"POST /action/get_experience_data HTTP/1.1\r\nHost: {service.host}:{service.port}\r\nAuthorization: Bearer {TOKEN}\r\n"
-        f"Content-Length: {len(body)}\r\n\r\n"
+        f"POST /action/get_experience_data HTTP/1.1\r\nHost: {service.host}:{service.port}\r\nAuthorization: Bearer "
+        f"{TOKEN}\r\nContent-Length: {len(body)}\r\n\r\n"
     )
 
     def waiting():

@@ -1,4 +1,5 @@
-"""Versions that are forwarded in parts: what a relay publishes, what a reader gets, and what remains when a version is given up."""
+"""Versions that are forwarded in parts: what a relay publishes, what a reader gets, and what remains when a version is
+given up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Relays of relays that forward, as processes: a part arrives far away before the rest is near, each link carries a version once, and relays are killed half-way."""
+"""Relays of relays that forward, as processes: a part arrives far away before the rest is near, each link carries a
+version once, and relays are killed half-way."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ def opened() -> Iterator[ExitStack]:
 
 
 class Chain:
-    """An origin, a host with a relay, and a far host with a relay that takes from it: `near` and `far` are the links into the two."""
+    """An origin, a host with a relay, and a far host with a relay that takes from it: `near` and `far` are the links
+    into the two."""
 
     def __init__(self, directory: Path, opened: ExitStack) -> None:
         origin = opened.enter_context(served(private(directory, "o")))

@@ -1,4 +1,5 @@
-"""Parts of tensors: what the workers of a tensor-parallel engine pull, along any dimension. Between hosts no other byte crosses, and none that is damaged."""
+"""Parts of tensors: what the workers of a tensor-parallel engine pull, along any dimension. Between hosts no other byte
+crosses, and none that is damaged."""
 
 from __future__ import annotations
 

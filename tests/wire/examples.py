@@ -1,4 +1,5 @@
-"""One message of each kind, with every field set, and every kind of part, policy and order in some message: what the golden frames are of."""
+"""One message of each kind, with every field set, and every kind of part, policy and order in some message: what the
+golden frames are of."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ CONTENT: Final = m.ReplyRows(
     [m.ReplyColumns(["x", "z"], [BLOCK], bytes(8), bytes(8))], codec.encode_fields(FIELDS),
 )  # fmt: skip
 TASKS: Final = [
-    p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False), p.Complete(min_size=2, deadline_s=9.5), 30.0, p.Retry(first_s=0.5, attempts=3), "now", 45.0),
+    p.Task("train", ["x"], ["r"], p.TokenBalanced(inner=p.Priority(), equal_counts=False),
+    p.Complete(min_size=2, deadline_s=9.5), 30.0, p.Retry(first_s=0.5, attempts=3), "now", 45.0),
     p.Task("oldest", ["x"], selector=p.OldestVersionFirst(), groups=p.Complete(incomplete=p.Refill())),
     p.Task("fresh", selector=p.Freshest(), groups=p.Complete(min_size=1, incomplete=p.DeliverPartial())),
     p.Task("long", selector=p.LongestFirst()),
@@ -126,7 +128,9 @@ REPLIES: Final[list[m.Reply]] = [
     m.CursorValue(8),
     m.JobProgress(1, "/s/kept", 4096, 8192, True),
     m.ShardList([m.ShardEndpoint(1, "/dev/shm/b", 1 << 20, "tcp://h:1", "k" * 40)]),
-    m.ShardCommands(7, 4, [m.AllocatePages(0, 4096), m.FreePages(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.LiveSet(9, TWO, 8, TWO), m.ShutDownShard()]),
+    m.ShardCommands(7, 4,
+    [m.AllocatePages(0, 4096), m.FreePages(4096, 4096), m.Revoke(3), m.CloseTransfers(5), m.LiveSet(9, TWO, 8, TWO),
+    m.ShutDownShard()]),
     m.DoneReply(3),
     m.Failed("Full", "no room"),
     m.Welcome(5, 7, "0.1.0", "/run", {}, 1 << 30, seat=CoordinatorIndex(2, 2, "d"), checksums=True),

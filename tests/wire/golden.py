@@ -1,4 +1,5 @@
-"""``python -m tests.wire.golden`` records the frames of this protocol anew. Raise `PROTOCOL` first, unless no release has spoken it yet.
+"""``python -m tests.wire.golden`` records the frames of this protocol anew. Raise `PROTOCOL` first, unless no release
+has spoken it yet.
 
 Recorded are: a frame of each message (`examples`), and a session with a node, call by call (`session`).
 """
@@ -14,8 +15,8 @@ from transferqueue.wire.versions import PROTOCOL
 
 FILE: Final = Path(__file__).parent / "golden" / f"protocol-{PROTOCOL}.json"
 REMEDY: Final = (
-    "the bytes of a message changed: raise PROTOCOL in transferqueue/wire/versions.py, unless no release has spoken it yet; then run "
-    "python -m tests.wire.golden, and write the change into docs/COMPATIBILITY.md"
+    "the bytes of a message changed: raise PROTOCOL in transferqueue/wire/versions.py, unless no release has spoken it "
+    "yet; then run python -m tests.wire.golden, and write the change into docs/COMPATIBILITY.md"
 )
 
 

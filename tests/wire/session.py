@@ -1,4 +1,5 @@
-"""A session with a node whose every byte is the same each time: what a client of this protocol said, and what it was answered."""
+"""A session with a node whose every byte is the same each time: what a client of this protocol said, and what it was
+answered."""
 
 from __future__ import annotations
 

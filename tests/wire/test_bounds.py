@@ -29,7 +29,8 @@ from transferqueue.wire.versions import PROTOCOL
 CHECKED_ELSEWHERE = {
     # strings and lists of terms: a decoder that refused them could not say which rule they break, as the ledger does.
     # None is larger than its frame, and each is compared with its bound in limits.py before anything is made of it.
-    "Field.name": "schema.Field", "Field.dtype": "schema.Field", "Field.shape": "schema.Field", "Field.like": "schema.Field",
+    "Field.name": "schema.Field", "Field.dtype": "schema.Field", "Field.shape": "schema.Field",
+    "Field.like": "schema.Field",
     "Task.name": "ledger.terms", "Task.needs": "ledger.terms", "Task.needs[]": "ledger.terms",
     "Task.gives": "ledger.terms", "Task.gives[]": "ledger.terms",
     "Plugin.name": "ledger.selectors", "Plugin.options": "ledger.selectors", "Plugin.options.key": "ledger.selectors",
@@ -37,7 +38,8 @@ CHECKED_ELSEWHERE = {
     "Limits.bytes": "limits.parse_bytes", "Pacing.task": "ledger.terms", "Pacing.channel": "ledger.terms",
     "Requeue.task": "ledger.terms", "TagIs.name": "ledger.predicates", "TagIs.value": "ledger.predicates",
     "Compare.field": "ledger.predicates",
-    "RowFacts.tags[].key": "ledger.facts (a bound here doubles the time of decoding)", "ReplyRows.tags[].key": "ledger.facts",
+    "RowFacts.tags[].key": "ledger.facts (a bound here doubles the time of decoding)",
+    "ReplyRows.tags[].key": "ledger.facts",
     "RowsRead.tags[].key": "ledger.facts (compared with tags that have passed)",
     "Observed.value": "wire.codec (bytes as they came; decoded by who asked, in bounded depth)",
 }  # fmt: skip

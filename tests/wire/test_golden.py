@@ -1,4 +1,5 @@
-"""The frames of this protocol are the ones that were recorded: whoever changes one raises the number of the protocol."""
+"""The frames of this protocol are the ones that were recorded: whoever changes one raises the number of the
+protocol."""
 
 import json
 import typing

@@ -1,4 +1,5 @@
-"""Numbers of rows in their shortest form: what comes out is what went in, and what is not of so many rows is refused."""
+"""Numbers of rows in their shortest form: what comes out is what went in, and what is not of so many rows is
+refused."""
 
 from __future__ import annotations
 

@@ -20,8 +20,7 @@ OLD_WELCOME = bytes.fromhex(
     "9305019ba757656c636f6d650705a5302e312e30a42f72756e8100aa2f6465762f73686d2f61ce0400000000c2c2930101a0"
 )
 OLD_REFUSAL = bytes.fromhex(
-    "93cf000001a201578b7e0093a64661696c6564ad50726f746f636f6c4572726f72d943343220627974657320617265206e6f742061206d6573736167653a"
-    "20457870656374656420606172726179602c20676f742060696e7460202d2061742060245b335d60"
+    "93cf000001a201578b7e0093a64661696c6564ad50726f746f636f6c4572726f72d943343220627974657320617265206e6f742061206d6573736167653a20457870656374656420606172726179602c20676f742060696e7460202d2061742060245b335d60"
 )
 """What that package's server answered to a `Hello` of protocol 1."""
 HELLO = m.CallFrame(0, 7, 0, m.Hello(bytes(16), version="3.4"))
@@ -44,8 +43,8 @@ def test_a_client_of_protocol_0_is_refused_in_a_frame_that_it_can_read() -> None
     epoch, call, (tag, error, text) = msgspec.msgpack.decode(answer)
     assert (epoch, call, tag, error) == (9, 1, "Failed", "ProtocolError")
     assert text.startswith(
-        f"the client speaks protocol 0 (package 0.1.0) and this server speaks protocol {PROTOCOL} (package 2.0): upgrade the client, or "
-        "install asyncflow-transferqueue 2.0 where the client runs"
+        f"the client speaks protocol 0 (package 0.1.0) and this server speaks protocol {PROTOCOL} (package 2.0): "
+        "upgrade the client, or install asyncflow-transferqueue 2.0 where the client runs"
     )
 
 
@@ -61,8 +60,8 @@ def test_a_client_of_a_later_protocol_is_refused_in_a_frame_of_this_one() -> Non
     error = from_wire(refused.reply.error, refused.reply.text)
     assert isinstance(error, VersionMismatch)
     assert (
-        f"protocol {PROTOCOL + 1} (package 3.4) and this server speaks protocol {PROTOCOL} (package 2.0): upgrade the server"
-        in str(error)
+        f"protocol {PROTOCOL + 1} (package 3.4) and this server speaks protocol {PROTOCOL} (package 2.0): upgrade the "
+        "server" in str(error)
     )
 
 
@@ -72,7 +71,8 @@ def test_a_client_names_a_server_of_protocol_0(frame: bytes) -> None:
         codec.decode_answer(frame)
     error = mismatch_of(frame, address="ipc:///x", package="2.0")
     assert str(error).startswith(
-        f"the server at ipc:///x speaks protocol 0 and this client speaks protocol {PROTOCOL} (package 2.0): upgrade the server"
+        f"the server at ipc:///x speaks protocol 0 and this client speaks protocol {PROTOCOL} (package 2.0): upgrade "
+        "the server"
     )
 
 

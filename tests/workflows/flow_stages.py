@@ -68,7 +68,8 @@ def loop(context: Context) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def works_only_together(context: Context) -> Iterator[Callable[[], None]]:
-    """Factory of a loop of two processes: in their first life the second is killed once the first lives, and the first waits for ever."""
+    """Factory of a loop of two processes: in their first life the second is killed once the first lives, and the first
+    waits for ever."""
     marks, number = Path(context.settings(Settings).marks), context.instance
     life = len(list(marks.glob(f"{number}-*")))
     (marks / f"{number}-{life}").touch()
@@ -202,7 +203,8 @@ def leaves_a_child(context: Context) -> Iterator[Work]:
 
 @contextmanager
 def waits_for_a_mark(context: Context) -> Iterator[Work]:
-    """Factory of a stage that gives half of each batch, and the rest once nobody holds the lock of the file ``go``; it says when it holds rows."""
+    """Factory of a stage that gives half of each batch, and the rest once nobody holds the lock of the file ``go``; it
+    says when it holds rows."""
     marks = Path(context.settings(Settings).marks)
 
     def work(batch: tq.Batch) -> Iterator[PartialResult]:

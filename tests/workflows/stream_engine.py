@@ -1,7 +1,8 @@
-"""A generator of the stream generation service, as a process: ``python -m tests.workflows.stream_engine QUEUE [WEIGHTS]``.
+"""A generator of the stream generation service, as a process:
+``python -m tests.workflows.stream_engine QUEUE [WEIGHTS]``.
 
-Its model is a table of next tokens, the weights. A completion begins with the prompt's last token and ends at token 0; each
-token is ``table[last]``. So a sample is known from its prompt and the weights, whoever generates it.
+Its model is a table of next tokens, the weights. A completion begins with the prompt's last token and ends at token 0;
+each token is ``table[last]``. So a sample is known from its prompt and the weights, whoever generates it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The trainer of docs/WORKFLOWS.md as a process that SIGKILLs itself before one of its lines: ``python -m tests.workflows.stream_trainer QUEUE STATE KILL``.
+"""The trainer of docs/WORKFLOWS.md as a process that SIGKILLs itself before one of its lines:
+``python -m tests.workflows.stream_trainer QUEUE STATE KILL``.
 
-Its learner counts how often each sample was trained. KILL: how many lines of the loop are run before the kill (-1: all). The exit
-code is 0 when all steps are done.
+Its learner counts how often each sample was trained. KILL: how many lines of the loop are run before the kill (-1:
+all). The exit code is 0 when all steps are done.
 """
 
 from __future__ import annotations

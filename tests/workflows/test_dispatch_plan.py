@@ -1,4 +1,5 @@
-"""Dispatch without I/O: decode curves, engines in simulated time against the production ledger, plans that never lose in prediction, the dispatcher's state."""
+"""Dispatch without I/O: decode curves, engines in simulated time against the production ledger, plans that never lose
+in prediction, the dispatcher's state."""
 
 from __future__ import annotations
 
@@ -258,7 +259,8 @@ def test_a_long_tail_is_generated_first() -> None:
 
 
 def _published(deviation: float, seed: int, refill_ms: float) -> tuple[Plan, float, float]:
-    """The plan for a batch of published lengths by the errors of a real ranker; and the seconds by its true lengths, under the plan and in the given order."""
+    """The plan for a batch of published lengths by the errors of a real ranker; and the seconds by its true lengths,
+    under the plan and in the given order."""
     batch, dispatcher = (
         Batch(192, deviation, seed),
         deepcopy(_of_published_prompts(deviation)),

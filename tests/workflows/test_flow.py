@@ -292,7 +292,8 @@ def test_what_a_stage_started_ends_with_it(queue: tq.Queue, tmp_path: Path) -> N
 def test_whoever_waits_for_a_stage_that_cannot_work_is_told_without_run(
     tmp_path: Path, wait: Callable[[tq.Table], object]
 ) -> None:
-    """The program waits for what only the stage gives; the stage dies, and the wait ends with the reason and not with its deadline."""
+    """The program waits for what only the stage gives; the stage dies, and the wait ends with the reason and not with
+    its deadline."""
     with tq.connect() as queue:
         check = tq.Task("check", needs=["y"])
         fields = [tq.Field("x", "int64"), tq.Field("y", "int64")]
@@ -358,9 +359,11 @@ from transferqueue.workflows.flow import Flow
 directory = Path(sys.argv[1])
 with tq.connect() as queue:
     queue.create_table("t", fields=[tq.Field("x", "int64")], tasks=[DOUBLE], pacing=tq.Pacing("double", 8))
-    told = lambda label, event: print("holding", *flow.pids().values(), queue.address, flush=True)
+    def told(label, event):
+        if getattr(event, "kind", "") == "holding":
+            print("holding", *flow.pids().values(), queue.address, flush=True)
     with Flow(queue, jobs("hangs_in_its_first_life", marks=directory), directory=directory,
-              observe=lambda label, event: told(label, event) if getattr(event, "kind", "") == "holding" else None) as flow:
+              observe=told) as flow:
         flow.run()
 """
 

@@ -1,4 +1,5 @@
-"""Processes come and go while a flow runs: added ones work, removed ones drain, and no row is lost however a drain ends."""
+"""Processes come and go while a flow runs: added ones work, removed ones drain, and no row is lost however a drain
+ends."""
 
 import fcntl
 import os

@@ -1,4 +1,5 @@
-"""The length ranker and its judge: refused input, recall on prompts not seen before, history, drift, bounded memory, and dispatch with it."""
+"""The length ranker and its judge: refused input, recall on prompts not seen before, history, drift, bounded memory,
+and dispatch with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Leases with a preference: own rows first, no row without a process, the end of a class is not the end of the table, slots that change."""
+"""Leases with a preference: own rows first, no row without a process, the end of a class is not the end of the table,
+slots that change."""
 
 from __future__ import annotations
 

@@ -69,7 +69,8 @@ def _rows(found: Simulated, stage: str) -> int:
 
 
 def test_the_live_controller_scales_a_simulated_job_whose_rows_become_longer() -> None:
-    """The middle third of 36 steps has rows three times as long: an instance is added, the step time comes back, and the instance goes."""
+    """The middle third of 36 steps has rows three times as long: an instance is added, the step time comes back, and
+    the instance goes."""
     steps, batch = 36, 16
     lengths = np.full((steps, batch), 20, np.int64)
     lengths[12:24] *= 3

@@ -1,4 +1,5 @@
-"""Dispatch of a generation service with engines that take given times: classes, lessons while it runs, and an engine that dies."""
+"""Dispatch of a generation service with engines that take given times: classes, lessons while it runs, and an engine
+that dies."""
 
 from __future__ import annotations
 

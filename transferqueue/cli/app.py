@@ -45,13 +45,13 @@ class Commands(typer.core.TyperGroup):
             return super().invoke(ctx)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Find the command, and replace the placeholder of `demo` by the real command. `UsageError` for an empty argument, which would name the
-        present directory, or be taken for an option that was left out."""
+        """Find the command, and replace the placeholder of `demo` by the real command. `UsageError` for an empty
+        argument, which would name the present directory, or be taken for an option that was left out."""
         for before, argument in pairwise(["", *args]):
             if not argument or (argument.startswith("--") and argument.endswith("=")):
                 raise UsageError(
-                    f"{argument or before or 'the first argument'} has no value: perhaps a variable of the shell is not set; leave the option "
-                    "out for its default"
+                    f"{argument or before or 'the first argument'} has no value: perhaps a variable of the shell is "
+                    "not set; leave the option out for its default"
                 )
         if args and args[0] == "demo" and "demo" in self.commands:
             self.commands["demo"] = _load_demo()

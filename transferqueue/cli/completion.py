@@ -1,6 +1,7 @@
 """What a shell completes: tables and rows of a server that runs, pages and public names.
 
-A completion never prints an error and never keeps a person waiting: where no server answers within `COMPLETE_S`, nothing is completed.
+A completion never prints an error and never keeps a person waiting: where no server answers within `COMPLETE_S`,
+nothing is completed.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ def complete_table(context: typer.Context, incomplete: str) -> list[str]:
 
 
 def complete_row(context: typer.Context, incomplete: str) -> list[Candidate]:
-    """Rows that begin so, of the named table, of the latest events, the latest row first, with what happened to each."""
+    """Rows that begin so, of the named table, of the latest events, the latest row first, with what happened to
+    each."""
     table = context.params.get("table") or ""
     rows = _asked(context, lambda queue: _recent_rows(queue, table)) if table else []
     return [row for row in rows if row[0].startswith(incomplete)][:ROWS_SHOWN]

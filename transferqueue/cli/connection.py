@@ -29,9 +29,11 @@ def connected(address: str, *, label: str) -> Iterator[Queue]:
 
 
 def check_sockets(address: str) -> None:
-    """`Unreachable` at once where a socket file is missing or nothing listens: waiting for it would only keep a person waiting.
+    """`Unreachable` at once where a socket file is missing or nothing listens: waiting for it would only keep a person
+    waiting.
 
-    A server that was killed leaves its socket file, and the kernel refuses the connection. One that is slow, or stopped, is waited for.
+    A server that was killed leaves its socket file, and the kernel refuses the connection. One that is slow, or
+    stopped, is waited for.
     """
     from transferqueue.errors import Unreachable
     from transferqueue.transport import parse_address, split_addresses
@@ -64,10 +66,11 @@ ADDRESS_VARIABLE: Final = "TRANSFERQUEUE_ADDRESS"
 
 
 def address_of(option: str | None) -> str:
-    """The address in `option`, else in the environment, else of this user's server. `UsageError` if it is not an address.
+    """The address in `option`, else in the environment, else of this user's server. `UsageError` if it is not an
+    address.
 
-    The addresses of several coordinators stay joined by commas. Of a join token this returns the address only, so that no secret is
-    printed, and puts the token into the environment, where `connect` finds it.
+    The addresses of several coordinators stay joined by commas. Of a join token this returns the address only, so that
+    no secret is printed, and puts the token into the environment, where `connect` finds it.
     """
     from transferqueue.client.session.addresses import TOKEN_VARIABLE, named_server
     from transferqueue.transport import default_address, parse_address, split_addresses

@@ -15,18 +15,21 @@ from transferqueue.cli.pages import folder
 from transferqueue.errors import NotFound
 
 _KINDS: Final = {"scorer": "testing.conformance.scorers.Scorer", "stage": "adapters.protocols.StageFunction"}
-"""Contracts of adapters that have another name than their kind; generator, learner and producer are the names of theirs."""
+"""Contracts of adapters that have another name than their kind; generator, learner and producer are the names of
+theirs."""
 _MEMBERS: Final = re.compile(r"^::: transferqueue\.(\S+)\n    options:\n      members: \[(.*)\]$", re.MULTILINE)
 
 
 def contract(name: str) -> str | None:
-    """Signature and docstring of an exact public name: ``Task``, ``tq.Table.put``, ``Generator``. None if there is none of this name."""
+    """Signature and docstring of an exact public name: ``Task``, ``tq.Table.put``, ``Generator``. None if there is none
+    of this name."""
     path = _names().get(_stripped(name)) or _of_class(_stripped(name), exact=True)
     return None if path is None else _rendered(path)
 
 
 def contract_like(name: str) -> str | None:
-    """As `contract`, for a name in other letters (``task``, ``batch.ack``), a kind of adapter, or a method alone (``lease``)."""
+    """As `contract`, for a name in other letters (``task``, ``batch.ack``), a kind of adapter, or a method alone
+    (``lease``)."""
     name = _stripped(name)
     by_letters = {each.lower(): path for each, path in reversed(_names().items())}
     path = _KINDS.get(name.lower()) or by_letters.get(name.lower()) or _of_class(name, exact=False)
@@ -50,7 +53,8 @@ def _stripped(name: str) -> str:
 
 @cache
 def _names() -> dict[str, str]:
-    """Where each name is, below `transferqueue`: those of the package, then those that pages of the reference show of other modules."""
+    """Where each name is, below `transferqueue`: those of the package, then those that pages of the reference show of
+    other modules."""
     found = {name: name for name in sorted(tq.__all__)}
     for page in sorted((folder() / "docs/reference").glob("*.md")):
         for module, members in _MEMBERS.findall(page.read_text(encoding="utf-8")):
@@ -62,7 +66,8 @@ def _names() -> dict[str, str]:
 
 @cache
 def _methods() -> list[str]:
-    """``Class.member`` of each class of `transferqueue` but errors; the classes for threads before their asyncio twins."""
+    """``Class.member`` of each class of `transferqueue` but errors; the classes for threads before their asyncio
+    twins."""
     classes = [(name, value) for name in sorted(tq.__all__, key=_rank) if isclass(value := getattr(tq, name))]
     return [f"{name}.{member}" for name, value in classes for member in _members(value)]
 
@@ -95,7 +100,8 @@ def _value(path: str) -> Any:
             found = getattr(found, part) if hasattr(found, part) else import_module(f"{found.__name__}.{part}")
     except ModuleNotFoundError as error:
         raise NotFound(
-            f"transferqueue.{path} needs {error.name}, which is not installed here; `transferqueue docs reference` names its page"
+            f"transferqueue.{path} needs {error.name}, which is not installed here; `transferqueue docs reference` "
+            "names its page"
         ) from error
     return found
 

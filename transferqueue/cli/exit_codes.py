@@ -9,7 +9,7 @@ code  meaning
 3     the peer failed: nothing answered, the server is gone, memory cannot grow
 4     a wait ended by its deadline
 5     a defect of the queue itself
-74    `serve`: the disk of its state is full or gives errors; nothing is damaged, and it goes on when it is started again
+74    `serve`: the disk of its state is full or gives errors; nothing is damaged; start it again
 130   interrupted (Ctrl-C) before it was done
 ====  ==========================================================================================
 """
@@ -46,7 +46,8 @@ def exit_code(error: TransferQueueError) -> int:
 
 @contextmanager
 def reported() -> Iterator[None]:
-    """Turn a typed error into one line on stderr and an exit code. Other exceptions pass: they are defects, shown with a traceback."""
+    """Turn a typed error into one line on stderr and an exit code. Other exceptions pass: they are defects, shown with
+    a traceback."""
     try:
         yield
     except TransferQueueError as error:

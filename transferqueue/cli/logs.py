@@ -18,7 +18,10 @@ LogLevelOption = Annotated[
         "--log-level",
         metavar="LEVEL",
         show_default=False,
-        help="Log to stderr from this level on: debug, info (a line for each event of its life), warning, error. Default: warnings, without times.",
+        help=(
+            "Log to stderr from this level on: debug, info (a line for each event of its life), warning, error. "
+            "Default: warnings, without times."
+        ),
     ),
 ]
 LogJsonOption = Annotated[
@@ -55,7 +58,8 @@ class TextLines(logging.Formatter):
 
 
 def log_to_stderr(level: str | None, *, as_json: bool) -> None:
-    """Send the logs of ``transferqueue`` to stderr. Does nothing if neither is given. `UsageError` for a level that is none."""
+    """Send the logs of ``transferqueue`` to stderr. Does nothing if neither is given. `UsageError` for a level that is
+    none."""
     from transferqueue.errors import UsageError
 
     if level is None and not as_json:

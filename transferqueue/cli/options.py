@@ -69,7 +69,8 @@ def directory_option(name: str, help_text: str) -> Any:
 
 
 def folder_to_write(option: str, folder: Path) -> Path:
-    """Make `folder` if it is missing, before the work whose results go there. `UsageError` if it cannot be made, or not be written to."""
+    """Make `folder` if it is missing, before the work whose results go there. `UsageError` if it cannot be made, or not
+    be written to."""
     from transferqueue.errors import UsageError
 
     try:
@@ -82,7 +83,8 @@ def folder_to_write(option: str, folder: Path) -> Path:
 
 
 def file_to_write(option: str, file: Path) -> Path:
-    """Make the folder of `file` if it is missing, before the work whose result goes there. `UsageError` if the file cannot be written."""
+    """Make the folder of `file` if it is missing, before the work whose result goes there. `UsageError` if the file
+    cannot be written."""
     from transferqueue.errors import UsageError
 
     if file.is_dir() or (file.exists() and not os.access(file, os.W_OK)):
@@ -95,8 +97,9 @@ SpillDirOption = Annotated[
     Path | None,
     directory_option(
         "--spill-dir",
-        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come back when they are "
-        "leased or read. Needs --spill-bytes. Nothing in it outlives the process. Default: producers wait for memory.",
+        "Directory on a disk, made private (0700), to which rows that nobody reads go when the arena fills; they come "
+        "back when they are leased or read. Needs --spill-bytes. Nothing in it outlives the process. Default: "
+        "producers wait for memory.",
     ),
 ]
 SpillBytesOption = Annotated[

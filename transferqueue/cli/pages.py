@@ -1,4 +1,5 @@
-"""The pages of the documentation that this installation has: in a wheel as package data, in a checkout where they are written."""
+"""The pages of the documentation that this installation has: in a wheel as package data, in a checkout where they are
+written."""
 
 from __future__ import annotations
 

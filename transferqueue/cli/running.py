@@ -60,8 +60,8 @@ def resumable(folder: RunFolder) -> Iterator[None]:
     except BaseException:
         if folder.starts() and not folder.finished:
             say(
-                f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: --discard instead of "
-                "--resume)",
+                f"the run is kept; go on with: transferqueue train --resume --out {folder.path} (or free its memory: "
+                "--discard instead of --resume)",
                 err=True,
             )
         raise

@@ -1,7 +1,7 @@
 """Queue, table and batch as a program sees them: an API for threads and one for asyncio, over one client.
 
-`session` carries requests over one connection. `memory` has the bytes. `operations` are generators without I/O, which `session.run` runs.
-`handles` has what both APIs share; `sync` is the API for threads, `aio` the one for asyncio.
+`session` carries requests over one connection. `memory` has the bytes. `operations` are generators without I/O, which
+`session.run` runs. `handles` has what both APIs share; `sync` is the API for threads, `aio` the one for asyncio.
 """
 
 from typing import TYPE_CHECKING

@@ -61,8 +61,8 @@ class OwnedServer(Protocol):
 class ClientSession:
     """One session, shared by its handles: its connection, memory, write grants, and known tables.
 
-    memory: of the coordinator's own shard, whose arena has `arena_bytes`. dial: connects to a remote shard that is not mapped; None: there are none.
-    seat: the number of this coordinator among those of its deployment.
+    memory: of the coordinator's own shard, whose arena has `arena_bytes`. dial: connects to a remote shard that is not
+    mapped; None: there are none. seat: the number of this coordinator among those of its deployment.
     """
 
     def __init__(
@@ -97,17 +97,17 @@ class ClientSession:
         self._end: Final = weakref.finalize(self, _close, os.getpid(), connection, self.shards, server)
 
     def verify(self) -> None:
-        """From now on compare blocks with their checksums before a caller gets them. `UsageError` if they have none, or cross a
-        network."""
+        """From now on compare blocks with their checksums before a caller gets them. `UsageError` if they have none, or
+        cross a network."""
         if not self.checksums:
             raise UsageError(
-                f"verify=True compares blocks with their checksums, and those of the server at {self.address} have none: it does not "
-                "keep rows on a disk; connect without it, or serve with --durability disk"
+                f"verify=True compares blocks with their checksums, and those of the server at {self.address} have "
+                "none: it does not keep rows on a disk; connect without it, or serve with --durability disk"
             )
         if not isinstance(self.memory, MappedMemory):
             raise UsageError(
-                f"verify=True compares blocks in memory that is mapped, and this client cannot map that of {self.address}; connect "
-                "without it: what crosses a network is compared on the way"
+                "verify=True compares blocks in memory that is mapped, and this client cannot map that of "
+                f"{self.address}; connect without it: what crosses a network is compared on the way"
             )
         self.verifier = Verifier()
 
@@ -128,7 +128,8 @@ class ClientSession:
 
 
 def finds_repeats() -> bool:
-    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0. `UsageError` if it is neither 0 nor 1."""
+    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0. `UsageError`
+    if it is neither 0 nor 1."""
     return parse_switch(FIND_REPEATS, os.environ.get(FIND_REPEATS), default=True)
 
 
@@ -145,7 +146,8 @@ def open_client(
     """Open a session with the server at `address`, waiting up to `timeout_s` for its answer. The session owns `server`.
 
     keys: to show there; None: none. data: whether bytes go over the network even if the memory could be mapped.
-    known_as: the address that others connect to, if it is not `address` (a name that leads there). asked_s: see `Connection.open`.
+    known_as: the address that others connect to, if it is not `address` (a name that leads there). asked_s: see
+    `Connection.open`.
     """
     _check_data(address, data)
     finds_repeats()  # before anything is opened

@@ -25,14 +25,16 @@ _FATES: Final = {
 
 
 class ReplyFields(NamedTuple):
-    """own: the fields of a reply, in the order of the table's. known: all known fields, replaced by those of the reply."""
+    """own: the fields of a reply, in the order of the table's. known: all known fields, replaced by those of the
+    reply."""
 
     own: dict[str, Field]
     known: Mapping[str, Field]
 
 
 class RecentContents:
-    """The contents of interned values that this client committed last. Safe from any thread. The table may have lost them meanwhile."""
+    """The contents of interned values that this client committed last. Safe from any thread. The table may have lost
+    them meanwhile."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -66,7 +68,8 @@ class TableInfo:
         """For how many seconds a worker may hold rows of each task that this client has heard of, at most."""
         self.contents: Final = RecentContents()
         self.forgotten = ""
-        """Task of a batch that was collected before it was acked or released, until the next lease logs it; "": none."""
+        """Task of a batch that was collected before it was acked or released, until the next lease logs it; "":
+        none."""
         self.forgotten_logged = False
         self.of_puts: frozenset[str] = frozenset()
         """Fields that a task needs and none gives; empty once it was logged that a put lacks one."""
@@ -94,7 +97,8 @@ class TableInfo:
             self.fields = self.fields | new  # a new dict: other threads iterate over the old one
 
     def check_added(self, names: Iterable[str]) -> None:
-        """`SchemaError` for a field that rows of the table may not add. The server refuses it too, but only after the bytes are written."""
+        """`SchemaError` for a field that rows of the table may not add. The server refuses it too, but only after the
+        bytes are written."""
         if self.last.extra_fields is not False or self.fields.keys() >= set(names):
             return
         takes = {*self.fields, *(name for task in self.last.tasks for name in (*task.needs, *task.gives))}
@@ -108,7 +112,8 @@ class TableInfo:
         waiting = [task.name for task in self.last.tasks if missing & set(task.needs)]
         self._told_missing, self.of_puts = True, frozenset()
         _log.warning(
-            'a put into table "%s" has no %s, which no task gives: task %s will never get these rows, unless an update brings it',
+            'a put into table "%s" has no %s, which no task gives: task %s will never get these rows, unless an update '
+            "brings it",
             self.name,
             listing(missing),
             listing(waiting),
@@ -121,7 +126,8 @@ class TableInfo:
             return
         self._told_stale_below = fresh_from
         _log.warning(
-            '%s of a put into table "%s" %s older than version %s, the oldest that task "%s" takes (max_staleness=%s): %s; put rows with the '
+            '%s of a put into table "%s" %s older than version %s, the oldest that task "%s" takes (max_staleness=%s): '
+            "%s; put rows with the "
             "version of their weights (policy_version=), and reserve before you generate",
             counted(rows, "row"),
             self.name,

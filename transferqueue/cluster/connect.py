@@ -50,29 +50,31 @@ def connect(
 ) -> Queue:
     """Open a queue. Blocks until the server answers.
 
-    address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that `deploy_ray` started in
-    the Ray cluster of this process (``ray``: the one with the default names); or ``embedded`` for a server inside this process. None:
-    the server that ``$TRANSFERQUEUE_ADDRESS`` names, else ``$TRANSFERQUEUE_TOKEN``, else this user's server, as for every command; if none
-    runs, an embedded server, which is logged as a warning. With arena_bytes or runtime it is embedded in any case
-    (`transferqueue docs environment`). A variable that is set and empty is `UsageError`.
+    address: ``ipc://...`` or ``tcp://...`` of a running server; ``ray://NAMESPACE/NAME`` of a deployment that
+    `deploy_ray` started in the Ray cluster of this process (``ray``: the one with the default names); or ``embedded``
+    for a server inside this process. None: the server that ``$TRANSFERQUEUE_ADDRESS`` names, else
+    ``$TRANSFERQUEUE_TOKEN``, else this user's server, as for every command; if none runs, an embedded server, which is
+    logged as a warning. With arena_bytes or runtime it is embedded in any case (`transferqueue docs environment`). A
+    variable that is set and empty is `UsageError`.
 
-    To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by commas
-    (`transferqueue docs cluster`); `UsageError` unless each coordinator of one deployment is named exactly once. A queue with the address of one
-    coordinator has the tables of that coordinator only.
+    To join a deployment of several coordinators, give the addresses of all, in any order, in a list or separated by
+    commas (`transferqueue docs cluster`); `UsageError` unless each coordinator of one deployment is named exactly once.
+    A queue with the address of one coordinator has the tables of that coordinator only.
 
-    To join a server with keys, give a token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as `key` beside a
-    tcp address. If neither is given, the token of ``$TRANSFERQUEUE_TOKEN`` is used.
+    To join a server with keys, give a token (``tqjoin_...``, from `transferqueue keys token`) as the address, or as
+    `key` beside a tcp address. If neither is given, the token of ``$TRANSFERQUEUE_TOKEN`` is used.
 
-    timeout_s: seconds to wait for the server's answer, then `Unreachable`. label: the name of this client in `transferqueue top`.
-    arena_bytes: the most memory of an embedded server, such as ``"8GiB"``. runtime: a private directory for the socket of an
-    embedded server (None: the user's). data: ``"remote"`` makes a tcp client send and receive its bytes over the network even if it
-    could map the server's memory, as clients on other machines do. verify: compare each block that a lease or a read names with its
-    checksum, once. Blocks have checksums if the server keeps them on a disk (``--durability disk``). `Corruption` then names the
-    damaged rows, and the client delivers none of them.
+    timeout_s: seconds to wait for the server's answer, then `Unreachable`. label: the name of this client in
+    `transferqueue top`. arena_bytes: the most memory of an embedded server, such as ``"8GiB"``. runtime: a private
+    directory for the socket of an embedded server (None: the user's). data: ``"remote"`` makes a tcp client send and
+    receive its bytes over the network even if it could map the server's memory, as clients on other machines do.
+    verify: compare each block that a lease or a read names with its checksum, once. Blocks have checksums if the server
+    keeps them on a disk (``--durability disk``). `Corruption` then names the damaged rows, and the client delivers none
+    of them.
 
     An embedded server ends with the queue. Until then other processes of the same user can connect to `Queue.address`.
-    The queue may be used from any thread. ``with``, `Queue.close`, the collection of its last handle, or the exit of the process
-    closes it.
+    The queue may be used from any thread. ``with``, `Queue.close`, the collection of its last handle, or the exit of
+    the process closes it.
 
     Example:
         >>> import transferqueue as tq
@@ -133,7 +135,8 @@ def _clients(
     for place in [] if address in (None, EMBEDDED) else listed(address):
         if is_ray_address(place) and (own or key):
             raise UsageError(
-                f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or leave them out"
+                f"key, arena_bytes and runtime were given with {place}, which has its own; give them to deploy_ray, or "
+                "leave them out"
             )
     is_default = address is None and not own and key is None
     if is_default:
@@ -146,8 +149,8 @@ def _clients(
             )
         if verify:
             raise UsageError(
-                "verify=True compares blocks with their checksums, and those of an embedded server have none: it keeps nothing on a "
-                "disk; connect without it"
+                "verify=True compares blocks with their checksums, and those of an embedded server have none: it keeps "
+                "nothing on a disk; connect without it"
             )
         client = _embedded(arena_bytes, runtime, timeout_s, label, data)
         if is_default:
@@ -155,7 +158,8 @@ def _clients(
         return [client]
     if own:
         raise UsageError(
-            f"arena_bytes and runtime are for an embedded server, but the server at {servers[0][0]} runs already; give them there"
+            f"arena_bytes and runtime are for an embedded server, but the server at {servers[0][0]} runs already; give "
+            "them there"
         )
     with ExitStack() as opened:
         clients = []
@@ -196,8 +200,8 @@ def _tell_embedded(client: ClientSession) -> None:
     if not _told:
         _told.append(client.address)
         _log.warning(
-            '%s is not set and no server of this user runs, so a queue was embedded in this process; other processes join with tq.connect("%s"); '
-            'connect("embedded") does the same without this line',
+            "%s is not set and no server of this user runs, so a queue was embedded in this process; other processes "
+            'join with tq.connect("%s"); connect("embedded") does the same without this line',
             ADDRESS_VARIABLE,
             client.address,
         )

@@ -1,14 +1,16 @@
-"""The thread of a shard process that carries out copy orders: blocks that lost a copy in another shard are copied again.
+"""The thread of a shard process that carries out copy orders: blocks that lost a copy in another shard are copied
+again.
 
 The rules (docs/decisions/0042):
 
-- It asks for an order (`TakeCopies`), copies the blocks, and reports those that are written with its next request. An order that was not
-  reported comes again, and copying it again writes the same bytes. A report is sent until it is answered, and after it was sent for the
-  first time nothing more is written into the extent that it names: the coordinator may have granted it to others.
-- Bytes cross by the bulk protocol, which compares the checksum of every message. A block that has a checksum of its own is compared with
-  it too, and does not count as copied if it differs.
-- It yields to clients. The thread has a low priority for the CPU. After each piece it pauses as long as the piece took, if a client's
-  transfer is under way at this shard's endpoint. So copies take at most half of the time there.
+- It asks for an order (`TakeCopies`), copies the blocks, and reports those that are written with its next request. An
+  order that was not reported comes again, and copying it again writes the same bytes. A report is sent until it is
+  answered, and after it was sent for the first time nothing more is written into the extent that it names: the
+  coordinator may have granted it to others.
+- Bytes cross by the bulk protocol, which compares the checksum of every message. A block that has a checksum of its own
+  is compared with it too, and does not count as copied if it differs.
+- It yields to clients. The thread has a low priority for the CPU. After each piece it pauses as long as the piece took,
+  if a client's transfer is under way at this shard's endpoint. So copies take at most half of the time there.
 - It holds `COPY_ORDER_BYTES` of blocks in memory, twice where they cross a network.
 """
 
@@ -52,7 +54,8 @@ _log: Final = logging.getLogger("transferqueue.shard")
 POLL_S: Final = 60.0
 """Longest wait of one request for an order."""
 NICENESS: Final = 10
-"""Of the copying thread: it runs when processes of normal priority leave the CPU free, and gets about a tenth of it if they do not."""
+"""Of the copying thread: it runs when processes of normal priority leave the CPU free, and gets about a tenth of it if
+they do not."""
 JOIN_S: Final = 10.0
 """A transfer ends within a second of its connection; so the thread has ended by then."""
 OWN: Final = 0
@@ -148,7 +151,8 @@ class CopyMemories:
 
     @contextmanager
     def open(self, number: int, own_number: int) -> Iterator[CopyMemory]:
-        """The memory of shard `number`. own_number: that of this process. `Unreachable`, `ShardLost` if there is no way to it."""
+        """The memory of shard `number`. own_number: that of this process. `Unreachable`, `ShardLost` if there is no way
+        to it."""
         if number == own_number and isinstance(self._backing, ArenaBacking):
             memory = self._backing.memory
             yield MappedCopyMemory(lambda offset, nbytes: memory[offset : offset + nbytes].data)
@@ -191,8 +195,8 @@ class CopyMemories:
 class Copier:
     """Carries out the copy orders of one shard process in a thread of its own, from `start` to `stop`.
 
-    busy: how many transfers of clients are under way here. one_by_one: write each block by itself, because the backing keeps each
-    write as an object. clock: seconds.
+    busy: how many transfers of clients are under way here. one_by_one: write each block by itself, because the backing
+    keeps each write as an object. clock: seconds.
     """
 
     def __init__(
@@ -317,8 +321,8 @@ ReadBlock = tuple[m.BlockLocation, int, U8]
 
 
 def _read(reader: CopyMemory, members: Sequence[tuple[m.BlockLocation, int]]) -> list[ReadBlock]:
-    """The bytes of these blocks. Left out are blocks that nobody needs any more, because their shard refuses any read that names one, and
-    blocks whose bytes do not match the checksums that their shard keeps."""
+    """The bytes of these blocks. Left out are blocks that nobody needs any more, because their shard refuses any read
+    that names one, and blocks whose bytes do not match the checksums that their shard keeps."""
     try:
         contents = reader.read([at for at, _ in members])
     except (Disconnected, Corruption) as error:

@@ -1,14 +1,15 @@
-"""A shard process: it adds memory to a deployment, its own or that of another store, and executes the coordinator's commands.
+"""A shard process: it adds memory to a deployment, its own or that of another store, and executes the coordinator's
+commands.
 
 Invariants (docs/decisions/0022):
 
-- A shard is a session whose Hello offers an arena. It knows no table and no row. It polls for commands, executes them in order, and reports
-  its progress with the next poll (`PollCommands`).
-- It ends when the coordinator says that it is empty, when its session ends, or when it is stopped. In the last two cases the bytes in it
-  are lost. When the coordinator restarts, the session is resumed, and the shard goes on.
+- A shard is a session whose Hello offers an arena. It knows no table and no row. It polls for commands, executes them
+  in order, and reports its progress with the next poll (`PollCommands`).
+- It ends when the coordinator says that it is empty, when its session ends, or when it is stopped. In the last two
+  cases the bytes in it are lost. When the coordinator restarts, the session is resumed, and the shard goes on.
 - A second thread copies blocks that lost a copy elsewhere, as the coordinator orders (`copier`).
-- Clients that map its arena send it nothing. Other clients read and write at its bulk endpoint, with tickets. If its bytes lie in another
-  store (`stores`), no client maps them, and the shard ends when the store has lost bytes.
+- Clients that map its arena send it nothing. Other clients read and write at its bulk endpoint, with tickets. If its
+  bytes lie in another store (`stores`), no client maps them, and the shard ends when the store has lost bytes.
 """
 
 from __future__ import annotations
@@ -43,19 +44,21 @@ from transferqueue.wire.versions import VERSION
 
 _log: Final = logging.getLogger("transferqueue.shard")
 ORDERS_S: Final = 10.0
-"""Longest wait of one poll for commands at the coordinator: what the coordinator tells of the bytes that a shard has sent is not older."""
+"""Longest wait of one poll for commands at the coordinator: what the coordinator tells of the bytes that a shard has
+sent is not older."""
 
 
 class ShardProcess:
-    """A shard of the deployment at `address`. It joins when it is constructed; `run` executes the coordinator's commands. Close it, or use
-    ``with``.
+    """A shard of the deployment at `address`. It joins when it is constructed; `run` executes the coordinator's
+    commands. Close it, or use ``with``.
 
-    arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for its bytes, see
-    `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs keys. host: this
-    machine's address as other machines see it; None: the address from which this machine reaches the coordinator.
-    carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says. Bytes are
-    encrypted on the network, except over loopback, or where a carrier moves them. timeout_s: seconds to wait for the
-    coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After an error nothing is left.
+    arena_bytes: the most bytes that it offers; None: as many as a server would. store: the address of another store for
+    its bytes, see `cluster.stores.open_store`; "": shared memory. keys: of role shard or admin, if the address needs
+    keys. host: this machine's address as other machines see it; None: the address from which this machine reaches the
+    coordinator. carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
+    Bytes are encrypted on the network, except over loopback, or where a carrier moves them. timeout_s: seconds to wait
+    for the coordinator's answer, then `Unreachable`; also raises the coordinator's refusal. After an error nothing is
+    left.
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class ShardProcess:
             chosen = chosen_carrier(carrier)
             if chosen is not None and store:
                 raise UsageError(
-                    f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of this process; add the "
-                    "shard with --bytes stream"
+                    f"bytes={str(chosen)!r} with store {store!r} refused: what lies in another store is no memory of "
+                    "this process; add the shard with --bytes stream"
                 )
             self._backing: Final = _backed(made, store, place, arena_bytes)
             secret = secrets.token_bytes(32)
@@ -140,8 +143,8 @@ class ShardProcess:
         memories.greeted(self._connection.open(hello, timeout_s))
 
     def run(self) -> None:
-        """Execute commands until the coordinator ends the shard. `Disconnected` if the session ends before, `ShardLost` if the store has
-        lost bytes."""
+        """Execute commands until the coordinator ends the shard. `Disconnected` if the session ends before, `ShardLost`
+        if the store has lost bytes."""
         self._copier.start()
         try:
             self._run()
@@ -171,7 +174,8 @@ class ShardProcess:
                     failed.append(number)
 
     def close(self) -> None:
-        """End the session and free the memory. From any thread; `run` then raises `Disconnected`. A second call does nothing."""
+        """End the session and free the memory. From any thread; `run` then raises `Disconnected`. A second call does
+        nothing."""
         self._made.close()
 
     def __enter__(self) -> Self:

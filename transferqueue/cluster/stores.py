@@ -4,12 +4,12 @@
 
     mooncake://host:port?segment=4GiB    the memory of a Mooncake Store, by the address of its master
     file:///var/tmp/rows                 files in a private directory, such as one on a fast disk
-    scheme://...                         what entry point ``transferqueue.stores`` registers under that scheme: a callable
+    scheme://...                         what entry point ``transferqueue.stores`` has for that scheme: a callable
                                          of the address and of this machine's name, which gives an `ObjectStore`
 
-Rule: the keys of a shard have a prefix of their own. A file in the user's runtime directory has the prefix in its name, and is locked while
-the shard lives. A shard that starts with a store first removes the objects of dead shards of this machine: their files are not locked.
-Objects of a lost machine must be removed by hand (`transferqueue docs cluster`).
+Rule: the keys of a shard have a prefix of their own. A file in the user's runtime directory has the prefix in its name,
+and is locked while the shard lives. A shard that starts with a store first removes the objects of dead shards of this
+machine: their files are not locked. Objects of a lost machine must be removed by hand (`transferqueue docs cluster`).
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ _NAME_BYTES: Final = 8
 
 
 def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
-    """Open the store at `address`. host: this machine's name as other machines see it. `UsageError` for an invalid address, `Unreachable`
-    if the store does not answer within its own deadline."""
+    """Open the store at `address`. host: this machine's name as other machines see it. `UsageError` for an invalid
+    address, `Unreachable` if the store does not answer within its own deadline."""
     scheme, separator, _ = address.partition("://")
     if not separator or scheme not in STORES.places:
         raise UsageError(
@@ -52,7 +52,8 @@ def open_store(address: str, host: str = "127.0.0.1") -> ObjectStore:
 
 @contextmanager
 def kept_in(address: str, host: str, capacity: int) -> Iterator[ObjectBacking]:
-    """A backing of `capacity` bytes in the store at `address`. Removes its objects at the end. Errors as of `open_store`."""
+    """A backing of `capacity` bytes in the store at `address`. Removes its objects at the end. Errors as of
+    `open_store`."""
     lives = private_directory(runtime_directory(), "runtime directory")
     store = open_store(address, host)
     try:

@@ -1,6 +1,7 @@
 """Operations that need more than one table: on tables themselves, on sessions, memory and weight channels.
 
-Those on the rows of one table are in `transferqueue.ledger.requests`. Import `OPERATIONS` from here: then all are registered.
+Those on the rows of one table are in `transferqueue.ledger.requests`. Import `OPERATIONS` from here: then all are
+registered.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def _create(state: LedgerState, request: m.CreateTable, session: SessionState, c
             raise AlreadyExists(f'table "{request.name}" exists already; pass exist_ok=True to open it')
         if other := tables.other_terms(there, request):
             raise AlreadyExists(
-                f'table "{request.name}" exists with other terms: {listing(other)}; give the terms that it was made with, open it by '
+                f'table "{request.name}" exists with other terms: {listing(other)}; give the terms that it was made '
+                "with, open it by "
                 "Queue.table, or end it by drop_table"
             )
         return there.terms()

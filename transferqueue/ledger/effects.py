@@ -1,11 +1,12 @@
-"""What the ledger asks its caller to do (wake waiting requests, reuse memory, notify holders of leases), and when to call it again.
+"""What the ledger asks its caller to do (wake waiting requests, reuse memory, notify holders of leases), and when to
+call it again.
 
 The ledger does no I/O. It collects effects while it changes state, and `Ledger.take_effects` returns each of them once.
 The ledger stays correct if an effect is never applied.
 
-`Deadlines` says when the ledger has to be called again: all deadlines of leases, groups and update slots lie in one heap. To end or
-move one, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the top. So renewing a lease costs one
-push, and ending one costs nothing.
+`Deadlines` says when the ledger has to be called again: all deadlines of leases, groups and update slots lie in one
+heap. To end or move one, set `subject.deadline`. Old heap entries become void, and are skipped when they reach the top.
+So renewing a lease costs one push, and ending one costs nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ import msgspec
 
 WakeKey = tuple[str, ...]
 """What a request waits for: ("task", table, task), ("room", table), ("clock", table), ("table", name), ("channel",
-name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack copies, ("loaded",): blocks that are on a disk.
+name), ("turn", channel): an update slot, ("parts", channel): parts of a pending version, ("copies",): blocks that lack
+copies, ("loaded",): blocks that are on a disk.
 """
 
 

@@ -4,8 +4,9 @@ It opens no socket, reads no clock, draws no random number and starts no thread.
 
 - `apply` first applies everything that was due by `now` (`tick`), then the request. A request that raises, or that must
   wait, changes nothing: all checks come before the first write.
-- Each operation says when its checks have ended and its writes begin (`SharedState.begin`). Before that, any exception leaves the ledger as it
-  was; one of memory is refused as `Full`. After it, an exception tears the ledger: it raises `LedgerTorn` from then on, and the server ends.
+- Each operation says when its checks have ended and its writes begin (`SharedState.begin`). Before that, any exception
+  leaves the ledger as it was; one of memory is refused as `Full`. After it, an exception tears the ledger: it raises
+  `LedgerTorn` from then on, and the server ends.
 - Each change is noted (`_note`) before it counts as made, so that a journal has it or the ledger is torn.
 - The same sequence of calls with the same arguments gives the same replies, effects and state.
 - No call is executed twice. The ledger keeps each reply until the client has seen it, and recognises a put by (client,
@@ -84,8 +85,9 @@ class Ledger:
         """Raise `LedgerTorn`. what: the operation. error: what came in between; None: it came earlier."""
         why = "followed one that was interrupted" if error is None else f"met {type(error).__name__} ({error})"
         raise LedgerTorn(
-            f"{what} {why} after its first write, so the state of the ledger is not known and the server ends. With durability process or disk "
-            "the next run continues from the journal, as before that operation; its client sends it again"
+            f"{what} {why} after its first write, so the state of the ledger is not known and the server ends. With "
+            "durability process or disk the next run continues from the journal, as before that operation; its client "
+            "sends it again"
         ) from error
 
     @contextmanager
@@ -150,8 +152,8 @@ class Ledger:
                 self._cold.attach(self.state.core.blocks)
 
     def spill(self, room: Callable[[], int]) -> ColdBlocks:
-        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more: it
-        would lack them. room: the most bytes that the blocks of one request may take in memory now."""
+        """From now on, blocks may leave memory for a disk; the caller carries that out. No image may be taken any more:
+        it would lack them. room: the most bytes that the blocks of one request may take in memory now."""
         self._cold = ColdBlocks(self.state.core.blocks, self._usages, room)
         return self._cold
 
@@ -240,7 +242,8 @@ class Ledger:
     # ------------------------------------------------------------ time
 
     def tick(self, now: float) -> int:
-        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned. Returns how much was due."""
+        """Apply everything due by `now`: leases expire, deadlines of groups pass, unclaimed shares are returned.
+        Returns how much was due."""
         state = self.state
         if now > state.now:
             state.now = now
@@ -351,8 +354,8 @@ class Ledger:
     def order_copies(
         self, session: int, shard: int, offset: int, nbytes: int, blocks: Collection[int], now: float
     ) -> None:
-        """Have the session of a shard process copy blocks that `copies_for` chose into an extent, which the caller has allocated in
-        `shard`. The extent closes by `finish_copies`, or with the session.
+        """Have the session of a shard process copy blocks that `copies_for` chose into an extent, which the caller has
+        allocated in `shard`. The extent closes by `finish_copies`, or with the session.
         """
         self.tick(now)
         self.state.session(session)
@@ -367,8 +370,8 @@ class Ledger:
         return order.extent if order is not None else 0
 
     def copy_order(self, session: int, shard: int) -> m.CopyOrder | None:
-        """The copy order of a session, which is that of `shard`; None if it has none. Each block is named where it is to be read: in
-        this shard if it lies there, and elsewhere after a copy from there failed.
+        """The copy order of a session, which is that of `shard`; None if it has none. Each block is named where it is
+        to be read: in this shard if it lies there, and elsewhere after a copy from there failed.
         """
         blocks = self.state.core.blocks
         order = blocks.order_of(session)
@@ -426,8 +429,9 @@ class Ledger:
         return table in self.state.tables and task in self.state.tables[table].tasks
 
     def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
-        """How often rows became ready to a task, returned to it or were ranked again, beside what stands for the life of the table; None if table
-        or task do not exist. The number only grows. Another thread may call this while a request is applied.
+        """How often rows became ready to a task, returned to it or were ranked again, beside what stands for the life
+        of the table; None if table or task do not exist. The number only grows. Another thread may call this while a
+        request is applied.
         """
         state = self.state.tables.get(table)
         known = None if state is None else state.tasks.get(task)
@@ -484,7 +488,8 @@ class Ledger:
         check_empty(self.state)
 
     def explain_absence_with(self, absence: Callable[[str, str, float], Absence | None]) -> None:
-        """Have texts say since when nobody works on a task: `absence(table, task, now)` tells. Not part of the state."""
+        """Have texts say since when nobody works on a task: `absence(table, task, now)` tells. Not part of the
+        state."""
         self.state.core.absence = absence
 
     # ------------------------------------------------------------ requests
@@ -562,8 +567,8 @@ class Ledger:
 
 
 def _read_from(at: m.BlockLocation, failures: int, shard: int) -> m.BlockLocation:
-    """The block where it is to be read after so many failures: first in `shard`, if it lies there, then at its other places in turn. What a
-    copy does not need is left out."""
+    """The block where it is to be read after so many failures: first in `shard`, if it lies there, then at its other
+    places in turn. What a copy does not need is left out."""
     places = sorted(
         [m.CopyLocation(at.shard, at.extent, at.offset), *at.copies], key=lambda place: place.shard != shard
     )

@@ -62,8 +62,9 @@ def no_memory(nbytes: int = 0) -> Full:
     """The refusal of an operation for which the process has no memory. nbytes: what it asked for; 0: not known."""
     asked = f"this request ({(nbytes + MEMORY_MARGIN_BYTES) / MIB:.1f} MiB)" if nbytes else "this request"
     return Full(
-        f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was changed; put or lease fewer rows at "
-        "once, finish or delete rows, or start the server with more address space (ulimit -v) and memory"
+        f"the memory of the server process is exhausted: the system has none left for {asked}, and nothing was "
+        "changed; put or lease fewer rows at once, finish or delete rows, or start the server with more address space "
+        "(ulimit -v) and memory"
     )
 
 
@@ -89,7 +90,8 @@ class SharedState:
     """Whether an operation has begun to write and has not ended: see `begin`. No image contains it."""
 
     def begin(self, nbytes: int = 0) -> None:
-        """The checks of an operation have ended, and its writes begin: from here on it is carried out whole, or the ledger is torn.
+        """The checks of an operation have ended, and its writes begin: from here on it is carried out whole, or the
+        ledger is torn.
 
         `Full`, and no change, if the process has no memory for the operation. nbytes: what it needs, beside a margin.
         """
@@ -244,7 +246,8 @@ class TableState:
     # ------------------------------------------------------------ writes
 
     def begin(self, rows: int = 0, new: int = 0, fields: int = 0) -> None:
-        """See `SharedState.begin`. rows: how many rows the operation touches; new: of them, how many it adds; fields: how many columns."""
+        """See `SharedState.begin`. rows: how many rows the operation touches; new: of them, how many it adds; fields:
+        how many columns."""
         nbytes = rows * ROW_MEMORY_BYTES + self.rows.pages.growth(new, fields)
         if new:
             nbytes += new * NEW_ROW_MEMORY_BYTES + len(self.rows.keys) * KEY_MEMORY_BYTES

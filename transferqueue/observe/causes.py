@@ -1,9 +1,9 @@
 """What the waits of a queue end at. Pure.
 
-A request waits for rows of a task. Its rows are ready, and no worker takes them; or its workers hold them and are silent; or its leases
-fail; or its rows lack a column, and the task that gives the column is looked at next; or there are no rows, and the producers are looked
-at. Producers may wait for room, which the tasks make that are not done with the rows, or for rows of another table. What the search ends
-at is a cause.
+A request waits for rows of a task. Its rows are ready, and no worker takes them; or its workers hold them and are
+silent; or its leases fail; or its rows lack a column, and the task that gives the column is looked at next; or there
+are no rows, and the producers are looked at. Producers may wait for room, which the tasks make that are not done with
+the rows, or for rows of another table. What the search ends at is a cause.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The answers of the coordinators of a deployment. Most deployments have one coordinator (`transferqueue docs cluster`)."""
+"""The answers of the coordinators of a deployment. Most deployments have one coordinator
+(`transferqueue docs cluster`)."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ class UnreachableCoordinator(msgspec.Struct, frozen=True, kw_only=True):
 def by_coordinator(
     address: str, answer: dict[str, Any], read: Callable[[dict[str, Any]], _T]
 ) -> dict[str, _T | UnreachableCoordinator]:
-    """The answer of each coordinator, parsed by `read`, by its address. answer: of `Queue.stats` and its like, of the queue at `address`."""
+    """The answer of each coordinator, parsed by `read`, by its address. answer: of `Queue.stats` and its like, of the
+    queue at `address`."""
     answers: dict[str, dict[str, Any]] = answer.get("coordinators", {address: answer})
     return {
         coordinator: UnreachableCoordinator(address=coordinator, unreachable=reply["unreachable"])

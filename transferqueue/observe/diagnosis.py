@@ -1,6 +1,7 @@
 """Who waits for what in a running queue: sentences from the server's answer to `Observe("doctor")`.
 
-The server explains each request that waits; the ledger describes tasks without a waiting request. What of it is wrong, `verdict` says.
+The server explains each request that waits; the ledger describes tasks without a waiting request. What of it is wrong,
+`verdict` says.
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ SILENT_S: Final = 2 * HEARTBEAT_S
 
 
 class TaskDiagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The ledger's description of a task, or (task "") of its table. stranded: the task can never progress. unattended_s: for how long
-    no worker has worked on it, though rows are ready (None: a worker does, or no rows are). died: its last worker died. errors: as in
-    `TaskStats`. failing: its recent leases all failed."""
+    """The ledger's description of a task, or (task "") of its table. stranded: the task can never progress.
+    unattended_s: for how long no worker has worked on it, though rows are ready (None: a worker does, or no rows are).
+    died: its last worker died. errors: as in `TaskStats`. failing: its recent leases all failed."""
 
     task: str
     text: str
@@ -44,8 +45,8 @@ class Departed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or (task "") the sessions that put rows. lacks: in a sample of its pending rows, how many lack each column. workers: the open
-    sessions that have asked for its rows."""
+    """A task, or (task "") the sessions that put rows. lacks: in a sample of its pending rows, how many lack each
+    column. workers: the open sessions that have asked for its rows."""
 
     task: str
     needs: list[str] = []
@@ -56,7 +57,8 @@ class PipelineStage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TablePipeline(msgspec.Struct, frozen=True, kw_only=True):
-    """The stages of a table, and how its rows ended of late: "acked" by the pacing task, or why they did not reach it."""
+    """The stages of a table, and how its rows ended of late: "acked" by the pacing task, or why they did not reach
+    it."""
 
     stages: list[PipelineStage] = []
     ends: dict[str, int] = {}
@@ -81,8 +83,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
-    """The findings of every table: waits, silent sessions, then tasks without a wait. elsewhere: waiting requests that concern no table.
-    channels: the state of each weight channel; requests that wait for a version or an update slot are in elsewhere."""
+    """The findings of every table: waits, silent sessions, then tasks without a wait. elsewhere: waiting requests that
+    concern no table. channels: the state of each weight channel; requests that wait for a version or an update slot are
+    in elsewhere."""
 
     tables: dict[str, list[Finding]]
     elsewhere: list[Finding]
@@ -90,7 +93,8 @@ class Diagnosis(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diagnose(answer: object) -> Diagnosis:
-    """Find for each table what waits in it and why. answer: what the server said, or that parsed. `ProtocolError` if it has another form."""
+    """Find for each table what waits in it and why. answer: what the server said, or that parsed. `ProtocolError` if it
+    has another form."""
     parsed = answer if isinstance(answer, DoctorAnswer) else parse("doctor", answer, DoctorAnswer)
     known = {name: _table(name, tasks, parsed) for name, tasks in parsed.tables.items()}
     others = [wait for wait in parsed.waiting if wait.table not in parsed.tables]
@@ -128,6 +132,9 @@ def _silent(table: str, sessions: Iterable[SessionStats]) -> list[Finding]:
         if leases and session.silent_s >= SILENT_S:
             held = rows(sum(lease.rows for lease in leases))
             tasks = ", ".join(dict.fromkeys(lease.task for lease in leases))
-            text = f"{session.name} holds {held} for {tasks} in {plural(len(leases), 'lease')} and has been silent for {span(session.silent_s)}"
+            text = (
+                f"{session.name} holds {held} for {tasks} in {plural(len(leases), 'lease')} and has been silent for "
+                f"{span(session.silent_s)}"
+            )
             silent.append(Finding(task="", text=text))
     return silent

@@ -1,6 +1,8 @@
-"""Figures that a process shows on the page: a small table, published as the newest version of a weight channel of its own.
+"""Figures that a process shows on the page: a small table, published as the newest version of a weight channel of its
+own.
 
-A channel named ``TABLE/figures/NAME`` holds one array ``value``, a `FigureTable` in JSON. The page shows the newest version of each, under the title.
+A channel named ``TABLE/figures/NAME`` holds one array ``value``, a `FigureTable` in JSON. The page shows the newest
+version of each, under the title.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ _PART: Final = "/figures/"
 
 
 class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A title, names of columns, and lines of as many cells. Raises `UsageError` for other shapes and beyond the bounds of this module.
+    """A title, names of columns, and lines of as many cells. Raises `UsageError` for other shapes and beyond the bounds
+    of this module.
 
     >>> FigureTable(title="recall", columns=("refit", "20 %"), lines=(("1", "0.25"),)).lines
     (('1', '0.25'),)
@@ -33,11 +36,13 @@ class FigureTable(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not 0 < len(self.columns) <= CELLS_MAX or len(self.lines) > LINES_MAX:
             raise UsageError(
-                f"a table of {len(self.columns)} columns and {len(self.lines)} lines: give 1 to {CELLS_MAX} columns and at most {LINES_MAX} lines"
+                f"a table of {len(self.columns)} columns and {len(self.lines)} lines: give 1 to {CELLS_MAX} columns "
+                f"and at most {LINES_MAX} lines"
             )
         if any(len(line) != len(self.columns) for line in self.lines):
             raise UsageError(
-                f"lines of {sorted({len(line) for line in self.lines})} cells for {len(self.columns)} columns; give each as many"
+                f"lines of {sorted({len(line) for line in self.lines})} cells for {len(self.columns)} columns; give "
+                "each as many"
             )
         longest = max(
             len(text) for text in (self.title, *self.columns, *(cell for line in self.lines for cell in line))

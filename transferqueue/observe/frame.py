@@ -66,9 +66,11 @@ class TableRates(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def rates(before: Stats, after: Stats) -> dict[str, TableRates]:
-    """Rates of every table that can be compared between two snapshots of the same server: counters only grow, so a rate is a difference.
+    """Rates of every table that can be compared between two snapshots of the same server: counters only grow, so a rate
+    is a difference.
 
-    None between snapshots of two runs of a server or of one moment, and none of a table that was dropped and made again in between.
+    None between snapshots of two runs of a server or of one moment, and none of a table that was dropped and made again
+    in between.
     """
     seconds = after.now_s - before.now_s
     if before.epoch != after.epoch or seconds <= 0:

@@ -2,8 +2,8 @@
 
 A record says what was measured (kind, commit, command), when and on what (start, load, machine, versions), and its
 results. A result is one line, ``[name, unit, n, median, p10, p90]``: `n` samples and their median, 10th and 90th
-percentile, with three significant digits. Counts are exact. A record holds no raw samples: a command that has them writes
-them to a file of its own.
+percentile, with three significant digits. Counts are exact. A record holds no raw samples: a command that has them
+writes them to a file of its own.
 
 Times on two machines do not compare; ratios within one record do.
 """
@@ -99,12 +99,14 @@ def load_record(path: Path) -> MeasurementRecord:
         return msgspec.json.decode(path.read_bytes(), type=MeasurementRecord)
     except msgspec.DecodeError as error:
         raise ValueError(
-            f"{path} is not a measurement record: {error}. Records of older versions, which kept raw samples, are not read"
+            f"{path} is not a measurement record: {error}. Records of older versions, which kept raw samples, are not "
+            "read"
         ) from error
 
 
 class Measurement:
-    """A measurement that is under way: when it began and how busy the machine was then. Make it before the first sample."""
+    """A measurement that is under way: when it began and how busy the machine was then. Make it before the first
+    sample."""
 
     def __init__(self) -> None:
         self.start = datetime.now(UTC)

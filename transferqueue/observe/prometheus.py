@@ -2,12 +2,14 @@
 
 Rules:
 
-- Nothing is kept between two scrapes. A scrape shows the server's statistics, and a restart of the server resets its counters.
-- Names follow `transferqueue docs observing`, with ``transferqueue_`` and the place before them, and Prometheus' rules: base units (bytes,
-  seconds) at the end, ``_total`` after counters, one label for each word of the place (table, task, channel).
+- Nothing is kept between two scrapes. A scrape shows the server's statistics, and a restart of the server resets its
+  counters.
+- Names follow `transferqueue docs observing`, with ``transferqueue_`` and the place before them, and Prometheus' rules:
+  base units (bytes, seconds) at the end, ``_total`` after counters, one label for each word of the place (table, task,
+  channel).
 - An unknown value has no sample: the age of nothing is not 0.
-- The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line a
-  sample, so it is written here, and read back in a test by Prometheus' own library.
+- The format is version 0.0.4, "Text-based format" of prometheus.io/docs/instrumenting/exposition_formats. It is a line
+  a sample, so it is written here, and read back in a test by Prometheus' own library.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The stages of a table in the order in which rows pass them, each with its workers. Pure.
 
-A task comes after the tasks that give what it needs. The first stage is the producers: the sessions that put rows. A worker is a
-session that has asked for rows of the task (of a producer: that has put or reserved some) and is still connected.
+A task comes after the tasks that give what it needs. The first stage is the producers: the sessions that put rows. A
+worker is a session that has asked for rows of the task (of a producer: that has put or reserved some) and is still
+connected.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ StageState = Literal["moves", "waits", "idle", "failing", "silent", "missing"]
 
 
 class Worker(msgspec.Struct, frozen=True, kw_only=True):
-    """One session in one stage. rows: that it holds there (a producer: has reserved). waits: in the server's words, or ""."""
+    """One session in one stage. rows: that it holds there (a producer: has reserved). waits: in the server's words, or
+    ""."""
 
     name: str
     state: WorkerState
@@ -35,9 +37,11 @@ class Worker(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TableStage(msgspec.Struct, frozen=True, kw_only=True):
-    """A task, or (task "") the producers, with its workers and the rows that it is not done with. lacks, left: as in `PipelineStage`.
+    """A task, or (task "") the producers, with its workers and the rows that it is not done with. lacks, left: as in
+    `PipelineStage`.
 
-    unattended_s: for how long rows have been ready while no session held or asked for any. since_s: how long its oldest lease lasts.
+    unattended_s: for how long rows have been ready while no session held or asked for any. since_s: how long its oldest
+    lease lasts.
     """
 
     task: str
@@ -78,7 +82,8 @@ def all_stages(stats: Stats, answer: DoctorAnswer) -> dict[str, list[TableStage]
 
 
 def in_order(stages: Iterable[PipelineStage]) -> list[PipelineStage]:
-    """Each stage after those that give what it needs; as declared where that leaves a choice, or where they need each other."""
+    """Each stage after those that give what it needs; as declared where that leaves a choice, or where they need each
+    other."""
     left = {stage.task: stage for stage in stages}
     before = {stage.task: _givers(stage, left.values()) for stage in left.values()}
     ordered: list[PipelineStage] = []

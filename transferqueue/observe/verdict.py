@@ -1,7 +1,7 @@
 """What is wrong with a queue, in one sentence. Pure.
 
-Each wait is followed to its cause (`causes`). The worst cause is the verdict, and the others follow it. A cause that lasts less than the
-reader's patience is no verdict yet: stages that keep pace wait for moments all the time.
+Each wait is followed to its cause (`causes`). The worst cause is the verdict, and the others follow it. A cause that
+lasts less than the reader's patience is no verdict yet: stages that keep pace wait for moments all the time.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ PATIENCE_S: Final = 10.0
 class QueueVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """One sentence about the whole queue.
 
-    trouble: someone must act. mark: ✗, … or ✓. short: the text in a few words, for the title of a window. table, task: where, or "". remedy:
-    what to do, or "". chain: the waits that lead there, the first first. also: further troubles, the worst first.
+    trouble: someone must act. mark: ✗, … or ✓. short: the text in a few words, for the title of a window. table, task:
+    where, or "". remedy: what to do, or "". chain: the waits that lead there, the first first. also: further troubles,
+    the worst first.
     """
 
     state: State
@@ -147,7 +148,8 @@ def _reasons(tables: Iterable[TableStats]) -> str:
 
 
 def _merged(causes: Iterable[Cause]) -> list[Cause]:
-    """The causes, each once; several tasks of one table without a worker are one cause, and so is all silence: the first."""
+    """The causes, each once; several tasks of one table without a worker are one cause, and so is all silence: the
+    first."""
     alike: dict[tuple[State, str, str], Cause] = {}
     known = list(causes)
     silent = [cause for cause in known if cause.state == "silent"][:1]

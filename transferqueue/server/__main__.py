@@ -13,7 +13,8 @@ from transferqueue.server.process.supervisor import exit_code, supervise
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Parse `arguments`, serve, and return the exit code: 0 when a signal stopped the server, 2 for wrong arguments; see `supervisor`."""
+    """Parse `arguments`, serve, and return the exit code: 0 when a signal stopped the server, 2 for wrong arguments;
+    see `supervisor`."""
     options = _parser().parse_args(arguments)
 
     def run() -> None:

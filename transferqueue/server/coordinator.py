@@ -1,29 +1,32 @@
-"""A coordinator: takes frames, gives answers, and joins the ledger, the memory, the sessions and the requests that wait.
+"""A coordinator: takes frames, gives answers, and joins the ledger, the memory, the sessions and the requests that
+wait.
 
 It opens no socket, reads no clock and starts no thread. The loop brings events and the time (`receive`, `tick`,
 `process_exited`, `peer_lost`), and sends the answers in `outbox`. The rules:
 
-- A peer whose key is unknown or withdrawn gets no answer; one with a session is told when its key is withdrawn. A request that its role may not send (`sessions.authorization`), or
-  that is for another coordinator (`sessions.home_coordinator`), is refused before anything else happens.
-- Of a frame over `SMALL_FRAME_BYTES` only the envelope is read at first. It is refused, undecoded, unless it is a call in an open session of its
-  peer, of a kind that the peer's role may send and that may be so large (`authorization.check_size`).
+- A peer whose key is unknown or withdrawn gets no answer; one with a session is told when its key is withdrawn. A
+  request that its role may not send (`sessions.authorization`), or that is for another coordinator
+  (`sessions.home_coordinator`), is refused before anything else happens.
+- Of a frame over `SMALL_FRAME_BYTES` only the envelope is read at first. It is refused, undecoded, unless it is a call
+  in an open session of its peer, of a kind that the peer's role may send and that may be so large
+  (`authorization.check_size`).
 - A frame that is no message is counted and answered with `ProtocolError`. It changes nothing.
 - A call in a session that is not open is answered with `Disconnected`.
-- A call counts only on the connection that brought the session's latest Hello. A client that lost its connection, or whose
-  server was restarted, sends Hello again, then all calls that were not answered, in order. ZeroMQ keeps frames of a lost
-  connection and may deliver them before that Hello: such frames are ignored.
-- A call that arrives twice is carried out once. While it waits it keeps its place, and its deadline can only become earlier.
-  Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
-- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is read. The loop sends the
-  answers of a few before the next few are tried.
-- An unexpected exception while a request is carried out, before the ledger writes, is logged once with a number and its traceback, the sender
-  gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged and counted; only that part is tried again, after
-  `DEFECT_PAUSE_S`. One that tears the ledger, or leaves undone what the ledger ordered or the end of a session demands, ends the
-  server (`LedgerTorn`).
-  `JournalFailed` and any other error of `commit` end it too, since no client may be told what is not durable.
-- A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its peer does
-  not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no process can see it. If it
-  brought a shard, that shard is lost (`shards.shards`).
+- A call counts only on the connection that brought the session's latest Hello. A client that lost its connection, or
+  whose server was restarted, sends Hello again, then all calls that were not answered, in order. ZeroMQ keeps frames of
+  a lost connection and may deliver them before that Hello: such frames are ignored.
+- A call that arrives twice is carried out once. While it waits it keeps its place, and its deadline can only become
+  earlier. Once answered it gets the same answer, until the client says that it has `seen` it. After that it is ignored.
+- After every change the waiting requests that it may concern are tried (`sessions.waiting`), before the next frame is
+  read. The loop sends the answers of a few before the next few are tried.
+- An unexpected exception while a request is carried out, before the ledger writes, is logged once with a number and its
+  traceback, the sender gets `InternalError` with that number, and its session ends. In a part of `tick` it is logged
+  and counted; only that part is tried again, after `DEFECT_PAUSE_S`. One that tears the ledger, or leaves undone what
+  the ledger ordered or the end of a session demands, ends the server (`LedgerTorn`). `JournalFailed` and any other
+  error of `commit` end it too, since no client may be told what is not durable.
+- A session ends by Goodbye, by the death of its process, by silence where only silence can be judged, or because its
+  peer does not read. Then its waiting requests are removed, its leases return, and its memory returns as soon as no
+  process can see it. If it brought a shard, that shard is lost (`shards.shards`).
 """
 
 from __future__ import annotations
@@ -91,9 +94,13 @@ from transferqueue.wire.versions import refusal_of
 _log: Final = logging.getLogger("transferqueue.server")
 _NAMES_ROWS: Final = frozenset({m.LeaseRequest, m.ReadRequest})
 """Requests whose replies name many rows, and so may be too large to send."""
-_WITHDRAWN: Final = "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue keys)"
+_WITHDRAWN: Final = (
+    "session closed: the key of this client was withdrawn; get another key from the server's operator (transferqueue "
+    "keys)"
+)
 _ADD_WORK: Final = frozenset({m.PutRequest, m.CreateTable, m.AddTask, m.Reserve, m.Publish, m.BeginVersion, m.Restore})
-"""Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for results."""
+"""Requests that a server refuses while the disk of its state is full. It also refuses grants of memory, but for
+results."""
 _CAUSE_CHARS: Final = 300
 """How much of the text of an unexpected exception a client gets. The log has all of it."""
 
@@ -109,12 +116,13 @@ class Watcher(Protocol):
 
 
 class Coordinator:
-    """One coordinator, with its own shard and the remote shards that joined. Used by one thread. Never blocks, except while the
-    system provides pages for a growing arena.
+    """One coordinator, with its own shard and the remote shards that joined. Used by one thread. Never blocks, except
+    while the system provides pages for a growing arena.
 
-    index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says Hello.
-    `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a request. `bulk_plain`: whether that
-    connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of writes there, by what carried them.
+    index: which of the coordinators of its deployment it is. open_process: finds the process of a client that says
+    Hello. `bulk_port`: where the own shard listens; 0: nowhere. `busy_poll_s`: for how long its loop polls after a
+    request. `bulk_plain`: whether that connection is unencrypted. `bulk_sent`, `bulk_received`: bytes of reads and of
+    writes there, by what carried them.
     """
 
     def __init__(
@@ -159,7 +167,8 @@ class Coordinator:
         self.bulk_received: Callable[[], dict[str, int]] = dict
         self.outbox: list[tuple[Peer, bytes]] = []
         self.waiters_at_once = COUNT_MAX
-        """How many requests that waited `receive` serves before it returns. The loop lowers it, to send their answers before the others are served."""
+        """How many requests that waited `receive` serves before it returns. The loop lowers it, to send their answers
+        before the others are served."""
         self.unfinished = False
         """Whether `go_on` has something to do."""
         self.turns: Final = Turns()
@@ -242,7 +251,8 @@ class Coordinator:
             call = codec.decode_call(frame)
         except MemoryError:
             no_room = Full(
-                f"the memory of the server process is exhausted: a message of {len(frame)} bytes cannot be read; send less at once"
+                f"the memory of the server process is exhausted: a message of {len(frame)} bytes cannot be read; send "
+                "less at once"
             )
             self._answer(peer, codec.call_of(frame)[1], _failed(no_room))
             return
@@ -325,7 +335,8 @@ class Coordinator:
             self._run_until_idle(now)
 
     def _refuse(self, waiting: WaitingRequest, now: float) -> None:
-        """End a wait whose deadline has come. It is removed even after a defect, or it would be refused again at each tick."""
+        """End a wait whose deadline has come. It is removed even after a defect, or it would be refused again at each
+        tick."""
         try:
             reply = self._deadline_reply(waiting, now)
         except JournalFailed:
@@ -376,13 +387,15 @@ class Coordinator:
         self._run_until_idle(now)
 
     def commit(self) -> None:
-        """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the outbox."""
+        """Make all changes so far durable, as the level requires. Blocks until they are. Call it before sending the
+        outbox."""
         self._durability.commit()
         if self.memory.grows_ahead is not (not self._durability.shortage):
             self._shortage_changed()
 
     def _shortage_changed(self) -> None:
-        """The disk of the state has become full, or has room again. Requests that wait to add work are refused as new ones are."""
+        """The disk of the state has become full, or has room again. Requests that wait to add work are refused as new
+        ones are."""
         shortage = self._durability.shortage
         self.memory.grows_ahead = not shortage
         for waiting in [waiting for waiting in self.waiting if shortage and self._adds_work(waiting.request)]:
@@ -402,7 +415,8 @@ class Coordinator:
                 self._shortage_changed()
 
     def disk_failed(self, why: str) -> list[tuple[Peer, bytes]]:
-        """The server ends, because its disk is full or fails: drop all answers, which are not durable, and return what tells its clients."""
+        """The server ends, because its disk is full or fails: drop all answers, which are not durable, and return what
+        tells its clients."""
         self.outbox, self.unfinished = [], False
         told = m.AnswerFrame(self.identity.epoch, 0, _failed(DiskFailed(why)))
         return [(session.peer, codec.encode_answer(told)) for session in self.sessions if session.peer != NOWHERE]
@@ -460,7 +474,8 @@ class Coordinator:
             process = self._open_process(hello)
         except OSError as error:
             raise Full(
-                f"session refused: the server may open no more files ({error.strerror}); raise its limit (ulimit -n), or close queues that are not used"
+                f"session refused: the server may open no more files ({error.strerror}); raise its limit (ulimit -n), "
+                "or close queues that are not used"
             ) from error
         session = self.sessions.open(hello, process, peer, now)
         try:
@@ -494,8 +509,8 @@ class Coordinator:
         )
 
     def _end(self, session: OpenSession, now: float, reason: str, *, how: str = "") -> None:
-        """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the reason that
-        reports give; "": the same."""
+        """End a session. reason: the answer to its waiting requests; "" if its client cannot be reached. how: the
+        reason that reports give; "": the same."""
         number, shard = session.number, session.hello.shard
         ending, pidfd = how or reason or CUT, session.process.pidfd
         life_event("session_ended", session=number, label=session.label, why=ending)
@@ -523,7 +538,8 @@ class Coordinator:
     # ------------------------------------------------------------ defects
 
     def _guard(self, what: str, act: Callable[[], object]) -> None:
-        """Do one step of several, without which the server works on. A defect in it is logged, and the other steps still happen."""
+        """Do one step of several, without which the server works on. A defect in it is logged, and the other steps
+        still happen."""
         try:
             act()
         except JournalFailed:
@@ -541,7 +557,8 @@ class Coordinator:
             raise _torn(what, error) from error
 
     def _defect(self, what: str, error: Exception, session: OpenSession | None = None) -> m.Failed:
-        """Count and log an unexpected exception, end the session in which it occurred, and return the error for its client."""
+        """Count and log an unexpected exception, end the session in which it occurred, and return the error for its
+        client."""
         if self.ledger.torn:
             raise _torn(what, error) from error
         self.counters.internal_errors += 1
@@ -596,8 +613,9 @@ class Coordinator:
             self._accept_call(session, call.id, request, declared, now)
 
     def _not_its_connection(self, peer: Peer, call: m.CallFrame | codec.CallHead) -> None:
-        """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it again, in order,
-        after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ) before a restart of the server."""
+        """Refuse a call that did not come over the connection of its session, or ignore it: then the client sends it
+        again, in order, after its Hello. It was sent on a lost connection, before Hello on a new one, or (ZeroMQ)
+        before a restart of the server."""
         try:
             session = self.sessions.of_call(call.session)
             if session.peer != NOWHERE:
@@ -788,8 +806,8 @@ def _earlier(ahead: int) -> str:
 
 def _torn(what: str, error: Exception) -> LedgerTorn:
     return LedgerTorn(
-        f"{what} met {type(error).__name__} ({error}) and was not done, so the state of the server is not known and it ends. With durability process or "
-        "disk the next run continues from the journal"
+        f"{what} met {type(error).__name__} ({error}) and was not done, so the state of the server is not known and it "
+        "ends. With durability process or disk the next run continues from the journal"
     )
 
 

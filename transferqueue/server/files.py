@@ -2,14 +2,14 @@
 
 The rules:
 
-- The runtime directory belongs to one user (0700). It contains the socket, beside it a file that the server locks while it runs, and
-  ``sessions/`` with a locked file for each client.
-- The process that holds the lock of an address may replace its socket. A free lock belongs to a dead server, whatever files it left:
-  the next server that starts removes them.
-- An arena that a state directory refers to (`durability.state_directory`) is not removed while that directory exists. If the state
-  directory has lost its link, the arena stays until the next server of that state has read the journal.
-- An arena is a file on shared memory, in a directory of its own with a lock of the same kind. Where shared memory is too small it is
-  a memfd, which leaves nothing behind.
+- The runtime directory belongs to one user (0700). It contains the socket, beside it a file that the server locks while
+  it runs, and ``sessions/`` with a locked file for each client.
+- The process that holds the lock of an address may replace its socket. A free lock belongs to a dead server, whatever
+  files it left: the next server that starts removes them.
+- An arena that a state directory refers to (`durability.state_directory`) is not removed while that directory exists.
+  If the state directory has lost its link, the arena stays until the next server of that state has read the journal.
+- An arena is a file on shared memory, in a directory of its own with a lock of the same kind. Where shared memory is
+  too small it is a memfd, which leaves nothing behind.
 - A server that stops removes everything it made, except locked files of clients that are alive.
 """
 
@@ -30,7 +30,8 @@ from transferqueue.transport.system.private_files import private_directory, writ
 
 SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108  (a private directory is made in it)
 SHARED_ENOUGH: Final = GIB
-"""With the default ceiling: the arena is on shared memory, clipped to its size, if that has this much free; else it is a memfd."""
+"""With the default ceiling: the arena is on shared memory, clipped to its size, if that has this much free; else it is
+a memfd."""
 
 
 class RuntimeDirectory:
@@ -43,7 +44,8 @@ class RuntimeDirectory:
         self._lock = FileLock(address.lock_path, inherited=False)
         if not self._lock.take():
             raise AddressInUse(
-                f"address {address} is in use: a server that lives listens there; connect to it, stop it, or take another address"
+                f"address {address} is in use: a server that lives listens there; connect to it, stop it, or take "
+                "another address"
             )
         _remove(address.path)
         _remove(address.note_path)
@@ -95,7 +97,8 @@ class ArenaDirectory:
         self._stays = stays
 
     def close(self) -> None:
-        """Unmap the arena and, unless it stays, remove its file. The system frees the pages when the last process unmaps them."""
+        """Unmap the arena and, unless it stays, remove its file. The system frees the pages when the last process
+        unmaps them."""
         self.arena.close(unlink=not self._stays)
         if self._stays and self._lock is not None:
             self._lock.release(unlink=False)
@@ -144,8 +147,8 @@ def remove_arena(directory: Path, lock: FileLock) -> None:
 
 
 def remove_stale_arenas(root: Path, own: Path | None = None) -> None:
-    """Remove the arenas of dead servers, except those that a state directory refers to. own: the state directory of the caller, which
-    has read its journal: an arena of it to which its link does not lead is removed."""
+    """Remove the arenas of dead servers, except those that a state directory refers to. own: the state directory of the
+    caller, which has read its journal: an arena of it to which its link does not lead is removed."""
     for directory in _entries(root):
         if belongs_to_state(directory, own):
             continue
@@ -165,8 +168,8 @@ def _entries(root: Path) -> list[Path]:
 
 
 def belongs_to_state(directory: Path, own: Path | None = None) -> bool:
-    """Whether a state directory refers to the arena in `directory`, or has lost its link and may refer to it. own: as in
-    `remove_stale_arenas`."""
+    """Whether a state directory refers to the arena in `directory`, or has lost its link and may refer to it. own: as
+    in `remove_stale_arenas`."""
     try:
         state = Path((directory / "state").read_text(encoding="utf-8"))
         link = state / "arena"

@@ -8,7 +8,8 @@ import msgspec
 
 
 class ServerIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    """Who and where this run of a server is. lock_directory: the directory from which it removes unlocked session files."""
+    """Who and where this run of a server is. lock_directory: the directory from which it removes unlocked session
+    files."""
 
     epoch: int
     address: str

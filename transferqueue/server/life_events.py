@@ -1,7 +1,8 @@
-"""One log line for each event in a server's life: it listens, sessions open and end, tables come and go, leases are lost.
+"""One log line for each event in a server's life: it listens, sessions open and end, tables come and go, leases are
+lost.
 
-Lines are of level INFO of the logger ``transferqueue.server``: ``session_opened session=7 label=reward-0 pid=4711``. Handlers find the name
-of the event in the record's ``event`` and its values in ``values``.
+Lines are of level INFO of the logger ``transferqueue.server``: ``session_opened session=7 label=reward-0 pid=4711``.
+Handlers find the name of the event in the record's ``event`` and its values in ``values``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ TABLE_EVENTS: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropp
 
 
 def life_event(event: str, **values: str | int) -> None:
-    """Log one event. Texts may come from other processes: their unprintable characters are escaped. Costs a look at the level if INFO is off."""
+    """Log one event. Texts may come from other processes: their unprintable characters are escaped. Costs a look at the
+    level if INFO is off."""
     if _log.isEnabledFor(logging.INFO):
         shown = {name: visible(value) if isinstance(value, str) else value for name, value in values.items()}
         text = " ".join([event, *(f"{name}={_quoted(value)}" for name, value in shown.items())])

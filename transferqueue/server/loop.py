@@ -1,12 +1,13 @@
 """The server's only thread: sleeps until something happens, calls the coordinator, and sends the answers.
 
-It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline; never to poll. An operator may
-have it poll for a bounded time after each request before it sleeps (`BusyPoll`), which is off by default.
-`turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns` records for how long each frame, each
-tick and each commit kept all other clients waiting.
+It wakes for a frame, for the end of a client's process (pidfd), for `stop`, and at the coordinator's next deadline;
+never to poll. An operator may have it poll for a bounded time after each request before it sleeps (`BusyPoll`), which
+is off by default. `turns` counts how often it woke, so it stands still while nothing happens. `Coordinator.turns`
+records for how long each frame, each tick and each commit kept all other clients waiting.
 
-No deadline passes while the server does not listen, since a live client cannot renew its lease then. `ListeningClock` leaves out the time in which
-the process was suspended, or busy with one turn. What arrived before a deadline is handled before that deadline, and as of a time before it.
+No deadline passes while the server does not listen, since a live client cannot renew its lease then. `ListeningClock`
+leaves out the time in which the process was suspended, or busy with one turn. What arrived before a deadline is handled
+before that deadline, and as of a time before it.
 """
 
 from __future__ import annotations
@@ -69,8 +70,8 @@ class ProcessExits:
 
 
 class BusyPoll:
-    """Polls for `duration_s` after each request before the loop sleeps, so that the next one finds the server awake (decision 58). Where no request
-    comes for that long, the loop sleeps and nothing polls.
+    """Polls for `duration_s` after each request before the loop sleeps, so that the next one finds the server awake
+    (decision 58). Where no request comes for that long, the loop sleeps and nothing polls.
 
     look: whether an event has come; returns at once. Between two looks the processor is offered to other processes.
     """
@@ -84,8 +85,8 @@ class BusyPoll:
         self._until = self._clock() + self._duration_s
 
     def wait(self, patience_s: float | None) -> float | None:
-        """Poll while a request came lately, for at most `patience_s` (None: no bound). Returns how long the loop may sleep now: 0 if an event has come,
-        or the patience has passed."""
+        """Poll while a request came lately, for at most `patience_s` (None: no bound). Returns how long the loop may
+        sleep now: 0 if an event has come, or the patience has passed."""
         now = self._clock()
         ends_at = math.inf if patience_s is None else now + patience_s
         until = min(self._until, ends_at)
@@ -100,10 +101,11 @@ class BusyPoll:
 class ListeningClock:
     """Seconds for which a loop could listen: those of `clock`, less its gaps.
 
-    A gap is a time between two readings that is longer by `GAP_S` than the sleep that the loop announced between them: the process was suspended, its
-    machine paused, or one turn was that long. It may have begun right after the first reading, so this clock then stands where it stood there. Of
-    two gaps in a row the second one costs only what came after the announced sleep: so time goes on even on a machine that is always late.
-    `read_at`: the latest reading of `clock`.
+    A gap is a time between two readings that is longer by `GAP_S` than the sleep that the loop announced between them:
+    the process was suspended, its machine paused, or one turn was that long. It may have begun right after the first
+    reading, so this clock then stands where it stood there. Of two gaps in a row the second one costs only what came
+    after the announced sleep: so time goes on even on a machine that is always late. `read_at`: the latest reading of
+    `clock`.
     """
 
     __slots__ = ("_clock", "_now", "_planned_s", "_was_gap", "read_at")
@@ -134,11 +136,12 @@ class ListeningClock:
 
 
 class Loop:
-    """Runs a coordinator until `stop`, in the thread that calls `run`. The caller closes ports, hub and the rest afterwards.
+    """Runs a coordinator until `stop`, in the thread that calls `run`. The caller closes ports, hub and the rest
+    afterwards.
 
-    port: the tcp port; None: there is none. clock: seconds. processor: seconds for which the running thread was busy. batch: commit once
-    for all frames of a turn, then send their answers; for a journal, whose commits cost more than the short wait that this adds. busy_poll_s: see
-    `BusyPoll`; 0: never poll.
+    port: the tcp port; None: there is none. clock: seconds. processor: seconds for which the running thread was busy.
+    batch: commit once for all frames of a turn, then send their answers; for a journal, whose commits cost more than
+    the short wait that this adds. busy_poll_s: see `BusyPoll`; 0: never poll.
     """
 
     def __init__(
@@ -176,7 +179,8 @@ class Loop:
         self._port_has_news = True
         """Whether the tcp port may have connections to accept or to refuse."""
         self._due: float | None = -math.inf
-        """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something for it set the wake-up."""
+        """When the coordinator's tick has something to do; None: nothing happens by itself. Threads that have something
+        for it set the wake-up."""
         self._turned_at = self._clock()
         """When the latest turn began."""
 
@@ -220,7 +224,8 @@ class Loop:
             self._send()
 
     def _wait(self) -> Collection[int]:
-        """Sleep until something happens, and read the socket file. Returns the readable ones of the other descriptors."""
+        """Sleep until something happens, and read the socket file. Returns the readable ones of the other
+        descriptors."""
         if self._more:
             patience_s: float | None = 0.0
             self._due = -math.inf
@@ -248,7 +253,8 @@ class Loop:
         return None if patience_s is None else min(max(patience_s, 0.0), POLL_S_MAX)
 
     def _turn(self, ready: Collection[int]) -> None:
-        """ready: the descriptors beside the sockets that are readable. The others are not read: a read in vain costs more than a frame."""
+        """ready: the descriptors beside the sockets that are readable. The others are not read: a read in vain costs
+        more than a frame."""
         self.turns += 1
         now = self._clock()
         due, settled, self._turned_at = self._due, self._turned_at, now
@@ -285,7 +291,8 @@ class Loop:
         self._meter.took(self._coordinator.turns.ticks, began, "tick")
 
     def _drain(self, receive: Callable[[], tuple[Peer, bytes | None] | None], until: float) -> int:
-        """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`. until: as of no later time, unless that is `GAP_S` ago."""
+        """Handle the frames of one source, up to `FRAMES_DRAINED_MAX`. until: as of no later time, unless that is
+        `GAP_S` ago."""
         for drained in range(FRAMES_DRAINED_MAX):
             arrived = receive()
             if arrived is None:
@@ -337,16 +344,17 @@ class Loop:
         return unread
 
     def _send_elsewhere(self, peer: int | bytes | KeyedPeer, frame: bytes) -> bool:
-        """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect and send its call again, so that
-        is no failure."""
+        """Send to a peer of the hub or of the tcp port. False if it does not read. A peer that is gone may reconnect
+        and send its call again, so that is no failure."""
         if isinstance(peer, int):
             return self._hub.send(peer, frame)
         return self._port is None or self._port.send(peer, frame) is not SendResult.UNREAD
 
 
 def _waiters_first(answers: list[tuple[Peer, bytes]]) -> list[tuple[Peer, bytes]]:
-    """The answers in the order in which they are sent: those to requests that waited, of which there are a few, come before that to the request
-    which served them, as their callers have waited longer. Answers to one peer keep their order."""
+    """The answers in the order in which they are sent: those to requests that waited, of which there are a few, come
+    before that to the request which served them, as their callers have waited longer. Answers to one peer keep their
+    order."""
     first, *others = answers
     return answers if any(peer == first[0] for peer, _ in others) else [*others, first]
 

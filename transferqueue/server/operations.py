@@ -153,7 +153,8 @@ class Operations:
 
 
 def _shown(look: Callable[[], Answer]) -> Answer:
-    """The progress of a job. A defect that ended the job, and was logged then, is no defect of the session that asks."""
+    """The progress of a job. A defect that ended the job, and was logged then, is no defect of the session that
+    asks."""
     try:
         return look()
     except InternalError as error:

@@ -1,4 +1,5 @@
-"""What a coordinator reports about itself: the ledger's report, and what only the server knows. `transferqueue docs observing` lists the fields."""
+"""What a coordinator reports about itself: the ledger's report, and what only the server knows.
+`transferqueue docs observing` lists the fields."""
 
 from __future__ import annotations
 
@@ -45,8 +46,8 @@ class Counters:
 class ReportSources:
     """The parts of a coordinator that its reports read.
 
-    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere. busy_poll_s: see `BusyPoll`.
-    bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
+    explain: why a request still waits, at the given time. bulk_port: where its own shard listens; 0: nowhere.
+    busy_poll_s: see `BusyPoll`. bulk_sent, bulk_received: bytes of reads and of writes there, by what carried them.
     """
 
     identity: ServerIdentity
@@ -86,14 +87,17 @@ def events(sources: ReportSources, request: m.ListEvents, now: float) -> Plain:
 
 
 def absence(sources: ReportSources, table: str, task: str, now: float) -> Absence | None:
-    """Since when no worker has leased from a task, and who did last. None if a session holds or waits for rows of it, or asked for
-    rows less than `IDLE_S` ago."""
+    """Since when no worker has leased from a task, and who did last. None if a session holds or waits for rows of it,
+    or asked for rows less than `IDLE_S` ago."""
     if sources.waiting.is_waited_for(("task", table, task)) or sources.ledger.has_leased(table, task):
         return None
     asked, gone = sources.workers.last_to_ask(table, task), sources.workers.last_gone(table, task)
     if asked is not None:
         number, at = asked
-        text = f'nobody works on "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows {now - at:.0f} s ago'
+        text = (
+            f'nobody works on "{task}": {sources.sessions.label_of(number)} is connected, and last asked for rows '
+            f"{now - at:.0f} s ago"
+        )
         return Absence(text, now - at) if now - at >= IDLE_S else None
     if gone is not None:
         left_s = now - gone.at

@@ -1,7 +1,9 @@
 """Finds the clients of the previous run after a server was restarted.
 
-- A client that is still alive continues its session with its leases, grants and pins. No other client got them meanwhile.
-- The kernel tells which clients died while no server ran. Their leases end at once, their memory returns when their lock is free.
+- A client that is still alive continues its session with its leases, grants and pins. No other client got them
+  meanwhile.
+- The kernel tells which clients died while no server ran. Their leases end at once, their memory returns when their
+  lock is free.
 - A remote shard is a session too: it continues with all its extents, or it is lost.
 """
 
@@ -52,8 +54,8 @@ def resume_sessions(
         values = _listed(coordinator.ledger.values_in(damaged))
         dropped = coordinator.ledger.blocks_lost(damaged, now)
         _log.error(
-            "%d blocks are damaged on disk. Values that are gone: %s. Rows that were dropped for it, by table: %s; the others "
-            "go on without these values, which are made again where a task waits for them",
+            "%d blocks are damaged on disk. Values that are gone: %s. Rows that were dropped for it, by table: %s; the "
+            "others go on without these values, which are made again where a task waits for them",
             len(damaged),
             values,
             dropped,

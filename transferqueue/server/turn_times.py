@@ -1,12 +1,12 @@
 """How long the turns of a server's loop take, and which request made the longest. Pure: the loop passes the seconds.
 
-A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, because each has
-another remedy: one frame of a client, with all requests that waited for it (``request``), events that were due by time (``tick``), and the
-writes that make changes durable before answers are sent (``commit``), which serve all clients at once. Without a journal a ``request`` ends when
-its answers are sent.
+A server has one thread, so each client waits for the turns of all others. Three kinds are recorded separately, because
+each has another remedy: one frame of a client, with all requests that waited for it (``request``), events that were due
+by time (``tick``), and the writes that make changes durable before answers are sent (``commit``), which serve all
+clients at once. Without a journal a ``request`` ends when its answers are sent.
 
-A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its wall-clock length also contains time in which the machine
-ran other processes, which says more about the machine than about the server.
+A turn is late if it kept the processor busy for more than `TURN_S_MAX`. Its wall-clock length also contains time in
+which the machine ran other processes, which says more about the machine than about the server.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ _LAST_BUCKET: Final = len(BOUNDS_S)
 
 
 class Histogram:
-    """Turns in buckets of powers of two seconds, their sum, and the longest with its subject. busiest: the longest by processor time,
-    of those above `TURN_S_MAX` by the clock. late: by subject, the number of turns above it by processor time."""
+    """Turns in buckets of powers of two seconds, their sum, and the longest with its subject. busiest: the longest by
+    processor time, of those above `TURN_S_MAX` by the clock. late: by subject, the number of turns above it by
+    processor time."""
 
     __slots__ = ("busiest_of", "busiest_s", "counts", "late", "longest_of", "longest_s", "sum_s")
 
@@ -80,8 +81,8 @@ class Turns:
 class Meter:
     """Adds the turns of one thread to histograms. clock: seconds. processor: seconds for which the thread was busy.
 
-    Reading the processor clock costs a system call, so `took` skips it while the last reading is younger than `SAMPLE_S_MAX`. The
-    processor time of a late turn is too long by at most that much.
+    Reading the processor clock costs a system call, so `took` skips it while the last reading is younger than
+    `SAMPLE_S_MAX`. The processor time of a late turn is too long by at most that much.
     """
 
     def __init__(self, clock: Callable[[], float], processor: Callable[[], float]) -> None:

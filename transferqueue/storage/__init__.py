@@ -1,7 +1,8 @@
 """The data plane: the memory of rows, writing columns into it, and reading columns from it.
 
-The server uses `Allocator`, `Arena` and `available_bytes`. A client writes with `prepare`, `Repeat`, `Interned`, `RowsOf`, `PlainValues` and
-`block_writers`, maps an arena with `Mapping`, and reads with `MappedBlocks`, `RowPlacement` and `Column`.
+The server uses `Allocator`, `Arena` and `available_bytes`. A client writes with `prepare`, `Repeat`, `Interned`,
+`RowsOf`, `PlainValues` and `block_writers`, maps an arena with `Mapping`, and reads with `MappedBlocks`, `RowPlacement`
+and `Column`.
 """
 
 from transferqueue.storage.columns.column import Column

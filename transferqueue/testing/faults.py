@@ -192,7 +192,8 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "rows count as consumed when they are fetched": ((ack, "return_rows", _consumed),),
     "an ack is taken without fencing": ((LeaseTable, "get", _unfenced),),
     "a row id is used again": ((put, "PutRows", lambda was: lambda first, rows: was(max(0, first - 1), rows)),),
-    "a row is visible before its last block": ((TaskState, "arrive", _too_early), (GroupTaskState, "arrive", _too_early)),
+    "a row is visible before its last "
+    "block": ((TaskState, "arrive", _too_early), (GroupTaskState, "arrive", _too_early)),
     "the journal is written after the answer": ((SimJournal, "commit", _behind),),
     "staleness is checked only at the put": (
         (flow_control, "apply_stale_policy", _nothing),
@@ -210,7 +211,9 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "an extent is given back twice": ((OwnShardMemory, "give_back", _twice),),
     "replay skips a record": ((recorded_ledger, "_replay", _skip),),
     "an extent is never given back": ((OwnShardMemory, "give_back", _nothing),),
-    "producers are not held back": ((put, "no_room", lambda _was: lambda *_args: ""), (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
+    "producers are not held "
+    "back": ((put, "no_room", lambda _was: lambda *_args: ""),
+    (flow_control, "why_reserve_waits", lambda _was: lambda *_args: "")),
     "a share is done when its first replica is": ((ack, "_ack_replica", _first_replica),),
     "a checkpoint covers the step after it": ((StepIndex, "take", _one_step_more),),
     "a pull is given the oldest version": ((weight_channels, "pull", _oldest),),
@@ -218,15 +221,18 @@ FAULTS: Final[dict[str, tuple[Plant, ...]]] = {
     "a kept row is freed when it is done": ((TableState, "keeps_ended", lambda _was: property(lambda _self: False)),),
     "a column is freed before a checkpoint covers its row": ((ack, "_finish_acked", _freed_uncovered),),
     "a column is never freed": ((finish, "end_columns", _nothing),),
-    "the bytes of a table are not bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
+    "the bytes of a table are not "
+    "bounded": ((put, "no_room", lambda was: lambda table, rows, _nbytes: was(table, rows, 0)),),
     "a lost shard is not noticed": ((BlockRegistry, "lose_shard", lambda _was: lambda _self, _shard: []),),
     "a copy does not take the place of what is lost": ((BlockRegistry, "_lose_copies", _nothing),),
     "a lost shard takes the copies elsewhere with it": ((BlockRegistry, "lose_shard", _copies_too),),
     "a lost copy is not made again": ((BlockRegistry, "_await_copies", _nothing),),
     "a copy counts before it is written": ((BlockRegistry, "order_copies", _counted_at_once),),
-    "a turn goes on for a due request that has ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
+    "a turn goes on for a due request that has "
+    "ended": ((WaitQueue, "__init__", _always_some), (WaitQueue, "next_due", _if_any)),
     "a turn ends though a request is due": ((WaitQueue, "may_have_due", lambda _was: False),),
-    "new rows take the memory that blocks left for others": ((Backlog, "may_have", _always), (Spiller, "_share_memory", _nothing)),
+    "new rows take the memory that blocks left for "
+    "others": ((Backlog, "may_have", _always), (Spiller, "_share_memory", _nothing)),
     "a server lives on with a torn ledger": ((Ledger, "_raise_torn", _lives_on),),
 }  # fmt: skip
 

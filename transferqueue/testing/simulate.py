@@ -20,7 +20,8 @@ from transferqueue.testing.simulator.run import KINDS
 
 
 def sweep(first: int, seeds: int, jobs: int = 2, kind: str = "mixed") -> tuple[Counter[str], list[Result]]:
-    """Run `seeds` seeds from `first` of this kind of world in `jobs` processes: faults by name, and the results that broke a promise.
+    """Run `seeds` seeds from `first` of this kind of world in `jobs` processes: faults by name, and the results that
+    broke a promise.
 
     Each process takes every `jobs`-th seed and writes one line of JSON for each result.
     """

@@ -1,8 +1,9 @@
 """Carries frames between a client and a server: in-process, over a socket file (ipc), and over ZeroMQ (tcp).
 
-A frame is bytes; this package does not look inside it. A client calls `dial` for a `ClientChannel`, which one thread at a time uses. The
-thread sleeps in `channel.wait(wakeup, timeout_s)` until a frame arrives, another thread calls `Wakeup.set`, or the time is over. A server
-uses `control.inproc.InprocServer`, `control.unix_socket.UnixServer` and `control.zeromq.ZmqServer`.
+A frame is bytes; this package does not look inside it. A client calls `dial` for a `ClientChannel`, which one thread at
+a time uses. The thread sleeps in `channel.wait(wakeup, timeout_s)` until a frame arrives, another thread calls
+`Wakeup.set`, or the time is over. A server uses `control.inproc.InprocServer`, `control.unix_socket.UnixServer` and
+`control.zeromq.ZmqServer`.
 """
 
 from transferqueue.transport.address import (

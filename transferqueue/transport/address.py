@@ -85,7 +85,8 @@ def default_address(runtime: Path | None = None) -> str:
 
 
 def split_addresses(text: str) -> list[str]:
-    """The addresses or join tokens in a text that separates them by commas. Only a comma before another address separates."""
+    """The addresses or join tokens in a text that separates them by commas. Only a comma before another address
+    separates."""
     return [address.strip() for address in _COMMA.split(text)]
 
 
@@ -99,7 +100,8 @@ def parse_address(text: object) -> Address:
         if text.startswith(scheme):
             return parse(text, text[len(scheme) :])
     raise UsageError(
-        f"address {shown(text)} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or 'ray')"
+        f"address {shown(text)} is of no known kind; give {_KINDS} (or, to connect(), a join token, 'embedded' or "
+        "'ray')"
     )
 
 

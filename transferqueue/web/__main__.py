@@ -1,8 +1,9 @@
-"""The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP service.
-Started by ``transferqueue serve --web`` and ``--http``.
+"""The process of the page, ``python -m transferqueue.web page ADDRESS HOST:PORT``, and, with ``service``, of the HTTP
+service. Started by ``transferqueue serve --web`` and ``--http``.
 
-It is a process of its own, so that it costs the server no more than one client does. It reads one line with its token and that of the
-metrics from its standard input. When the other end of that pipe closes, the server is gone, and this process ends.
+It is a process of its own, so that it costs the server no more than one client does. It reads one line with its token
+and that of the metrics from its standard input. When the other end of that pipe closes, the server is gone, and this
+process ends.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from transferqueue.web.token import TOKEN_CHARS_MAX
 
 Make = Callable[[tq.AsyncQueue, AccessPolicy], Gate]
 APPS: Final[dict[str, tuple[Make, int]]] = {"page": (make_app, 128), "service": (make_service, 512)}
-"""The application of each kind, and its limit of connections (`connections`). Each connection of the service may wait for
-rows, and a session has at most 1024 waits, which include abandoned waits that have not ended yet."""
+"""The application of each kind, and its limit of connections (`connections`). Each connection of the service may wait
+for rows, and a session has at most 1024 waits, which include abandoned waits that have not ended yet."""
 
 
 def main(arguments: list[str]) -> int:
@@ -70,7 +71,8 @@ def _listening(place: TcpAddress) -> socket.socket:
         raise AddressInUse(
             f"web address {place.host}:{place.port} cannot be listened at: {error.strerror}; take another"
         ) from error
-    # Connections inherit it. Head and body are sent apart; without it the body waits 40 ms for the acknowledgement of the head.
+    # Connections inherit it. Head and body are sent apart; without it the body waits 40 ms for the acknowledgement of
+    # the head.
     listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return listener
 

@@ -3,13 +3,15 @@
 Rules:
 
 - The page listens at a loopback host only: unencrypted data stays on the machine (use ``ssh -L`` from elsewhere).
-- Every request must name, as its Host, an address at which the page listens. So a site whose name resolves to this machine
-  gets nothing. A request with an Origin must come from the page itself.
+- Every request must name, as its Host, an address at which the page listens. So a site whose name resolves to this
+  machine gets nothing. A request with an Origin must come from the page itself.
 - Every request must bring a token: in the link that `serve` printed, in the cookie that replaces the link (not readable
   by scripts, sent to no other site), or as ``Authorization: Bearer``. Tokens are compared in constant time.
-- There are three tokens. The token of the page opens the page, and that of the service the service, each at its own port only. The token of
-  the metrics opens `/metrics` at both and nothing else, so that a Prometheus needs no token that opens more.
-- The link leads to ``/`` only, and its token is exchanged there only, so the redirect never follows an address from the request.
+- There are three tokens. The token of the page opens the page, and that of the service the service, each at its own
+  port only. The token of the metrics opens `/metrics` at both and nothing else, so that a Prometheus needs no token
+  that opens more.
+- The link leads to ``/`` only, and its token is exchanged there only, so the redirect never follows an address from the
+  request.
 - `AccessPolicy` sees a request before any other code does. A refused request is not parsed and reaches no route.
 - A page may load only its own files, and no other page may frame it.
 """
@@ -52,8 +54,8 @@ def web_place(text: str) -> TcpAddress:
     place = parse_address(f"tcp://{where}")
     if not isinstance(place, TcpAddress) or place.host == "*" or not is_loopback(place.host):
         raise UsageError(
-            f"web address {text!r} can be reached from other machines, and the page is not encrypted; give 127.0.0.1:PORT, "
-            "and come from elsewhere through ssh -L PORT:127.0.0.1:PORT"
+            f"web address {text!r} can be reached from other machines, and the page is not encrypted; give "
+            "127.0.0.1:PORT, and come from elsewhere through ssh -L PORT:127.0.0.1:PORT"
         )
     return place
 

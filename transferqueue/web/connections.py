@@ -2,18 +2,20 @@
 
 Rules:
 
-1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no admitted
-   request: a connection that is idle, that has sent half a head, or whose request was refused. So connections without a token displace
-   each other, and never a client that brought the token. If every connection has an admitted request, the new one gets 503.
-2. A connection sends the whole head of its first request within `head_s` seconds, and of each later one within `head_s` seconds of
-   its first byte. The deadline is for the whole head, so a byte now and then does not extend it.
+1. The server keeps at most ``most`` connections. When one more comes, it closes the oldest connection that has no
+   admitted request: a connection that is idle, that has sent half a head, or whose request was refused. So connections
+   without a token displace each other, and never a client that brought the token. If every connection has an admitted
+   request, the new one gets 503.
+2. A connection sends the whole head of its first request within `head_s` seconds, and of each later one within `head_s`
+   seconds of its first byte. The deadline is for the whole head, so a byte now and then does not extend it.
 3. A connection that sends nothing after an answer is closed after `idle_s` seconds.
 4. A request that is answered before its body arrived (a refusal) may send the rest of the body for `head_s` seconds: a
    connection that is closed at once may lose the answer.
-5. A client takes its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut off.
+5. A client takes its answer at `answer_bytes_per_s` or faster, after `stall_s` seconds of grace. A slower one is cut
+   off.
 
-An admitted request that waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time and the size of a
-body that is read. h11 refuses a head of more than `HEAD_BYTES_MAX`.
+An admitted request that waits for rows has no deadline here: its own ``timeout_s`` ends it. `bodies` bounds the time
+and the size of a body that is read. h11 refuses a head of more than `HEAD_BYTES_MAX`.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ ACCEPTED_MAX: Final = 64
 """Connections that are accepted in one turn of the loop: fewer than have a place, so that a request which came with its
 connection is read before other connections can displace it."""
 PENDING_MAX: Final = 1024
-"""Connections that the kernel keeps until they are accepted. One that finds no room there is tried again only after a second."""
+"""Connections that the kernel keeps until they are accepted. One that finds no room there is tried again only after a
+second."""
 HEAD_BYTES_MAX: Final = 16 << 10
 LET_IN: Final = "transferqueue.let_in"
 """Name of the ASGI extension by which `app.Gate` reports that it admitted the request."""

@@ -1,5 +1,5 @@
-"""Start the processes of the page and of the HTTP service for `serve`. They start when the server listens, and end when the server's
-process ends."""
+"""Start the processes of the page and of the HTTP service for `serve`. They start when the server listens, and end when
+the server's process ends."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def check_installed() -> None:
 def start_page(
     address: str, where: str, token: str, kind: Kind = "page", *, metrics_token: str | None = None
 ) -> tuple[subprocess.Popen[str], str]:
-    """Start the page (or HTTP service) of the server at `address`. Returns its process and its link, which contains the token: a password.
+    """Start the page (or HTTP service) of the server at `address`. Returns its process and its link, which contains the
+    token: a password.
 
     metrics_token: opens `/metrics` alone (None: only `token` opens it).
 

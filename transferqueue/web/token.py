@@ -1,4 +1,5 @@
-"""The tokens of the page, of the HTTP service and of the metrics: new ones, or those in a directory with one file for each.
+"""The tokens of the page, of the HTTP service and of the metrics: new ones, or those in a directory with one file for
+each.
 
 Each token opens one thing (`access`), so no two may be equal.
 """
@@ -33,7 +34,8 @@ def new_tokens() -> dict[str, str]:
 
 
 def kept_tokens(directory: Path) -> dict[str, str]:
-    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`. Missing files (0600) and the directory (0700) are made.
+    """The tokens in the files ``page``, ``service`` and ``metrics`` of `directory`. Missing files (0600) and the
+    directory (0700) are made.
 
     `UsageError` if others than its owner may read a file, if a file holds no token, or if two hold the same.
     """
@@ -84,7 +86,7 @@ def _read(path: Path) -> str:
     token = content.decode("ascii", errors="replace").removesuffix("\n")
     if not _TOKEN.fullmatch(token):
         raise UsageError(
-            f"token file {path} holds no token, which has {_TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} letters, digits, _ or -; "
-            "remove the file, and a token is made"
+            f"token file {path} holds no token, which has {_TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} letters, digits, _ "
+            "or -; remove the file, and a token is made"
         )
     return token

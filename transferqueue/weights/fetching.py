@@ -1,4 +1,5 @@
-"""The source's side of a relay: the next parts or version of a channel, and their tensors, of which two parts are on the link at a time.
+"""The source's side of a relay: the next parts or version of a channel, and their tensors, of which two parts are on
+the link at a time.
 
 One alone would leave the link idle for a round trip after each.
 """
@@ -32,7 +33,8 @@ class Source:
         self._number = self._have = 0
 
     def next(self, above: int, wait_s: float) -> m.WeightsReply:
-        """Wait for the newest version above `above`, or for parts of it. `VersionGivenUp` if that of the last parts was given up."""
+        """Wait for the newest version above `above`, or for parts of it. `VersionGivenUp` if that of the last parts was
+        given up."""
         try:
             reply = run_sync(self._client.connection, self._next(above, wait_s))
         except VersionGivenUp:
@@ -58,8 +60,8 @@ class Source:
         self._number = self._have = 0
 
     def fetch(self, reply: m.WeightsReply, parts: Sequence[list[m.BlockLocation]]) -> Generator[Fetched]:
-        """The tensors of each part, which is a list of blocks of the reply, in order. All other pins of the reply return at once, and these as blocks are
-        received. Close the iterator."""
+        """The tensors of each part, which is a list of blocks of the reply, in order. All other pins of the reply
+        return at once, and these as blocks are received. Close the iterator."""
         wanted = {block.block for part in parts for block in part}
         self._client.connection.unpin([block.block for block in reply.blocks if block.block not in wanted])
         fields, _ = by_field(reply)

@@ -1,13 +1,16 @@
-"""The host's side of a relay: its newest version of a channel, and the one on its way, which is published there part by part.
+"""The host's side of a relay: its newest version of a channel, and the one on its way, which is published there part by
+part.
 
 Rules:
 
-1. A version that comes in one part is published in one commit. Another one is begun, and published part by part; the last one is part 0,
-   which completes it.
-2. The version on its way is what was published of it: names, fields, sizes and checksums. A source that offers the same version goes on where
-   another one ended. One that offers other bytes under a name, or another version, ends what was on its way.
+1. A version that comes in one part is published in one commit. Another one is begun, and published part by part; the
+   last one is part 0, which completes it.
+2. The version on its way is what was published of it: names, fields, sizes and checksums. A source that offers the same
+   version goes on where another one ended. One that offers other bytes under a name, or another version, ends what was
+   on its way.
 3. Whatever error a publication ends with, the version is given up: so nobody has to find out whether the part is there.
-4. What is given up frees its memory. The server gives it up too if no part comes for `LENGTH_S`, and with the session of the relay.
+4. What is given up frees its memory. The server gives it up too if no part comes for `LENGTH_S`, and with the session
+   of the relay.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ class PlannedPart(msgspec.Struct):
 
 
 class ComingVersion:
-    """A version on its way. number: under which it was begun; 0: it was not. parts, nbytes: what was published of it, in `published` by name."""
+    """A version on its way. number: under which it was begun; 0: it was not. parts, nbytes: what was published of it,
+    in `published` by name."""
 
     def __init__(self, version: int) -> None:
         self.version: Final = version
@@ -102,7 +106,8 @@ class Landing:
                 before.release()
 
     def plan(self, reply: m.WeightsReply) -> list[PlannedPart]:
-        """What to publish of the reply, part by part. The last part of a whole version, which may be empty, completes it."""
+        """What to publish of the reply, part by part. The last part of a whole version, which may be empty, completes
+        it."""
         if self._coming is not None and not self._coming.fits(reply):
             self.give_up()
         coming = self._coming = self._coming or ComingVersion(reply.version)
@@ -146,7 +151,8 @@ class Landing:
         is_last: bool,
         timeout_s: float,
     ) -> None:
-        """Publish the next part of the reply. is_last: it completes the version. fetched: the tensors in ``part.blocks``."""
+        """Publish the next part of the reply. is_last: it completes the version. fetched: the tensors in
+        ``part.blocks``."""
         coming = self._coming or ComingVersion(reply.version)
         held = self._share(part, reply)
         tensors = [*held, *fetched]

@@ -20,7 +20,8 @@ from transferqueue.weights.fetching import Source
 from transferqueue.weights.landing import Landing
 
 WAIT_S: Final = 600.0
-"""A training step takes minutes. After this long without a new version, or a part of one, the relay reconnects, or takes the next source."""
+"""A training step takes minutes. After this long without a new version, or a part of one, the relay reconnects, or
+takes the next source."""
 TRANSFER_S: Final = 60.0
 """Longest wait for memory on the host, which another process must free."""
 AGAIN_S: Final = 1.0
@@ -54,7 +55,8 @@ class Crossing:
         return self._landing.version
 
     def _carry_next(self, wait_s: float, timeout_s: float) -> bool:
-        """Carry the next parts, or all that is left of a published version. Returns whether it is published here now."""
+        """Carry the next parts, or all that is left of a published version. Returns whether it is published here
+        now."""
         reply = self._source.next(self._landing.version, wait_s)
         parts = self._landing.plan(reply)
         with closing(self._source.fetch(reply, [part.blocks for part in parts])) as arriving:
@@ -70,8 +72,8 @@ class Crossing:
 class WeightRelay:
     """Carries versions of `channel` from the queue `source` into the queue `here`. The caller closes both queues.
 
-    keep: how many versions the channel keeps in `here`. part_bytes: what is forwarded at once, at least; a version of fewer bytes is published
-    in one commit. Not thread-safe. Close the relay, or use ``with``.
+    keep: how many versions the channel keeps in `here`. part_bytes: what is forwarded at once, at least; a version of
+    fewer bytes is published in one commit. Not thread-safe. Close the relay, or use ``with``.
     """
 
     def __init__(
@@ -88,14 +90,16 @@ class WeightRelay:
     def carry(self, *, wait_s: float = WAIT_S, timeout_s: float = TRANSFER_S) -> int:
         """Carry the newest version above `version`, and return it. Its parts can be pulled here as they come.
 
-        Waits up to `wait_s` seconds for a version to be published, or for the next part of one, and up to `timeout_s` for memory on this host;
-        then raises `DeadlineExceeded`. `VersionGivenUp` if the source gave up the version of which parts have come. After an error the next call
-        goes on, with what has come. `UsageError` if another process publishes on this host.
+        Waits up to `wait_s` seconds for a version to be published, or for the next part of one, and up to `timeout_s`
+        for memory on this host; then raises `DeadlineExceeded`. `VersionGivenUp` if the source gave up the version of
+        which parts have come. After an error the next call goes on, with what has come. `UsageError` if another process
+        publishes on this host.
         """
         return self._crossing.carry(wait_s, timeout_s)
 
     def close(self) -> None:
-        """Release the version that is held, and give up one that is on its way. The versions on this host stay. A second call does nothing."""
+        """Release the version that is held, and give up one that is on its way. The versions on this host stay. A
+        second call does nothing."""
         self._landing.close()
 
     def __enter__(self) -> Self:
@@ -108,12 +112,14 @@ class WeightRelay:
 
 
 class RelayProcess:
-    """A relay between addresses. It runs until `stop`, reconnects after errors, and takes the next source when one is lost.
+    """A relay between addresses. It runs until `stop`, reconnects after errors, and takes the next source when one is
+    lost.
 
-    sources: addresses or join tokens, used in turn. If a source is unreachable or has no new version within `wait_s` seconds, the next
-    one is used. here: the address of this host's server. data: ``"remote"`` sends the bytes over the network even if the source is on
-    this machine (for tests). part_bytes: as for `WeightRelay`. tell: called with a line of text for each version carried, and for each error
-    that is retried. What has come of a version stays when the next source is taken: only the rest crosses.
+    sources: addresses or join tokens, used in turn. If a source is unreachable or has no new version within `wait_s`
+    seconds, the next one is used. here: the address of this host's server. data: ``"remote"`` sends the bytes over the
+    network even if the source is on this machine (for tests). part_bytes: as for `WeightRelay`. tell: called with a
+    line of text for each version carried, and for each error that is retried. What has come of a version stays when the
+    next source is taken: only the rest crosses.
     """
 
     def __init__(
@@ -144,7 +150,8 @@ class RelayProcess:
     def run(self) -> None:
         """Carry versions until `stop`. Errors of the network and of other processes are passed to `tell` and retried.
 
-        Raises `UsageError`, such as for an invalid address, or for a channel that another process publishes on this host.
+        Raises `UsageError`, such as for an invalid address, or for a channel that another process publishes on this
+        host.
         """
         try:
             for source in itertools.cycle(self._sources):

@@ -3,8 +3,9 @@
 The rules:
 
 - A frame over `MESSAGE_BYTES_MAX` is refused before it is looked at, at both ends.
-- Of a call over `SMALL_FRAME_BYTES` the server reads the envelope first (`head_of`): session, call, and the tag of the request. Each request
-  declares how large its frame may be (`bytes_max`), so a frame is decoded only if its sender may send a request of this kind and size.
+- Of a call over `SMALL_FRAME_BYTES` the server reads the envelope first (`head_of`): session, call, and the tag of the
+  request. Each request declares how large its frame may be (`bytes_max`), so a frame is decoded only if its sender may
+  send a request of this kind and size.
 - Whatever is not exactly a message raises `ProtocolError`: unknown tags, wrong types, numbers out of
   range, missing, extra or trailing bytes, nesting deeper than the types allow. Decoding builds values of
   the declared types and nothing else; it runs no code that a peer chose.
@@ -12,10 +13,11 @@ The rules:
 - A frame whose envelope is whole and whose request is not still tells the call it belongs to
   (`call_of`), so that its sender can be answered.
 
-Rows of a reply carry one number each in the fewest items (`encode_constant`, `encode_ascending`): the numbers of n rows travel as n items,
-or as one, which stands for all rows where the numbers are equal, and is the first of them where each number is one more than the one
-before. The two forms of one row are the same bytes. The reader knows n; data of neither length is refused. Most facts of most batches
-are equal, and most batches are one run of one block: a reply of 1,024 rows is 9 KB, not 70.
+Rows of a reply carry one number each in the fewest items (`encode_constant`, `encode_ascending`): the numbers of n rows
+travel as n items, or as one, which stands for all rows where the numbers are equal, and is the first of them where each
+number is one more than the one before. The two forms of one row are the same bytes. The reader knows n; data of neither
+length is refused. Most facts of most batches are equal, and most batches are one run of one block: a reply of 1,024
+rows is 9 KB, not 70.
 """
 
 from __future__ import annotations
@@ -103,7 +105,8 @@ def call_of(frame: bytes) -> tuple[int, int]:
 
 
 def head_of(frame: bytes) -> CallHead:
-    """The envelope of a call, of which only the first bytes are read, however long the frame is; `NO_HEAD` if it is no call of this protocol."""
+    """The envelope of a call, of which only the first bytes are read, however long the frame is; `NO_HEAD` if it is no
+    call of this protocol."""
     if frame[:2] != _CALL_BEGINS:
         return NO_HEAD
     try:
@@ -153,8 +156,8 @@ def encode_fields(fields: Sequence[Field]) -> bytes:
 
 @lru_cache(maxsize=DEFINITIONS_KEPT)
 def decode_fields(data: bytes) -> tuple[Field, ...]:
-    """What `encode_fields` was given, or `ProtocolError`. The same bytes give the same objects: to make a hundred fields
-    takes longer than the rest of a reply that names them."""
+    """What `encode_fields` was given, or `ProtocolError`. The same bytes give the same objects: to make a hundred
+    fields takes longer than the rest of a reply that names them."""
     found: list[Field] = _decoded(_fields, data)
     return tuple(found)
 
@@ -214,7 +217,8 @@ Numbers = npt.NDArray[Any]
 
 
 def encode_constant(values: Numbers) -> bytes:
-    """Read by `decode_constant`. Values are compared as bytes, at a tenth of numpy's time: NaN and minus zero survive."""
+    """Read by `decode_constant`. Values are compared as bytes, at a tenth of numpy's time: NaN and minus zero
+    survive."""
     data = values.tobytes()
     first = data[: values.itemsize]
     return first if data == first * values.size else data
@@ -230,7 +234,8 @@ def encode_ascending(values: Numbers) -> bytes:
 
 
 def decode_constant(data: bytes, dtype: str, rows: int) -> Numbers:
-    """The numbers of `rows` rows, `[rows]` of `dtype`, as a copy. `ProtocolError` if `data` has neither `rows` items nor one."""
+    """The numbers of `rows` rows, `[rows]` of `dtype`, as a copy. `ProtocolError` if `data` has neither `rows` items
+    nor one."""
     values = _items(data, dtype, rows)
     return values.copy() if values.size == rows else np.full(rows, values[0])
 

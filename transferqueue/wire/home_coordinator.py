@@ -1,13 +1,13 @@
 """Several coordinators used as one: which of them has a table. This page is the whole law.
 
-- A deployment of n coordinators has seats 1 to n. Each coordinator is told its seat when it is started, and nothing else of
-  the others: they never speak to each other.
+- A deployment of n coordinators has seats 1 to n. Each coordinator is told its seat when it is started, and nothing
+  else of the others: they never speak to each other.
 - A table, with all its rows, tasks, groups and limits, is wholly at one of them, and so is a weight channel. Which one
-  follows from its name and n alone: the seat that scores highest with it (rendezvous hashing, Thaler and Ravishankar 1998).
-  With one seat more, the only names that move are those that move to it.
+  follows from its name and n alone: the seat that scores highest with it (rendezvous hashing, Thaler and Ravishankar
+  1998). With one seat more, the only names that move are those that move to it.
 - Only what is before a name's first slash counts. ``job/rollouts`` and ``job/policy`` are together.
-- A coordinator opens nothing that belongs to another seat. So whatever addresses a client was given, it cannot make a table at
-  a second place; it is told what is missing.
+- A coordinator opens nothing that belongs to another seat. So whatever addresses a client was given, it cannot make a
+  table at a second place; it is told what is missing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
     def __post_init__(self) -> None:
         if not 1 <= self.number <= self.of <= COORDINATORS_MAX:
             raise UsageError(
-                f"coordinator {self} is no seat: there may be {COORDINATORS_MAX}, numbered from 1; with two, write 1/2 and 2/2"
+                f"coordinator {self} is no seat: there may be {COORDINATORS_MAX}, numbered from 1; with two, write 1/2 "
+                "and 2/2"
             )
 
     @classmethod
@@ -53,7 +54,8 @@ class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
         """`UsageError` if what has this name belongs to another seat."""
         if (home := home_coordinator(name, self.of)) != self.number:
             raise UsageError(
-                f'{kind} "{name}" belongs to coordinator {home} of {self.of}, and this one is {self}; connect with the addresses '
+                f'{kind} "{name}" belongs to coordinator {home} of {self.of}, and this one is {self}; connect with the '
+                "addresses "
                 f"of all {self.of}, joined by commas"
             )
 
@@ -63,7 +65,8 @@ class CoordinatorIndex(msgspec.Struct, frozen=True, array_like=True, forbid_unkn
         for kind, name in kept:
             if (home := home_coordinator(name, self.of)) != self.number:
                 raise UsageError(
-                    f'{where} has {kind} "{name}", which belongs to coordinator {home} of {self.of}, and this one is {self}; '
+                    f'{where} has {kind} "{name}", which belongs to coordinator {home} of {self.of}, and this one is '
+                    f"{self}; "
                     "go on from it with the seat that it was made at"
                 )
 

@@ -17,7 +17,8 @@ def is_notice(request: m.Request) -> bool:
 
 
 def undo(request: m.Request, reply: m.Reply, reason: str) -> list[m.Request]:
-    """Requests that return what `reply` to `request` gave; none if it gave nothing. reason: for the history of the rows."""
+    """Requests that return what `reply` to `request` gave; none if it gave nothing. reason: for the history of the
+    rows."""
     declared = DECLARED[type(request)]
     if declared.undo is None or type(reply) is not declared.reply:
         return []

@@ -1,8 +1,8 @@
 """Roles of keys, and the sets of roles that requests declare (see `transferqueue.wire.requests`).
 
 In a job: rollout workers are producers; reward and reference workers and the trainer are consumers, which bring results
-back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; a process that brings
-memory is a shard, and sees nothing but its commands; whoever makes tables is admin.
+back with their acks and, as trainers, publish weights and move the clock; a dashboard is an observer; a process that
+brings memory is a shard, and sees nothing but its commands; whoever makes tables is admin.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Says what is wrong with a message of a newer package: which request, policy or option this package does not know, and which it has. Pure.
+"""Says what is wrong with a message of a newer package: which request, policy or option this package does not know, and
+which it has. Pure.
 
-Policies and options are open: a newer package may have more of them under the same protocol. The decoder's own error has only the place.
+Policies and options are open: a newer package may have more of them under the same protocol. The decoder's own error
+has only the place.
 """
 
 from __future__ import annotations
@@ -28,7 +30,10 @@ def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str)
     frame: should end with a message of one of `kinds`, by tag.
     """
     if _LONGER in error:
-        return f"it has more than package {VERSION} knows, which runs here: upgrade it, or install its version at the other end"
+        return (
+            f"it has more than package {VERSION} knows, which runs here: upgrade it, or install its version at the "
+            "other end"
+        )
     found = _UNKNOWN.search(error)
     if found is None:
         return ""
@@ -45,7 +50,10 @@ def explain(frame: bytes, kinds: Mapping[str, type[msgspec.Struct]], error: str)
     ):  # what is not read by the decoder may be anything
         return ""
     name = visible(found[1][:40])
-    return f"package {VERSION}, which runs here, does not know {name!r}; it has {listing(names)}: use one of these, or upgrade it"
+    return (
+        f"package {VERSION}, which runs here, does not know {name!r}; it has {listing(names)}: use one of these, or "
+        "upgrade it"
+    )
 
 
 _types: Final = lru_cache(inspect.type_info)

@@ -9,8 +9,8 @@ Invariants (`transferqueue docs compatibility`):
    ``["Failed", error, text]``. So each end can read who the other one is, whatever number it speaks.
 3. Protocol 0 is what packages spoke before frames had a number: calls ``[session, id, seen, request]`` and answers
    ``[epoch, id, reply]``. Nobody speaks it any more, and a client of it is refused in it.
-4. A server answers a frame of another protocol with one refusal and carries nothing out. A client ends its connection at
-   the first answer of another protocol.
+4. A server answers a frame of another protocol with one refusal and carries nothing out. A client ends its connection
+   at the first answer of another protocol.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ PACKAGE: Final = "asyncflow-transferqueue"
 """The name under which the package is installed."""
 
 VERSION: Final = "0.1.0"
-"""The version of the package; the build reads it here. To ask `importlib.metadata` for it took each process 25 ms of processor time."""
+"""The version of the package; the build reads it here. To ask `importlib.metadata` for it took each process 25 ms of
+processor time."""
 
 _PACKAGE_ITEM: Final = 5
 """Where `Hello` names the version of the client's package, counted from its tag."""
@@ -83,8 +84,8 @@ def mismatch_of(frame: bytes, *, address: str, package: str) -> VersionMismatch 
     told = f". The server said: {said}" if number and (said := _said(reply)) else ""
     return VersionMismatch(
         f"the server at {address} speaks protocol {number} and this client speaks protocol {PROTOCOL}"
-        f"{_of_package(package)}: upgrade the {'client' if number > PROTOCOL else 'server'}, or install the server's version of "
-        f"{PACKAGE} for the client; {_PAGE}{told}"
+        f"{_of_package(package)}: upgrade the {'client' if number > PROTOCOL else 'server'}, or install the server's "
+        f"version of {PACKAGE} for the client; {_PAGE}{told}"
     )
 
 

@@ -1,4 +1,5 @@
-"""A flow of supervised stages: `Flow` runs them as processes, `run_on_ray` as Ray actors, `run_stage` in the calling thread."""
+"""A flow of supervised stages: `Flow` runs them as processes, `run_on_ray` as Ray actors, `run_stage` in the calling
+thread."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A request to end a stage's process without losing work: it takes no new row, ends those that it has, and exits.
 
-The request comes from the supervisor (a byte on the lifeline) or from the host (SIGTERM, if the job is elastic), and is final.
+The request comes from the supervisor (a byte on the lifeline) or from the host (SIGTERM, if the job is elastic), and is
+final.
 """
 
 from __future__ import annotations
@@ -76,7 +77,8 @@ def _run(action: Callable[[], None]) -> None:
 
 
 class Removed(msgspec.Struct, frozen=True, kw_only=True):
-    """How the process `label` was removed: ``drained``; ``killed``, after the deadline or from outside; ``preempted``: drained for its host. seconds: that took."""
+    """How the process `label` was removed: ``drained``; ``killed``, after the deadline or from outside; ``preempted``:
+    drained for its host. seconds: that took."""
 
     label: str
     how: str
@@ -124,7 +126,8 @@ def check_addition(job: Drainable, running: Mapping[str, Drainable], *, runs: bo
 
 
 def check_removal(label: str, deadline_s: float, running: Mapping[str, Drainable], *, runs: bool) -> None:
-    """Raise `NotFound` if no such process runs; `UsageError` if it does not drain, for a bad deadline, and if the flow does not run."""
+    """Raise `NotFound` if no such process runs; `UsageError` if it does not drain, for a bad deadline, and if the flow
+    does not run."""
     if not runs:
         raise UsageError(f"cannot remove {label}: the flow does not run; enter it first, or it has ended")
     if label not in running:

@@ -4,22 +4,24 @@ Rules:
 
 1. Processes share only the queue. Each is a process group of its own: Ctrl-C in the terminal reaches
    the supervisor alone, and a signal to one process also reaches its children.
-2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel wakes the
-   thread when a process sends an event or exits; nothing is polled.
+2. A thread supervises them from entering the flow until leaving it, whatever the program does meanwhile. The kernel
+   wakes the thread when a process sends an event or exits; nothing is polled.
 3. A flow ends when all processes have exited with success. A process that dies is started again; its rows have gone to
    other workers by then. When it has died `restarts_max` times more without work in between, or when it reports that a
-   restart is useless, the flow fails with `StageFailed`, which shows the process's last output, and the other processes are
-   ended. A kill while the process waits for a batch does not count.
+   restart is useless, the flow fails with `StageFailed`, which shows the process's last output, and the other processes
+   are ended. A kill while the process waits for a batch does not count.
 4. A failed flow ends every wait for it. `run` raises its error, and so does each put, lease or other call
-   of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed flow without an error
-   raises it too, unless `run` did.
+   of the flow's queue that waits, in any thread, or that would have to wait before the flow is left. Leaving a failed
+   flow without an error raises it too, unless `run` did.
 5. A stage whose function raises goes on: its rows are tried again, and it logs why (`loop.runner`, rule 3).
 6. Leaving the flow, for any reason, ends all processes: with SIGTERM first, then SIGKILL. If the supervisor
    itself is killed, their lifelines close and they exit.
-   Where processes work only together (`StageJob.together`), the death of one ends the others, with SIGKILL, and all are started again.
-   `prepare` is called when none of them lives. If one with another name has finished, only those of the dead process's name are started again.
-7. `add` and `remove` change the processes while the flow runs. A process that is removed takes no new row, ends those that it has, and exits; after the deadline
-   it is killed, and its rows go to others. It is not started again, however it ends. An elastic process that its host ends by SIGTERM is removed.
+   Where processes work only together (`StageJob.together`), the death of one ends the others, with SIGKILL, and all are
+   started again. `prepare` is called when none of them lives. If one with another name has finished, only those of the
+   dead process's name are started again.
+7. `add` and `remove` change the processes while the flow runs. A process that is removed takes no new row, ends those
+   that it has, and exits; after the deadline it is killed, and its rows go to others. It is not started again, however
+   it ends. An elastic process that its host ends by SIGTERM is removed.
 """
 
 from __future__ import annotations
@@ -59,8 +61,8 @@ from transferqueue.workflows.flow.processes.signals import signal_pipe
 from transferqueue.workflows.flow.processes.stage_process import EXIT_FINAL, StageJob
 
 RESTARTS_MAX: Final = 2
-"""Restarts of a process without work in between. A process that works between its deaths is killed from outside, such as
-a preempted one; one that dies three times before it has worked is broken."""
+"""Restarts of a process without work in between. A process that works between its deaths is killed from outside, such
+as a preempted one; one that dies three times before it has worked is broken."""
 _FROM_OUTSIDE: Final = (signal.SIGKILL, signal.SIGTERM)
 """What ends an idle process with one of these is not the process: it has no batch that could be the cause."""
 _FAREWELL_S: Final = 1.0
@@ -68,7 +70,8 @@ _FAREWELL_S: Final = 1.0
 _PIPE_BYTES: Final = 1 << 16
 
 Observe = Callable[[str, Event], None]
-"""Called for each event, with the label of its process, by the supervising thread. If it raises, the flow fails with that error."""
+"""Called for each event, with the label of its process, by the supervising thread. If it raises, the flow fails with
+that error."""
 
 
 class StageFailed(PeerError):
@@ -85,7 +88,8 @@ class Flow:
 
     directory: gets one log file a process (its stdout and stderr). queue: must accept other processes at
     its address, and stays open. environment: variables of the processes, beside those of this one.
-    prepare: called with a name of `StageJob.together` before the processes of that name start, first or again. When a stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
+    prepare: called with a name of `StageJob.together` before the processes of that name start, first or again. When a
+    stage cannot work, calls of `queue` that wait raise `StageFailed` (rule 4).
     """
 
     def __init__(
@@ -148,7 +152,8 @@ class Flow:
     def add(self, job: StageJob) -> None:
         """Start one more process; returns at once, from any thread. An event `ADDED` follows.
 
-        Raises `AlreadyExists` if a process with the label of `job` has not ended, and `UsageError` if the flow does not run.
+        Raises `AlreadyExists` if a process with the label of `job` has not ended, and `UsageError` if the flow does not
+        run.
         """
         with self._lock:
             check_addition(job, self._labels, runs=self._runs)
@@ -157,10 +162,12 @@ class Flow:
             os.eventfd_write(self._wake, 1)
 
     def remove(self, label: str, *, deadline_s: float = DRAIN_S) -> Future[Removed]:
-        """Ask the process to drain (rule 7); returns at once, from any thread. The future ends when the process has; do not wait for it in `observe`.
+        """Ask the process to drain (rule 7); returns at once, from any thread. The future ends when the process has; do
+        not wait for it in `observe`.
 
-        Raises `NotFound` if no such process runs, `UsageError` if it is a source or a loop, which do not drain, if `deadline_s` is negative, and if the flow does not run. The event
-        `REMOVED` follows. A second call for a process that drains may shorten its deadline.
+        Raises `NotFound` if no such process runs, `UsageError` if it is a source or a loop, which do not drain, if
+        `deadline_s` is negative, and if the flow does not run. The event `REMOVED` follows. A second call for a process
+        that drains may shorten its deadline.
         """
         removal = Removal(label, deadline_s)
         with self._lock:
@@ -356,7 +363,8 @@ class Flow:
         return code
 
     def _start_again(self, dead: ChildProcess) -> None:
-        """Start a process again, and with it those that work only together with it, also those of its name that had finished."""
+        """Start a process again, and with it those that work only together with it, also those of its name that had
+        finished."""
         others = started_with(dead.job, self._jobs, self._children)
         running = [child for job in others if (child := self._children.get(job.label)) is not None]
         for child in running:
@@ -374,8 +382,8 @@ class Flow:
 
 
 def started_with(dead: StageJob, jobs: Sequence[StageJob], running: Collection[str]) -> list[StageJob]:
-    """Return what must start again with `dead`: all that work only together with it. If those of another name have finished, what they did stays, and
-    only those of its own name must. running: labels.
+    """Return what must start again with `dead`: all that work only together with it. If those of another name have
+    finished, what they did stays, and only those of its own name must. running: labels.
     """
     others = [job for job in jobs if dead.together and job.together == dead.together and job.label != dead.label]
     whole = all(job.label in running for job in others if job.name != dead.name)

@@ -3,13 +3,15 @@
 Rules, in addition to those of `flow`:
 
 1. Actors share only the queue. Their events reach the supervisor as they are sent, in order for each actor.
-2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another actor;
-   its rows have gone to other workers by then. A job that fails by itself is started again too, unless it reports that a
-   restart is useless. After `restarts_max` restarts without work in between the flow fails with `StageFailed`.
+2. A flow ends when all jobs have ended with success. A job whose process or node dies is started again in another
+   actor; its rows have gone to other workers by then. A job that fails by itself is started again too, unless it
+   reports that a restart is useless. After `restarts_max` restarts without work in between the flow fails with
+   `StageFailed`.
 3. Times of events are on the supervisor's monotonic clock, as exact as the machines' clocks agree.
 4. When the flow ends, for any reason, its actors are killed. Their sessions end with them.
-5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within `LOOK_S`. After the deadline of a removal its actor is killed. SIGTERM to
-   the process of an actor is Ray's affair: it ends, and rule 2 starts the job again where there is room.
+5. `RayFlow.add` and `remove` change the jobs while `run` runs, as those of `flow.Flow` do; a request is taken up within
+   `LOOK_S`. After the deadline of a removal its actor is killed. SIGTERM to the process of an actor is Ray's affair: it
+   ends, and rule 2 starts the job again where there is room.
 6. Jobs that work only together (`StageJob.together`) die and start together, as in `flow`.
 """
 
@@ -67,11 +69,12 @@ def run_on_ray(
     options: Mapping[str, Mapping[str, Any]] | None = None,
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised (``ray.init``).
+    """Run `jobs` against the queue at `address` until all have ended with success; blocks. Ray must be initialised
+    (``ray.init``).
 
-    observe: called for each event, with the label of its job, in this thread. options: arguments of the ``options`` of a Ray actor
-    (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of its
-    processes. environment: variables of the actors' processes. Raises `StageFailed` (rule 2).
+    observe: called for each event, with the label of its job, in this thread. options: arguments of the ``options`` of
+    a Ray actor (``num_gpus``, ``resources``, ``scheduling_strategy``, …), by the name of a job or the label of one of
+    its processes. environment: variables of the actors' processes. Raises `StageFailed` (rule 2).
     """
     terms: dict[str, Any] = {"restarts_max": restarts_max, "options": options, "environment": environment}
     with RayFlow(address, jobs, observe=observe, **terms) as flow:
@@ -79,10 +82,12 @@ def run_on_ray(
 
 
 class RayFlow:
-    """Runs `jobs` as `run_on_ray` does, and lets jobs come and go meanwhile. A context manager: leaving it kills all actors.
+    """Runs `jobs` as `run_on_ray` does, and lets jobs come and go meanwhile. A context manager: leaving it kills all
+    actors.
 
-    prepare: called with a name of `StageJob.together` before the jobs of that name start, first or again, when none of them lives.
-    Between entering and `run` nobody listens; call `run` soon. `add` and `remove` may be called from any thread, also from `observe`.
+    prepare: called with a name of `StageJob.together` before the jobs of that name start, first or again, when none of
+    them lives. Between entering and `run` nobody listens; call `run` soon. `add` and `remove` may be called from any
+    thread, also from `observe`.
     """
 
     def __init__(
@@ -330,7 +335,8 @@ class StageActor:
         self._drain.request()
 
     def serve(self, job_json: str, address: str, clock: float) -> Iterator[bytes | str]:
-        """Run a `StageJob` (as JSON). Yield its events as bytes for `Receiver`, then a JSON text that says how it ended.
+        """Run a `StageJob` (as JSON). Yield its events as bytes for `Receiver`, then a JSON text that says how it
+        ended.
 
         clock: `_clock` of the supervisor's machine.
         """

@@ -4,10 +4,10 @@ A *stage* is a task of a table and a function. Its process repeats: lease rows o
 the batch, ack the rows together with the columns that it returned. A *source* reserves
 room for rows, calls its function, and puts the rows. Stages know the table, not each other.
 
-A *factory* builds the function in the process of the stage: it is a context manager that gets a `Context` and yields the function.
-Code before the yield runs once, before the first row (load a model); code after it runs once the
-table has ended. A factory is named by text (``package.module:function``), so that the process that starts a stage
-does not import it.
+A *factory* builds the function in the process of the stage: it is a context manager that gets a `Context` and yields
+the function. Code before the yield runs once, before the first row (load a model); code after it runs once the table
+has ended. A factory is named by text (``package.module:function``), so that the process that starts a stage does not
+import it.
 
 >>> from contextlib import contextmanager
 >>> @contextmanager
@@ -39,18 +39,20 @@ Where = Sequence[tq.TagIs | tq.VersionBetween | tq.Compare]
 """Predicates of a lease: a row must satisfy all."""
 
 STALL_S: Final = SECONDS_MAX
-"""How long a stage waits for a row: until its table ends. It logs each minute what is missing. With a limit, the stage fails its flow then."""
+"""How long a stage waits for a row: until its table ends. It logs each minute what is missing. With a limit, the stage
+fails its flow then."""
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A task, and how many rows one call of its function gets.
 
     Exactly one of rows, tokens and groups is positive, as in `Table.lease`; at_least: take fewer once this many
-    are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows` or `groups` and begun as
-    soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The function must then be callable from several threads
-    at once. stall_s: longest wait for rows (default: no limit). failures_max: end the process with
-    `StageFailedInProcess` after so many failures in a row (None: never, it tries again as the task's `Retry` says). where: rows that the stage leases first; others only while none of these is ready, so that rows which no
-    process prefers are generated too.
+    are ready (0: the full number). slots: rows in work at once, in as many calls as that takes, each of at most `rows`
+    or `groups` and begun as soon as there is room for `at_least`: an engine is kept full (0: one call at a time). The
+    function must then be callable from several threads at once. stall_s: longest wait for rows (default: no limit).
+    failures_max: end the process with `StageFailedInProcess` after so many failures in a row (None: never, it tries
+    again as the task's `Retry` says). where: rows that the stage leases first; others only while none of these is
+    ready, so that rows which no process prefers are generated too.
     """
 
     task: tq.Task
@@ -73,14 +75,16 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
             raise Impossible(f'stage "{self.task.name}": at_least={self.at_least} is more than one call may get')
         if self.slots < 0 or (self.slots and (self.tokens or self.slots < self.rows)):
             raise UsageError(
-                f'stage "{self.task.name}": slots={self.slots} with rows={self.rows} and tokens={self.tokens}: slots are rows, at least those '
+                f'stage "{self.task.name}": slots={self.slots} with rows={self.rows} and tokens={self.tokens}: slots '
+                "are rows, at least those "
                 "of one call; leave tokens out, or slots"
             )
 
     def lease(
         self, table: tq.Table, most: int | None = None, timeout_s: float | None = None, where: Where = ()
     ) -> tq.Batch:
-        """Lease the rows of one call: at most `most` rows or groups, if given, and only rows that satisfy `where`. Waits and raises as `Table.lease` does."""
+        """Lease the rows of one call: at most `most` rows or groups, if given, and only rows that satisfy `where`.
+        Waits and raises as `Table.lease` does."""
         return table.lease(
             self.task.name,
             rows=(self.rows if most is None else min(self.rows, most)) or None,
@@ -98,7 +102,8 @@ Work = Callable[[tq.Batch], Mapping[str, Any] | Iterable[PartialResult]]
 
 
 class LeaseChoice(NamedTuple):
-    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once (0: as the stage says).
+    """What a process leases now. where: rows that it prefers, beside those of its stage. slots: rows in work at once
+    (0: as the stage says).
 
     patient: wait for rows that are preferred, for `preference.LOOK_S`, before any other row is taken.
     """
@@ -126,8 +131,9 @@ Produce = Producer
 class Context:
     """What a factory and its function may use: the queue, the table, the settings, and methods to report events.
 
-    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time. directory: folder
-    of the run; None if it has none. drain: says when the process shall end with the rows that it has. weights: has the channels of weights; it is `queue` unless the process is at another site.
+    instance: number of this process among those of the stage, from 0. emit: must be callable from one thread at a time.
+    directory: folder of the run; None if it has none. drain: says when the process shall end with the rows that it has.
+    weights: has the channels of weights; it is `queue` unless the process is at another site.
     """
 
     def __init__(
@@ -164,7 +170,8 @@ class Context:
 
     @contextmanager
     def span(self, name: str, version: int = -1) -> Iterator[None]:
-        """Report the block as a span of the timeline, beside busy and waiting time. version: of the weights it is about, or -1."""
+        """Report the block as a span of the timeline, beside busy and waiting time. version: of the weights it is
+        about, or -1."""
         start = time.monotonic()
         try:
             yield

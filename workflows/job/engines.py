@@ -9,8 +9,8 @@
 | sglang_server | `adapters.engines.SglangServer` | requests sent at once | files in a folder (``options.weights``) |
 | openai | `adapters.engines.OpenAIGenerator` | requests sent at once | none: it serves version 0 for ever |
 
-``options`` are arguments of the engine itself: of ``from_pretrained`` (and ``device``) for transformers, of ``AsyncEngineArgs`` for vllm, of the adapter's class
-for the others.
+``options`` are arguments of the engine itself: of ``from_pretrained`` (and ``device``) for transformers, of
+``AsyncEngineArgs`` for vllm, of the adapter's class for the others.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ from transferqueue.lazy import install_line
 from transferqueue.workflows.job.settings.job import EngineKind, EngineSettings, Job
 
 _CPU_CACHE_BYTES: Final = 256 << 20
-"""Key-value cache of vLLM on a machine without an accelerator, where its own default is gigabytes. ``options.kv_cache_memory_bytes`` sets another."""
+"""Key-value cache of vLLM on a machine without an accelerator, where its own default is gigabytes.
+``options.kv_cache_memory_bytes`` sets another."""
 
 BEGINNING: Final = -1
 """Version of the weights that an engine starts with, until it follows the job's channel."""
@@ -35,12 +36,14 @@ BEGINNING: Final = -1
 def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Generator:
     """Start the engine, or connect to it. Blocks while it starts (seconds to minutes). The caller closes it.
 
-    place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1, until somebody updates them. It generates at most
-    ``settings.slots`` completions at once. With ``trainer.order = "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit
-    for bit.
+    place: of `settings` in ``job.engine``, for error texts. The engine has the weights of `model.path`, as version -1,
+    until somebody updates them. It generates at most ``settings.slots`` completions at once. With
+    ``trainer.order = "ordinal"`` the transformers engine keeps each request apart, so that its numbers repeat bit for
+    bit.
 
-    Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and `Impossible` for an endpoint without weights in a
-    job that would outgrow them; `PeerError` if a server does not answer.
+    Raises `UsageError` for options that the engine does not take and for an engine that is not installed, and
+    `Impossible` for an endpoint without weights in a job that would outgrow them; `PeerError` if a server does not
+    answer.
     """
     key = f"engine.{place}"
     try:
@@ -52,12 +55,14 @@ def open_engine(settings: EngineSettings, job: Job, *, place: int = 0) -> Genera
         ) from error
     except TypeError as error:
         raise UsageError(
-            f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; leave out what it does not take"
+            f"{key}.options={settings.options!r}: the engine takes other arguments: {error}; leave out what it does "
+            "not take"
         ) from error
 
 
 def model_directory(settings: EngineSettings, job: Job) -> str:
-    """Return the directory of the engine's model; a model that is named by an id is looked up in (or loaded into) the local cache of the hub."""
+    """Return the directory of the engine's model; a model that is named by an id is looked up in (or loaded into) the
+    local cache of the hub."""
     path = settings.model or job.model.path
     if Path(path).expanduser().is_dir():
         return str(Path(path).expanduser())
@@ -78,7 +83,8 @@ def _builtin(settings: EngineSettings, job: Job, key: str) -> Generator:
     directory = model_directory(settings, job)
     if not is_builtin(directory):
         raise UsageError(
-            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set kind="transformers" or "vllm"'
+            f'{key}.kind="builtin" with model "{directory}", which is none that `transferqueue demo` made; set '
+            'kind="transformers" or "vllm"'
         )
     return _in_this_process(BuiltinModel.from_pretrained(directory), settings, job, dict(settings.options))
 
@@ -88,7 +94,8 @@ def _transformers(settings: EngineSettings, job: Job, key: str) -> Generator:
 
     if settings.tensor_parallel != 1:
         raise UsageError(
-            f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; set it to 1, or kind="vllm"'
+            f'{key}.tensor_parallel={settings.tensor_parallel} with kind="transformers": it computes on one device; '
+            'set it to 1, or kind="vllm"'
         )
     options = {"dtype": job.model.dtype, "trust_remote_code": job.model.trust_remote_code, **settings.options}
     place = {"device": options.pop("device")} if "device" in options else {}
@@ -140,7 +147,8 @@ def _sglang_server(settings: EngineSettings, job: Job, key: str) -> Generator:
 
     if not settings.options.get("weights"):
         raise UsageError(
-            f'{key}.options has no "weights": give an empty folder that the server sees under the same path; new weights are written there'
+            f'{key}.options has no "weights": give an empty folder that the server sees under the same path; new '
+            "weights are written there"
         )
     arguments = {"checkpoint": _local(job), "connections_max": settings.slots, **settings.options}
     return SglangServer(_url(settings, key), **arguments)
@@ -152,8 +160,9 @@ def _openai(settings: EngineSettings, job: Job, key: str) -> Generator:
     behind = 1 if job.pacing.max_staleness is None else job.pacing.max_staleness
     if behind < job.steps - 1:
         raise Impossible(
-            f'{key}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step {job.steps} would train rows that are {job.steps - 1} '
-            f'versions old; pacing.max_staleness={behind} allows {behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
+            f'{key}.kind="openai": an endpoint takes no weights, so all rows are of version 0, and step {job.steps} '
+            f"would train rows that are {job.steps - 1} versions old; pacing.max_staleness={behind} allows "
+            f'{behind + 1} steps: set kind="vllm_server", or pacing.max_staleness={job.steps - 1} to train on '
             "the rows of a fixed policy"
         )
     arguments = {"connections_max": settings.slots, **settings.options}

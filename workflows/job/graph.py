@@ -1,16 +1,17 @@
-"""The graph of a job: its table, its tasks, its pace and its processes, all from the settings. Runs nothing and needs no torch.
+"""The graph of a job: its table, its tasks, its pace and its processes, all from the settings. Runs nothing and needs
+no torch.
 
 ::
 
-    prompts --put--> [ rollouts ] --rollout---> response_ids, rollout_logprobs, token_versions, finish_reason
-                                  --rank------> expected_tokens              before rollout, where rows are dispatched by length
+    prompts --put--> [rollouts] --rollout---> response_ids, rollout_logprobs, token_versions, finish_reason
+                                  --rank------> expected_tokens              before rollout, if dispatched by length
                                   --lengths---> nothing: teaches the ranker  after it
-                                  --reward----> rewards                      (play gives responses and rewards of episodes)
+                                  --reward----> rewards                      (play: responses and rewards of episodes)
                                   --reference-> ref_logprobs                 with a KL term
                                   --proximal--> prox_logprobs                old="trainer" and several updates a step
                                   --value-----> values                       ppo
                                   --teacher---> teacher_ids, teacher_logprobs  distill
-                                  --advantage-> advantages                   whole groups; ppo, reinforce_pp: token_advantages
+                                  --advantage-> advantages                   whole groups; ppo: token_advantages
                                   --train-----> new weights                  paces the table
                                   --train_critic-> new values                ppo
 
@@ -56,17 +57,19 @@ FACTORIES: Final[Mapping[str, str]] = {
 """Factory of each process. A process imports that module only, so that only processes with a model load torch."""
 
 TRAINERS: Final = "trainers"
-"""Name of the processes that die and start together: the trainers of policy and critic (`transferqueue.workflows.job.training.pair`)."""
+"""Name of the processes that die and start together: the trainers of policy and critic
+(`transferqueue.workflows.job.training.pair`)."""
 
 LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
 """Processes whose factory gives a whole loop: they lease rows themselves, or none."""
 
 HELD_S_MAX: Final = 6 * 3600.0
-"""Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones are generated."""
+"""Longest time that the trainer or a generator holds rows: a streaming step holds its first rows until its last ones
+are generated."""
 _LONG: Final = (names.ROLLOUT, names.PLAY, names.TRAIN, names.TRAIN_CRITIC)
 _DEALT: Final = 8
-"""Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the longest ones, and not single rows, whose leases cost time
-where many short ones end.
+"""Parts in which rows that are dispatched are leased: small, so that the first engine to ask does not get all the
+longest ones, and not single rows, whose leases cost time where many short ones end.
 """
 _LEASES: Final = 4
 """Leases that fill the slots of an idle engine; each is committed in parts of its own."""
@@ -122,7 +125,8 @@ def in_parts(job: Job) -> bool:
 
 
 def hands_back(job: Job) -> bool:
-    """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the data, are finished instead."""
+    """Whether a generator that is removed gives its rows back with their tokens. Episodes, and rows in the order of the
+    data, are finished instead."""
     return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
 
 
@@ -195,7 +199,8 @@ def _selector(task: str, job: Job) -> tq.Selector:
 
 
 def _generating(task: tq.Task, job: Job) -> Stage:
-    """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the source puts them so."""
+    """Return a stage that keeps the slots of its engine full. In the order of the data it leases whole groups: the
+    source puts them so."""
     slots = max(engine.slots for engine in job.engine)
     if job.trainer.order == "ordinal":
         size = job.sampling.group_size
@@ -243,7 +248,8 @@ def _columns(task: str, job: Job) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def pacing(job: Job) -> tq.Pacing:
-    """Return how far generation runs ahead of training. sft generates nothing, so its rows have no version and no clock."""
+    """Return how far generation runs ahead of training. sft generates nothing, so its rows have no version and no
+    clock."""
     if job.algorithm.kind == "sft":
         return tq.Pacing(names.TRAIN, batch_rows=batch_rows(job), depth=depth(job))
     begins = names.PLAY if has_episodes(job) else names.ROLLOUT
@@ -258,14 +264,16 @@ def pacing(job: Job) -> tq.Pacing:
 
 
 def retention(job: Job) -> tq.Retention:
-    """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the checkpoint of its row. Where stale rows are
-    generated again, all that this needs stays until they are trained, and nothing would end before its row."""
+    """Return when columns end: with their last task, so that what only rewards or generators read does not wait for the
+    checkpoint of its row. Where stale rows are generated again, all that this needs stays until they are trained, and
+    nothing would end before its row."""
     requeues = isinstance(pacing(job).on_stale, tq.Requeue)
     return tq.Acked() if requeues else tq.AckedColumns()
 
 
 def limits(job: Job) -> tq.Limits:
-    """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the bytes."""
+    """Return the most rows of the table: those ahead, and those trained since the last checkpoint. The arena bounds the
+    bytes."""
     return tq.Limits(rows=rows_kept(job))
 
 
@@ -286,7 +294,8 @@ def create_table(queue: tq.Queue, job: Job) -> tq.Table:
 def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weights: str = "") -> list[StageJob]:
     """Return the processes of the job at `site`: its engines there, and at the job's own site ("") everything else too.
 
-    directory: folder of the run, where the trainer keeps its checkpoints. weights: address of the server that engines read weights from ("": that of the queue).
+    directory: folder of the run, where the trainer keeps its checkpoints. weights: address of the server that engines
+    read weights from ("": that of the queue).
     """
     described = StageJob(
         name=names.PROMPTS,
@@ -312,14 +321,14 @@ def stage_jobs(job: Job, directory: Path | None = None, *, site: str = "", weigh
 
 
 def engine_of(job: Job, instance: int) -> EngineSettings:
-    """Return the settings of the generating process with number `instance`. In an elastic job those beyond its counts were added while it runs, and are
-    like the last; in others there are none (`NotFound`).
+    """Return the settings of the generating process with number `instance`. In an elastic job those beyond its counts
+    were added while it runs, and are like the last; in others there are none (`NotFound`).
     """
     each = [engine for engine in job.engine for _ in range(engine.count)]
     if not 0 <= instance < (math.inf if job.elastic.max else len(each)):
         raise NotFound(
-            f"there is no generating process {instance}: the job declares {counted(len(each), 'engine')} (engine[].count), numbered from 0; add to a count, or set "
-            "elastic.max"
+            f"there is no generating process {instance}: the job declares {counted(len(each), 'engine')} "
+            "(engine[].count), numbered from 0; add to a count, or set elastic.max"
         )
     return each[min(instance, len(each) - 1)]
 

@@ -7,17 +7,21 @@ from typing import Final
 TABLE: Final = "rollouts"
 """The table of the job: one row for each response."""
 POLICY: Final = f"{TABLE}/policy"
-"""Weight channel of the trained policy, and clock of the table; its name starts with the table's, so both have the same home coordinator."""
+"""Weight channel of the trained policy, and clock of the table; its name starts with the table's, so both have the same
+home coordinator."""
 CRITIC: Final = f"{TABLE}/critic"
-"""Weight channel of the critic: version k is the critic after step k, as of the policy. The process that scores values follows it."""
+"""Weight channel of the critic: version k is the critic after step k, as of the policy. The process that scores values
+follows it."""
 FULL: Final = f"{TABLE}/full"
-"""Weight channel on which the trainer of a job that over-samples announces full batches: version k says that the batch is full that makes weights k."""
+"""Weight channel on which the trainer of a job that over-samples announces full batches: version k says that the batch
+is full that makes weights k."""
 
 DATA: Final = "data"
-"""Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of messages), and the
-columns that rewards or environments ask for, by the names that they use."""
+"""Column with a prompt's row of the data file, a dict of plain values: `prompt` as rewards see it (a text, or a list of
+messages), and the columns that rewards or environments ask for, by the names that they use."""
 REWARD_TERMS: Final = "reward_terms"
-"""Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward does not apply."""
+"""Column with each reward's own score before weights: float32 ``[rewards]`` in the order of the job, NaN where a reward
+does not apply."""
 
 EXPECTED_TOKENS: Final = "expected_tokens"
 """Column with the tokens that a row's response is expected to have: int32, 0 for no expectation."""

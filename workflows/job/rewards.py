@@ -1,13 +1,14 @@
-r"""Reward functions that many jobs use, in TRL's form: name them in a job file as ``transferqueue.workflows.job.rewards:exact_match``.
+r"""Reward functions that many jobs use, in TRL's form: name them in a job file as
+``transferqueue.workflows.job.rewards:exact_match``.
 
-Each takes ``completions`` (texts, or conversations, whose last message counts) and returns one number for each, or None where it does not
-apply. Keyword arguments with a default are set by ``args`` of the reward.
+Each takes ``completions`` (texts, or conversations, whose last message counts) and returns one number for each, or None
+where it does not apply. Keyword arguments with a default are set by ``args`` of the reward.
 
 A job file that uses three of them::
 
     reward = [
         { function = "transferqueue.workflows.job.rewards:last_number" },
-        { function = "transferqueue.workflows.job.rewards:matches", weight = 0.1, args = { pattern = "<think>.*</think>.*" } },
+        { function = "transferqueue.workflows.job.rewards:matches", weight = 0.1, args = { pattern = "<b>.*</b>" } },
         { function = "transferqueue.workflows.job.rewards:too_long", weight = 0.5, args = { words_max = 200 } },
     ]
 """
@@ -65,8 +66,8 @@ def contains_answer(completions: Sequence[Any], answer: Sequence[Any], *, ignore
 def last_number(completions: Sequence[Any], answer: Sequence[Any]) -> list[float | None]:
     r"""1 where the completion's final number equals the answer's, else 0; None where the answer has no number.
 
-    The final number of a text is the one in its last ``\boxed{...}``, else after its last ``####`` (as in GSM8K), else the last one. Numbers
-    are compared by value: 1,000 is 1000.0.
+    The final number of a text is the one in its last ``\boxed{...}``, else after its last ``####`` (as in GSM8K), else
+    the last one. Numbers are compared by value: 1,000 is 1000.0.
 
     >>> last_number(["6 * 7 = 42", "#### 1,000", r"so \boxed{0.5}", "no idea"], ["#### 42", "1000.0", ".5", 3])
     [1.0, 1.0, 1.0, 0.0]
@@ -105,7 +106,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 def matches(completions: Sequence[Any], *, pattern: str) -> list[float]:
-    """1 where the whole completion matches the regular expression (a dot matches line ends too), else 0: a reward for a format.
+    """1 where the whole completion matches the regular expression (a dot matches line ends too), else 0: a reward for a
+    format.
 
     >>> matches(["<think>2+2</think>4", "4"], pattern="<think>.*</think>.+")
     [1.0, 0.0]

@@ -333,7 +333,10 @@ def _train(kind: DeviceKind) -> StageProfile:
 def assumed(profile: Profile) -> list[str]:
     """Return the assumptions of a plan of `profile`, to be shown with it."""
     return [
-        f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, which the dispatch knows (an oracle)",
+        (
+            f"lengths are drawn from the {len(profile.generation.lengths)} observed ones, which the dispatch knows (an "
+            "oracle)"
+        ),
         "other plans cost as much more than their parts alone as the trial runs did"
         if profile.trials
         else "transfers and the queue itself take no time; processes do not disturb each other: no trial was run",

@@ -178,7 +178,8 @@ class Profile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def load(path: Path) -> Profile:
-    """Read and check a profile. Raises `NotFound` for a file that does not exist, `UsageError` for an invalid profile."""
+    """Read and check a profile. Raises `NotFound` for a file that does not exist, `UsageError` for an invalid
+    profile."""
     try:
         profile = msgspec.toml.decode(path.read_bytes(), type=Profile)
     except FileNotFoundError as error:

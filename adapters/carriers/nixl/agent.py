@@ -2,21 +2,23 @@
 
 Rules:
 
-1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what is registered; whoever
-   has loaded it can read **and write** all of it, with no further check. So it goes only to who has shown a ticket, and only where columns
-   may cross without encryption.
+1. A process that uses this has one *agent*. What others may read is registered with it first. `metadata` describes what
+   is registered; whoever has loaded it can read **and write** all of it, with no further check. So it goes only to who
+   has shown a ticket, and only where columns may cross without encryption.
 2. ``nixl`` needs an RDMA device: over TCP its reads are twice as slow as a stream. ``nixl:tcp`` and ``nixl:cma``
    (between processes of one host) are for tests.
-3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end while transfers
-   are under way (`MemoryAgent.progress`).
-4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the read. Nothing else may use
-   memory that a read which did not succeed could still write. It is not freed before the agent that began the read is gone (`MemoryAgent.close`), or
-   the process ends (`transport.system.threads.keep_for_good`).
-5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a queue of its network card. All of
-   these belong to its agent and end with it. So nothing that an agent began to read writes anything once it is gone, whatever its peers do then
-   (docs/decisions/0064).
-6. UCX emulates a read that no transport can do by itself: the process that is read answers. It is ended by a signal if the reader has gone meanwhile, whatever
-   the options. So reads are emulated with ``nixl:tcp`` alone; else one that would be fails, and the stream carries its bytes.
+3. No thread of NIXL runs: its progress thread takes a core. A reader makes progress while it waits, and the other end
+   while transfers are under way (`MemoryAgent.progress`).
+4. A read has no deadline of its own: a stopped peer leaves it pending for ever. Its reader has one, and abandons the
+   read. Nothing else may use memory that a read which did not succeed could still write. It is not freed before the
+   agent that began the read is gone (`MemoryAgent.close`), or the process ends
+   (`transport.system.threads.keep_for_good`).
+5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a
+   queue of its network card. All of these belong to its agent and end with it. So nothing that an agent began to read
+   writes anything once it is gone, whatever its peers do then (docs/decisions/0064).
+6. UCX emulates a read that no transport can do by itself: the process that is read answers. It is ended by a signal if
+   the reader has gone meanwhile, whatever the options. So reads are emulated with ``nixl:tcp`` alone; else one that
+   would be fails, and the stream carries its bytes.
 
 Metadata is NIXL's own format, which NIXL checks. Nothing here uses `deserialize_descs`, which is pickle.
 """
@@ -71,8 +73,9 @@ def check_machine(transports: Transports, directory: Path = DEVICES) -> None:
         )
     if transports is Transports.RDMA and not rdma_devices(directory):
         raise UsageError(
-            f"bytes='nixl' reads memory over RDMA, and this machine has no RDMA device with an active port ({directory}): over TCP "
-            "such reads are twice as slow as a stream, so use bytes 'stream' here; tests may use 'nixl:tcp' or 'nixl:cma'"
+            "bytes='nixl' reads memory over RDMA, and this machine has no RDMA device with an active port "
+            f"({directory}): over TCP such reads are twice as slow as a stream, so use bytes 'stream' here; tests may "
+            "use 'nixl:tcp' or 'nixl:cma'"
         )
 
 
@@ -110,7 +113,8 @@ class MemoryAgent(Protocol):
         """What a peer must load to read what is registered here."""
 
     def load(self, metadata: bytes) -> str:
-        """Load the metadata of a peer; returns its name. Regions that were loaded before stay. `Unreachable` if that fails."""
+        """Load the metadata of a peer; returns its name. Regions that were loaded before stay. `Unreachable` if that
+        fails."""
 
     def unload(self, peer: str) -> None:
         """Forget a peer, whose reads must have ended; an unknown one is ignored."""
@@ -122,8 +126,8 @@ class MemoryAgent(Protocol):
         """Serve peers that are connecting, or that read over a transport which needs this process."""
 
     def close(self) -> bool:
-        """End all reads, and forget all peers and registrations; no other method but this may be called afterwards. Whether it is gone (rule 5): until
-        something lets a read of it go, it may not be. Call it again then."""
+        """End all reads, and forget all peers and registrations; no other method but this may be called afterwards.
+        Whether it is gone (rule 5): until something lets a read of it go, it may not be. Call it again then."""
 
 
 class NixlAgent:
@@ -214,8 +218,9 @@ class NixlAgent:
             raise Unreachable(f"NIXL made no progress: {error}") from error
 
     def close(self) -> bool:
-        """See `MemoryAgent`. What NIXL holds of it is gone when its last reference is: its destructor waits for nothing. Peers are unloaded before: UCX
-        ends a process by a signal that serves a read over TCP whose reader went without a word."""
+        """See `MemoryAgent`. What NIXL holds of it is gone when its last reference is: its destructor waits for
+        nothing. Peers are unloaded before: UCX ends a process by a signal that serves a read over TCP whose reader went
+        without a word."""
         if self._opened is not None:
             for peer in [*self._loaded]:
                 with suppress(Exception):  # it is gone in any case
@@ -257,15 +262,16 @@ def _failed(error: Exception) -> Unreachable:
 
 
 def load_nixl() -> Any:
-    """The classes of NIXL. `nixl` has several builds, and looks for the CUDA of torch to choose one. Where torch has none it imports it: seconds and 200 MB, in
-    each process with an agent. So where one build is installed, that one is loaded. `nixl` chooses among several, if that one fails, and where torch
-    or `nixl` are loaded already. `ImportError` says of each that was tried why it failed."""
+    """The classes of NIXL. `nixl` has several builds, and looks for the CUDA of torch to choose one. Where torch has
+    none it imports it: seconds and 200 MB, in each process with an agent. So where one build is installed, that one is
+    loaded. `nixl` chooses among several, if that one fails, and where torch or `nixl` are loaded already. `ImportError`
+    says of each that was tried why it failed."""
     builds = [name for name in _BUILDS if _is_installed(name)]
     before = ""
     if len(builds) == 1 and not {"torch", "nixl"} & sys.modules.keys():
         try:
             return import_module(f"{builds[0]}._api")
-        except Exception as error:  # noqa: BLE001  (it is for another numpy or CUDA, and `nixl` may know better; else this is the reason)
+        except Exception as error:  # noqa: BLE001  (`nixl` may know better; else this is the reason)
             before = f"{builds[0]}: {type(error).__name__}: {error}; "
     try:
         return import_module("nixl._api")
@@ -285,7 +291,8 @@ def _nixl(transports: Transports) -> Any:
     os.environ.setdefault("UCX_TLS", _UCX_TLS[transports])
     if transports is not Transports.TCP:
         os.environ.setdefault("UCX_PROTO_EMULATION_ENABLE", "n")  # rule 6
-    # By default both write to standard output, where a server says "ready". UCX warns of each request that ends with its agent.
+    # By default both write to standard output, where a server says "ready". UCX warns of each request that ends with
+    # its agent.
     os.environ.setdefault("NIXL_LOG_LEVEL", "ERROR")
     os.environ.setdefault("UCX_LOG_LEVEL", "error")
     try:
@@ -302,8 +309,9 @@ def _nixl(transports: Transports) -> Any:
 
 @cache
 def _exit_without_unloading() -> None:
-    """Have the C library end this process right after the interpreter's own end. The wheel brings a libnl beside the system's, and where both are
-    loaded one crashes when it is unloaded: every process with an agent would end by SIGSEGV, whatever its exit code."""
+    """Have the C library end this process right after the interpreter's own end. The wheel brings a libnl beside the
+    system's, and where both are loaded one crashes when it is unloaded: every process with an agent would end by
+    SIGSEGV, whatever its exit code."""
     library = ctypes.CDLL(None)
     if hasattr(library, "on_exit"):  # of glibc: calls _exit(code)
         library.on_exit(library._exit, None)

@@ -1,7 +1,9 @@
-"""Checkpoints: all partitions and their consumption in one directory, as Arrow files and JSON. `transferqueue docs drop-in` has the layout.
+"""Checkpoints: all partitions and their consumption in one directory, as Arrow files and JSON.
+`transferqueue docs drop-in` has the layout.
 
-A save writes to a temporary directory and renames it, so a checkpoint is complete or absent. A load first compares every file with its size and
-checksum; a damaged or foreign file changes nothing. Nothing is pickled, so loading a foreign checkpoint runs no code.
+A save writes to a temporary directory and renames it, so a checkpoint is complete or absent. A load first compares
+every file with its size and checksum; a damaged or foreign file changes nothing. Nothing is pickled, so loading a
+foreign checkpoint runs no code.
 """
 
 from __future__ import annotations
@@ -24,7 +26,8 @@ Ask = Callable[..., Any]
 
 
 class ControllerState(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The controller's state: consumed indexes by partition and task, and the sampler's class and memory (`tagged_json.plain`)."""
+    """The controller's state: consumed indexes by partition and task, and the sampler's class and memory
+    (`tagged_json.plain`)."""
 
     consumed: dict[str, dict[str, list[int]]]
     sampler: str
@@ -61,7 +64,8 @@ def load_storage(queue: tq.Queue, ask: Ask, parent: Path, rows_max: int) -> None
 
 
 def about(path: Path, user: Mapping[str, Any] | None) -> None:
-    """Write ``metadata.json`` of a checkpoint whose other files exist. Raises `UsageError` if the user's metadata is not JSON."""
+    """Write ``metadata.json`` of a checkpoint whose other files exist. Raises `UsageError` if the user's metadata is
+    not JSON."""
     metadata = CheckpointMetadata(
         True,
         dict(user or {}),

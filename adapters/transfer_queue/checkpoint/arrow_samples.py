@@ -1,10 +1,13 @@
-"""Writes the samples of all partitions to a directory, and reads them: Arrow files, and a checksummed ``manifest.json``.
+"""Writes the samples of all partitions to a directory, and reads them: Arrow files, and a checksummed
+``manifest.json``.
 
-Samples with the same fields are one file: ``index``, ``key`` (empty: none), ``tags`` (JSON), and ``field.NAME`` for each field, as
-`transferqueue.Column.arrow` returns it. Indexes are kept. An index is a row's number in its table, so a load puts rows without data for
-all indexes up to the last, deletes those that were cleared before the save, and sets the fields of the others.
+Samples with the same fields are one file: ``index``, ``key`` (empty: none), ``tags`` (JSON), and ``field.NAME`` for
+each field, as `transferqueue.Column.arrow` returns it. Indexes are kept. An index is a row's number in its table, so a
+load puts rows without data for all indexes up to the last, deletes those that were cleared before the save, and sets
+the fields of the others.
 
-The calling process writes and reads the files, not the controller: paths are those of its machine, and no shared file system is needed.
+The calling process writes and reads the files, not the controller: paths are those of its machine, and no shared file
+system is needed.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ _FILE: Final = re.compile(r"\d{6}\.arrow")
 _AT_ONCE: Final = 4096
 """Rows of a record batch, and of a put of rows without data."""
 _END_MAX: Final = 1 << 31
-"""Bound of an index. A load reaches it by puts of rows without data: half a million puts, minutes. No training has so many samples."""
+"""Bound of an index. A load reaches it by puts of rows without data: half a million puts, minutes. No training has so
+many samples."""
 _TRIES: Final = 8
 """A save reads a partition again if samples of it are cleared meanwhile, at most so often."""
 Rows = np.ndarray[Any, np.dtype[np.int64]]
@@ -79,7 +83,8 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def save(queue: tq.Queue, have: Have, parent: Path) -> checksummed_json.FileRecord:
-    """Write all partitions to ``parent/storage`` and return the record of the manifest. Each sample is as it was at one moment of the save.
+    """Write all partitions to ``parent/storage`` and return the record of the manifest. Each sample is as it was at one
+    moment of the save.
 
     have: returns the samples of a partition that have a field.
     """
@@ -152,7 +157,8 @@ def _read(table: tq.Table, rows: Rows, fields: list[str]) -> Iterator[pa.RecordB
 
 
 def verified(parent: Path) -> Manifest:
-    """Return the manifest of ``parent/storage`` after a full check of every file: files are foreign input. Changes nothing.
+    """Return the manifest of ``parent/storage`` after a full check of every file: files are foreign input. Changes
+    nothing.
 
     Raises `Corruption` with the file and its defect, even where the checksum is right.
     """
@@ -231,8 +237,8 @@ def admit(manifest: Manifest, rows_max: int) -> None:
     for partition in manifest.partitions:
         if (rows := sum(group.rows for group in partition.groups)) > rows_max:
             raise UsageError(
-                f"partition {partition.partition_id!r} has {rows} samples, here one may have {rows_max}: set total_storage_size to "
-                "that at least"
+                f"partition {partition.partition_id!r} has {rows} samples, here one may have {rows_max}: set "
+                "total_storage_size to that at least"
             )
 
 
@@ -258,7 +264,8 @@ def _batches(file: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _plant(table: tq.Table, wanted: Rows, end: int, rows_max: int) -> None:
-    """Put rows without data at `wanted` (ascending) and at no other index. The next index is `end`, if the room allows it."""
+    """Put rows without data at `wanted` (ascending) and at no other index. The next index is `end`, if the room allows
+    it."""
     at = 0
     while at < end:
         size = min(_AT_ONCE, end - at, rows_max - int(np.searchsorted(wanted, at)))

@@ -1,7 +1,7 @@
 """JSON files with a format and a checksum, and directories that are written completely or not at all.
 
-A checksummed file is one JSON object with ``format`` (kind and version), ``xxh3`` (XXH3-64 of the rest, in compact JSON)
-and the rest. Another format is `UsageError`, a wrong checksum `Corruption`; both name the file.
+A checksummed file is one JSON object with ``format`` (kind and version), ``xxh3`` (XXH3-64 of the rest, in compact
+JSON) and the rest. Another format is `UsageError`, a wrong checksum `Corruption`; both name the file.
 """
 
 from __future__ import annotations
@@ -87,16 +87,18 @@ def compare(path: Path, entry: FileRecord) -> None:
     actual = part(path)
     if actual != entry:
         raise Corruption(
-            f"{path} has {actual.bytes} bytes with checksum {actual.xxh3}, was written with {entry.bytes} and {entry.xxh3}; "
-            "take another checkpoint"
+            f"{path} has {actual.bytes} bytes with checksum {actual.xxh3}, was written with {entry.bytes} and "
+            f"{entry.xxh3}; take another checkpoint"
         )
 
 
 @contextmanager
 def directory(path: Path, mark: str) -> Iterator[Path]:
-    """Yield a temporary directory, which is renamed to `path` when the block ends without an error, and removed otherwise.
+    """Yield a temporary directory, which is renamed to `path` when the block ends without an error, and removed
+    otherwise.
 
-    mark: a file that every directory of this kind has. An existing one at `path` is replaced; anything else at `path` is `UsageError`.
+    mark: a file that every directory of this kind has. An existing one at `path` is replaced; anything else at `path`
+    is `UsageError`.
     """
     if path.exists() and not (path / mark).is_file() and not (path.is_dir() and not any(path.iterdir())):
         raise UsageError(

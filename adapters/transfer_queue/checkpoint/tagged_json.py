@@ -1,4 +1,5 @@
-"""A sampler's memory as plain JSON, and back: dicts with any keys, tuples and sets are tagged, the rest is JSON's own."""
+"""A sampler's memory as plain JSON, and back: dicts with any keys, tuples and sets are tagged, the rest is JSON's
+own."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def plain(value: Any, subject: str) -> Any:
     if isinstance(value, set):
         return {"set": [plain(each, subject) for each in value]}
     raise UsageError(
-        f"{subject} holds a {type(value).__name__}; a checkpoint keeps numbers, text, lists, tuples, sets and dicts of them: "
-        "let the sampler's memory() give those"
+        f"{subject} holds a {type(value).__name__}; a checkpoint keeps numbers, text, lists, tuples, sets and dicts of "
+        "them: let the sampler's memory() give those"
     )
 
 

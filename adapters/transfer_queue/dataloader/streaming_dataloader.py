@@ -15,7 +15,8 @@ def _as_it_is(item: Item) -> Item:
 
 
 class StreamingDataLoader(DataLoader[Item]):
-    """Yields micro-batches as ``(TensorDict, BatchMeta)``. Arguments are those of ``DataLoader``, without those about batches."""
+    """Yields micro-batches as ``(TensorDict, BatchMeta)``. Arguments are those of ``DataLoader``, without those about
+    batches."""
 
     def __init__(
         self,

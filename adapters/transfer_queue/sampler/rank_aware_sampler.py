@@ -9,7 +9,8 @@ from transferqueue.adapters.transfer_queue.sampler.base import BaseSampler
 
 
 class RankAwareSampler(BaseSampler):
-    """Remembers the batch that a rank got as its number `batch_index`, and returns it again to every process of that rank."""
+    """Remembers the batch that a rank got as its number `batch_index`, and returns it again to every process of that
+    rank."""
 
     def sample(  # noqa: PLR0913, PLR0917, RUF100  (documented so)
         self,
@@ -22,7 +23,8 @@ class RankAwareSampler(BaseSampler):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[list[int], list[int]]:
-        """Choose the first `batch_size` ready indexes, or return the rank's batch again; nothing if there are too few."""
+        """Choose the first `batch_size` ready indexes, or return the rank's batch again; nothing if there are too
+        few."""
         if dp_rank < 0:
             raise ValueError(f"dp_rank must be greater than or equal to 0, got {dp_rank}")
         batches = self.remembered(partition_id, task_name, dp_rank)

@@ -13,7 +13,8 @@ LENGTH = "total_lengths"
 
 
 class SeqlenBalancedSampler(GRPOGroupNSampler):
-    """Takes ``batch_size * dp_size`` samples at once and gives each rank the same number with about the same total length.
+    """Takes ``batch_size * dp_size`` samples at once and gives each rank the same number with about the same total
+    length.
 
     Lengths are the tag ``total_lengths``; without them the split is by number alone. Groups stay whole.
     """
@@ -80,8 +81,9 @@ def _lengths(groups: Sequence[Sequence[int]], partition: Any) -> list[int]:
 def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
     """Split items into `k_partitions` sets of about equal sums, by the largest differencing method.
 
-    Karmarkar and Karp, "The differencing method of set partitioning", 1982: repeatedly join the two partial splits that differ most,
-    largest sets with smallest. With equal_size every split has the same number of items in each set, so joined ones do too.
+    Karmarkar and Karp, "The differencing method of set partitioning", 1982: repeatedly join the two partial splits that
+    differ most, largest sets with smallest. With equal_size every split has the same number of items in each set, so
+    joined ones do too.
     """
     order = sorted(range(len(seqlens)), key=lambda item: seqlens[item])
     splits: list[tuple[int, int, list[tuple[int, list[int]]]]] = []
@@ -100,7 +102,8 @@ def karmarkar_karp(seqlens: Sequence[int], k_partitions: int, equal_size: bool) 
 
 
 def get_seqlen_balanced_partitions(seqlens: Sequence[int], k_partitions: int, equal_size: bool) -> list[list[int]]:
-    """Return item numbers in `k_partitions` sets of about equal sums, each ascending. equal_size: the same number of items in each.
+    """Return item numbers in `k_partitions` sets of about equal sums, each ascending. equal_size: the same number of
+    items in each.
 
     Raises ``AssertionError`` (as documented) when there are fewer items than sets, or the number does not divide.
     """

@@ -14,6 +14,7 @@ class SequentialSampler(BaseSampler):
     def sample(
         self, ready_indexes: Sequence[int], batch_size: int, *args: Any, **kwargs: Any
     ) -> tuple[list[int], list[int]]:
-        """Return the first `batch_size` ready indexes, or all if there are fewer; a negative number counts from the end, as in a slice."""
+        """Return the first `batch_size` ready indexes, or all if there are fewer; a negative number counts from the
+        end, as in a slice."""
         chosen = list(ready_indexes[:batch_size])
         return chosen, list(chosen)

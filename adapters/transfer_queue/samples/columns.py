@@ -1,7 +1,8 @@
 """Converts a TensorDict to columns of a table, and back.
 
-A tensor with one number a sample is a scalar field. Any other tensor is ragged in its first dimension, even if all samples of one put
-have one length: the next put may differ, and reads return jagged tensors, as documented. Anything else is a plain value.
+A tensor with one number a sample is a scalar field. Any other tensor is ragged in its first dimension, even if all
+samples of one put have one length: the next put may differ, and reads return jagged tensors, as documented. Anything
+else is a plain value.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ TORCH_DTYPE = {
 Shape = tuple[int | None, ...]
 
 _field: Final = lru_cache(1 << 12)(Field)
-"""Cached fields: computing a field's dtype and shape costs time, and every partition is a new table with the same fields."""
+"""Cached fields: computing a field's dtype and shape costs time, and every partition is a new table with the same
+fields."""
 
 
 def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field], dict[str, Any]]:
@@ -48,15 +50,17 @@ def columns_of(data: TensorDict, known: Mapping[str, Field]) -> tuple[list[Field
 
 
 def without_rules(field: Field) -> Field:
-    """The field without the rules that it has by its name alone: TransferQueue takes any values and lengths, and its callers declare no fields."""
+    """The field without the rules that it has by its name alone: TransferQueue takes any values and lengths, and its
+    callers declare no fields."""
     return msgspec.structs.replace(field, like="", finite=False) if field.has_lengths_of or field.is_finite else field
 
 
 def tensordict_of(rows: Any, names: Sequence[str], samples: int | None = None) -> TensorDict:
-    """Convert columns of `transferqueue.Rows`, or columns by name, to a TensorDict ``[samples]``. samples: their number, if not ``len(rows)``.
+    """Convert columns of `transferqueue.Rows`, or columns by name, to a TensorDict ``[samples]``. samples: their
+    number, if not ``len(rows)``.
 
-    Scalars are dense, other tensors jagged (strided if more than the first dimension varies), the rest is non-tensor data. Columns that lie
-    together in memory are not copied.
+    Scalars are dense, other tensors jagged (strided if more than the first dimension varies), the rest is non-tensor
+    data. Columns that lie together in memory are not copied.
     """
     columns: dict[str, Any] = {}
     for name in names:
@@ -119,8 +123,8 @@ def values_of(column: Any) -> list[Any]:
 def schema_of_field(field: Field, shapes: Sequence[Shape | None] = ()) -> dict[str, Any]:
     """Return a field as an entry of ``BatchMeta.field_schema``.
 
-    shapes: of the samples that the metadata describes, None for one without the field; not needed for a field of one shape. Samples of one
-    shape are not nested, although a read returns them jagged: so the original says it.
+    shapes: of the samples that the metadata describes, None for one without the field; not needed for a field of one
+    shape. Samples of one shape are not nested, although a read returns them jagged: so the original says it.
     """
     if field.blob:
         return {"dtype": None, "shape": (), "is_nested": False, "is_non_tensor": True}

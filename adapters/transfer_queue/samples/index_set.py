@@ -1,7 +1,9 @@
-"""Sets of global indexes, in pages of bits, so that a question about a few of them costs a few steps however many there are.
+"""Sets of global indexes, in pages of bits, so that a question about a few of them costs a few steps however many there
+are.
 
-A page is an integer of `PAGE` bits; empty pages do not exist. To look for the lowest members, a reader goes through the pages in order:
-each page costs one operation on 512 bytes, or nothing more than a look if it has no member of interest. 200,000 indexes are 49 pages.
+A page is an integer of `PAGE` bits; empty pages do not exist. To look for the lowest members, a reader goes through the
+pages in order: each page costs one operation on 512 bytes, or nothing more than a look if it has no member of interest.
+200,000 indexes are 49 pages.
 """
 
 from __future__ import annotations
@@ -77,8 +79,8 @@ class IndexSet:
 
 
 class WaitingSamples(Sequence[int]):
-    """The members of one set, up to `bound` (None: all), that are not in another, ascending: samples that are ready, and that a task has
-    not consumed.
+    """The members of one set, up to `bound` (None: all), that are not in another, ascending: samples that are ready,
+    and that a task has not consumed.
 
     A view: it changes with both sets. Built-in samplers ask it for what they need; as a sequence it makes a list.
     """

@@ -1,6 +1,8 @@
-"""Updates that make new values of old ones: read, call the user's function, write if nobody wrote meanwhile, else once more.
+"""Updates that make new values of old ones: read, call the user's function, write if nobody wrote meanwhile, else once
+more.
 
-The function runs in the calling process and is never sent. An update of several samples and fields is one commit: all of it, or nothing.
+The function runs in the calling process and is never sent. An update of several samples and fields is one commit: all
+of it, or nothing.
 """
 
 from __future__ import annotations
@@ -23,11 +25,13 @@ MergeFunction = Callable[[Any, Any], Any]
 """Makes the new value of one field of one sample from the old value and the one given."""
 
 RETRY_S: Final = 60.0
-"""How long an update is repeated while others write the same samples. Each of their writes ends one attempt, so somebody always gets on."""
+"""How long an update is repeated while others write the same samples. Each of their writes ends one attempt, so
+somebody always gets on."""
 
 
 def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception], ...] = (RowsChanged,)) -> T:
-    """Return the result of `attempt`, repeated while others write what it read. ``TimeoutError`` after `RETRY_S`; nothing was changed."""
+    """Return the result of `attempt`, repeated while others write what it read. ``TimeoutError`` after `RETRY_S`;
+    nothing was changed."""
     deadline, attempts = time.monotonic() + RETRY_S, 1
     while True:
         try:
@@ -35,7 +39,8 @@ def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception]
         except retry_on as error:
             if time.monotonic() > deadline:
                 raise DeadlineExceeded(
-                    f"{what} was given up after {attempts} attempts in {RETRY_S:g} s, each of which met a write of somebody else: {error}"
+                    f"{what} was given up after {attempts} attempts in {RETRY_S:g} s, each of which met a write of "
+                    f"somebody else: {error}"
                 ) from error
             attempts += 1
 
@@ -43,8 +48,8 @@ def retried(what: str, attempt: Callable[[], T], retry_on: tuple[type[Exception]
 def merge(table: tq.Table, rows: Any, data: TensorDict, merge_fn: MergeFunction) -> None:
     """Set each field of `data` in these rows to ``merge_fn(old, new)``, in one commit.
 
-    Raises `NotFound` if a row lacks one of the fields, `RowsChanged` if one was written after it was read, ``TypeError`` for a result of
-    another type; nothing is changed then. What `merge_fn` raises passes through.
+    Raises `NotFound` if a row lacks one of the fields, `RowsChanged` if one was written after it was read,
+    ``TypeError`` for a result of another type; nothing is changed then. What `merge_fn` raises passes through.
     """
     names = [str(name) for name in data.keys()]  # noqa: SIM118  (a TensorDict is no mapping)
     with table.read(rows, fields=names) as read:

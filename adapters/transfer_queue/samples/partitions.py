@@ -1,9 +1,9 @@
 """The tables of partitions, and samples in them by key. Clients use them without the controller.
 
 Opened tables are cached: a put of known fields asks once for the keys and commits once, and does not ask at all for a
-table that the same call created. Another process may drop a table and create it again with other fields under the same name. A call that
-fails because something is gone is therefore repeated once on the current table, and a field that a cached table lacks is
-looked up before it counts as unknown.
+table that the same call created. Another process may drop a table and create it again with other fields under the same
+name. A call that fails because something is gone is therefore repeated once on the current table, and a field that a
+cached table lacks is looked up before it counts as unknown.
 
 A table keeps the types of its fields; a partition without samples does not, since a program may put placeholders and
 clear them at once. Columns that do not fit an empty table therefore get a new table.
@@ -54,8 +54,8 @@ def indexes_of(rows: Sequence[int] | Rows) -> Rows:
 class Partitions:
     """The partitions of a deployment. Every method may be called from any thread.
 
-    rows_max: bound of samples of a partition that is created here. renew: drops the table of a partition if it has no samples and still has
-    the given fields, by their types.
+    rows_max: bound of samples of a partition that is created here. renew: drops the table of a partition if it has no
+    samples and still has the given fields, by their types.
     """
 
     def __init__(self, queue: tq.Queue, rows_max: int, renew: Renew | None = None) -> None:
@@ -111,7 +111,8 @@ class Partitions:
     def put_keyed(
         self, partition_id: str, keys: Sequence[str], data: TensorDict | None, tags: Tags | None
     ) -> tuple[tq.Table, Rows] | None:
-        """Write columns and merge tags of samples by key; creates new ones. Return table and indexes, or None if all samples were new."""
+        """Write columns and merge tags of samples by key; creates new ones. Return table and indexes, or None if all
+        samples were new."""
 
         def work(table: tq.Table, made: Columns | None) -> tuple[tq.Table, Rows] | None:
             return _put_keyed(table, self._columns(table, made, data), keys, tags, is_new=made is not None)
@@ -170,7 +171,8 @@ class Partitions:
         return work(table)
 
     def _on(self, partition_id: str, data: TensorDict | None, work: Callable[[tq.Table, Columns | None], T]) -> T:
-        """Return the result of `work` on the table; it gets the columns of `data` if this call created the table for them."""
+        """Return the result of `work` on the table; it gets the columns of `data` if this call created the table for
+        them."""
         try:
             return self._tried(partition_id, data, work)
         except SchemaError:

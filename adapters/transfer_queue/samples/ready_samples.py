@@ -1,10 +1,11 @@
 """The ready samples of a partition, collected by leasing them in the order of their indexes.
 
-A question takes from the table only as many as it may need, or a few questions: the backlog of a partition with many samples is not read for
-a batch of a few. All ready samples up to `bound` are known; so whoever looks only at these sees what a reader of everything would see first.
+A question takes from the table only as many as it may need, or a few questions: the backlog of a partition with many
+samples is not read for a batch of a few. All ready samples up to `bound` are known; so whoever looks only at these sees
+what a reader of everything would see first.
 
-Where the server is in this process, a number of its own says whether anything became ready since the last lease. If nothing did, what
-is known is what a lease would tell, and the server is not asked (decision 62).
+Where the server is in this process, a number of its own says whether anything became ready since the last lease. If
+nothing did, what is known is what a lease would tell, and the server is not asked (decision 62).
 """
 
 from __future__ import annotations
@@ -25,25 +26,28 @@ from transferqueue.limits import SECONDS_MAX
 AT_ONCE: Final = 1 << 16
 """Most samples that one lease takes."""
 AHEAD: Final = 512
-"""Samples that a lease takes at least, where the server is asked only when samples became ready: the next questions find them known."""
+"""Samples that a lease takes at least, where the server is asked only when samples became ready: the next questions
+find them known."""
 _LEASES_MAX: Final = 16
 _LEASE_S: Final = 60.0
 HELD_S: Final = SECONDS_MAX
-"""How long leases are kept while this process lives. One that ends earlier costs a lease more, and no sample: however often leases of a sample fail,
-it is not dropped."""
+"""How long leases are kept while this process lives. One that ends earlier costs a lease more, and no sample: however
+often leases of a sample fail, it is not dropped."""
 _HEARING_S: Final = 0.05
-"""How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not waited for."""
+"""How long one thread waits for another that collects samples which are ready now; a thread that waits for more is not
+waited for."""
 
 
 class ReadySamples:
     """Samples that have a set of fields.
 
-    rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts additions.
+    rows: those that are known. bound: all ready samples up to this index are known; None: all are. changes: counts
+    additions.
 
     times_ready: says how often samples became ready to a task of a table, see `EmbeddedServer`; None: nobody can say.
 
-    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`, and notifies whoever waits
-    for that: samples are not deleted meanwhile.
+    One thread at a time leases from the table. Only it has its leased samples, until it adds them under `guard`, and
+    notifies whoever waits for that: samples are not deleted meanwhile.
 
     After `end` nothing is leased any more: the table is another one's, even if it has the same name.
     """
@@ -91,14 +95,14 @@ class ReadySamples:
             self._gone.add(gone)
 
     def refresh(self, most: int = AT_ONCE) -> None:
-        """Add the lowest samples as `collect` does, unless none became ready since the last time: then the known ones are still those up to
-        `bound`."""
+        """Add the lowest samples as `collect` does, unless none became ready since the last time: then the known ones
+        are still those up to `bound`."""
         if not self._is_current():
             self._collect(most, self._is_current)
 
     def collect(self, most: int = AT_ONCE) -> None:
-        """Add the lowest `most` samples, or more, that are ready now and not known. Returns early if another thread, which waits for more,
-        will add them."""
+        """Add the lowest `most` samples, or more, that are ready now and not known. Returns early if another thread,
+        which waits for more, will add them."""
         if not self._is_all():
             self._collect(most, self._is_all)
 
@@ -142,7 +146,8 @@ class ReadySamples:
                 self._ear.release()
 
     def _listen(self, wait_s: float, most: int) -> int:
-        """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how many."""
+        """Add the lowest samples that are ready, or that become ready within `wait_s`, at most `most`; return how
+        many."""
         with self._guard:
             self._check_life()
             self._gone = IndexSet()

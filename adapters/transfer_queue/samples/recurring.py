@@ -1,14 +1,16 @@
-"""Finds values that come again in later puts, so that they are interned: the image that each member of a group brings in a put of its own.
+"""Finds values that come again in later puts, so that they are interned: the image that each member of a group brings
+in a put of its own.
 
-1. The first time that a value comes, it is stored as any other, and its *fingerprint* is kept: a hash of 8 short samples spread over it. If the
-   field of a partition gets a value of the same fingerprint, its column is given as `Interned`: that value is stored once more, and from then on
-   once.
-2. Only fields of tensors, texts and bytes are looked at, with at least `RECURRING_BYTES` in each of at most `CONTENTS_MAX` samples: `Interned`
-   finds each of so many alone. Of a column, `PROBED_MAX` values are looked at, spread over it, and it is interned if at least half of them have come
-   before.
-3. Two values may differ in bytes that no sample has. Nothing is wrong then, since `Interned` compares all bytes; but it cost a digest, and a refused
-   request. So the hash of the whole value is kept from the second time on. A third value with the same fingerprint and another hash is a
-   *mistake*. A field with `MISTAKES_MAX` more mistakes than values that did come again is not looked at for its next `REST_PUTS` puts.
+1. The first time that a value comes, it is stored as any other, and its *fingerprint* is kept: a hash of 8 short
+   samples spread over it. If the field of a partition gets a value of the same fingerprint, its column is given as
+   `Interned`: that value is stored once more, and from then on once.
+2. Only fields of tensors, texts and bytes are looked at, with at least `RECURRING_BYTES` in each of at most
+   `CONTENTS_MAX` samples: `Interned` finds each of so many alone. Of a column, `PROBED_MAX` values are looked at,
+   spread over it, and it is interned if at least half of them have come before.
+3. Two values may differ in bytes that no sample has. Nothing is wrong then, since `Interned` compares all bytes; but it
+   cost a digest, and a refused request. So the hash of the whole value is kept from the second time on. A third value
+   with the same fingerprint and another hash is a *mistake*. A field with `MISTAKES_MAX` more mistakes than values that
+   did come again is not looked at for its next `REST_PUTS` puts.
 4. The latest `FINGERPRINTS_MAX` are kept, some 200 bytes each.
 
 ``TRANSFERQUEUE_FIND_REPEATS=0`` turns it off, as it does the search for values that the samples of one put share.
@@ -51,7 +53,8 @@ class RecurringValues:
         self._seen: dict[Key, int] = {}
         """The hash of each whole value that came twice, by its fingerprint; the latest ones last."""
         self._mistakes: dict[str, int] = {}
-        """By field: mistakes, less values that did come again since; below zero: for how many puts it is not looked at."""
+        """By field: mistakes, less values that did come again since; below zero: for how many puts it is not looked
+        at."""
 
     def interned(self, partition: str, columns: dict[str, Any]) -> dict[str, Any]:
         """The columns of a put into a partition, those as `Interned` whose values have come before."""
@@ -100,7 +103,8 @@ def fingerprint(value: memoryview) -> int:
 
 
 def probed_values(column: Any) -> Values:
-    """The bytes of a few values of a column; nothing if they are of another kind, on a device, of many samples, or small."""
+    """The bytes of a few values of a column; nothing if they are of another kind, on a device, of many samples, or
+    small."""
     try:
         values = _probed(column)
     except RuntimeError:  # a tensor has no memory of its own
@@ -120,7 +124,8 @@ def _probed(column: Any) -> Values:
 
 
 def _places(count: int) -> range:
-    """Places of `PROBED_MAX` samples at most, spread over a column; none of one that has more than `Interned` finds alone."""
+    """Places of `PROBED_MAX` samples at most, spread over a column; none of one that has more than `Interned` finds
+    alone."""
     return range(0, count if count <= CONTENTS_MAX else 0, max(1, -(-count // PROBED_MAX)))
 
 

@@ -1,7 +1,8 @@
 """Converts partition names and tags to names and tags of tables, and back.
 
-A partition's name may contain any character, a table's only some: others are written as ``/XX`` (their bytes in hexadecimal). A
-tag may be any plain value, a row's tag only text, a number or a bool: others are written as JSON with a prefix.
+A partition's name may contain any character, a table's only some: others are written as ``/XX`` (their bytes in
+hexadecimal). A tag may be any plain value, a row's tag only text, a number or a bool: others are written as JSON with a
+prefix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A backing behind a real bulk endpoint and a real client: what the kit of backings checks then is the way between the two.
+"""A backing behind a real bulk endpoint and a real client: what the kit of backings checks then is the way between the
+two.
 
 `python -m tests.adapters.nixl.carried CARRIER` is the shard: it obeys one JSON line after another, and answers each.
 """
@@ -181,7 +182,8 @@ class CarriedBacking:
         ]
 
     def _asked(self, number: int, wanted: Range, fields: dict[str, Field]) -> tuple[RequestedRows, int]:
-        """The range as a block of one row of bytes, which begins where blocks may; and how much of that comes before it."""
+        """The range as a block of one row of bytes, which begins where blocks may; and how much of that comes before
+        it."""
         skipped = wanted.offset % ALIGNMENT
         nbytes = align(max(wanted.nbytes + skipped, 1))
         name = f"x{number}"

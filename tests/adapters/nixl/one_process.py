@@ -1,4 +1,5 @@
-"""An agent that reads the memory of this process, and two ends of the bulk protocol in it: one-sided reads without NIXL."""
+"""An agent that reads the memory of this process, and two ends of the bulk protocol in it: one-sided reads without
+NIXL."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ AGENTS: dict[str, LocalAgent] = {}
 
 
 class LocalAgent:
-    """Its peers are the other agents of this process. Like a device, it copies only what its peer has registered, and only to where
-    this one has; and it knows of a peer what was loaded, not what is true now. before: called before each read."""
+    """Its peers are the other agents of this process. Like a device, it copies only what its peer has registered, and
+    only to where this one has; and it knows of a peer what was loaded, not what is true now. before: called before each
+    read."""
 
     def __init__(self, before: Callable[[], object] = lambda: None) -> None:
         self.name = f"local-{next(_NUMBERS)}"

@@ -332,7 +332,10 @@ def test_every_build_that_failed_says_why(installed: Callable[[str, str], None])
     installed("nixl_cu12", "raise AttributeError('compiled for numpy 1')")
     with pytest.raises(
         UsageError,
-        match=r"cannot be loaded on this machine \(nixl_cu12: AttributeError: compiled for numpy 1; nixl: RuntimeError: no build of nixl is installed\)",
+        match=(
+            r"cannot be loaded on this machine \(nixl_cu12: AttributeError: compiled for numpy 1; nixl: RuntimeError: "
+            r"no build of nixl is installed\)"
+        ),
     ) as raised:
         NixlAgent(Transports.CMA)
     assert raised.value.__cause__ is not None

@@ -107,7 +107,8 @@ def test_a_read_that_fails_leaves_the_put_to_the_stream(
 
 
 def test_bytes_that_change_on_the_way_are_not_believed(backing: CarriedBacking) -> None:
-    """They are the caller's until the put ends: here something else changes them, so the shard drops what it read, and the stream carries them."""
+    """They are the caller's until the put ends: here something else changes them, so the shard drops what it read, and
+    the stream carries them."""
     flipped: list[int] = []
     agent = puller(backing)
 
@@ -225,7 +226,8 @@ def test_a_forked_child_waits_for_nothing_of_its_parent(
 def test_a_defect_in_a_turn_of_the_shard_ends_no_service(
     backing: CarriedBacking, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, part: str
 ) -> None:
-    """Such as an error of the carrier that nobody foresaw. The thread went on before only where a transfer had failed."""
+    """Such as an error of the carrier that nobody foresaw. The thread went on before only where a transfer had
+    failed."""
     put(backing)
     shard, failed = backing.shard, threading.Event()
     assert isinstance(shard, ShardEnd)

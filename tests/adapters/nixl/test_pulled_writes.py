@@ -1,4 +1,5 @@
-"""Writes whose bytes the shard reads out of its client's memory, without sockets: who may, how much, and what happens when a read fails."""
+"""Writes whose bytes the shard reads out of its client's memory, without sockets: who may, how much, and what happens
+when a read fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Rows that lie apart, gathered into registered memory for clients that read it: what is staged, for how long, and what a slow or lost client keeps."""
+"""Rows that lie apart, gathered into registered memory for clients that read it: what is staged, for how long, and what
+a slow or lost client keeps."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A whole elastic job on the transformers engine: its host takes the generator in the middle of the run, another takes its place, and every row is trained."""
+"""A whole elastic job on the transformers engine: its host takes the generator in the middle of the run, another takes
+its place, and every row is trained."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A generator that drains gives its rows back with their tokens, and another goes on with them: on the transformers engine."""
+"""A generator that drains gives its rows back with their tokens, and another goes on with them: on the transformers
+engine."""
 
 from __future__ import annotations
 

@@ -3,19 +3,23 @@
     python -m tests.workflows.job.kill_matrix --runs 20 --seed 1 --at-once 2
     python -m tests.workflows.job.kill_matrix --runs 10 --kind ppo --kills 4
 
-Each run of the short job (`tests.workflows.job.short_run`) loses `--kills` processes by SIGKILL: a task's, the serving process, its supervisor, the run itself ("run") or
-all at once ("all"). A kill names a process and a phase (`tests.workflows.job.killed_run`). A task's process stops at a point of its phase and waits to be killed, so
-that no phase is too short to be met. Pairs of process and phase that were not met come first in the next run; if some are left after `--runs`, more runs follow, at most
-`--extra`. The run is resumed whenever it is gone. A row of the table says what was killed after which step, and how the run ended:
+Each run of the short job (`tests.workflows.job.short_run`) loses `--kills` processes by SIGKILL: a task's, the serving
+process, its supervisor, the run itself ("run") or all at once ("all"). A kill names a process and a phase
+(`tests.workflows.job.killed_run`). A task's process stops at a point of its phase and waits to be killed, so that no
+phase is too short to be met. Pairs of process and phase that were not met come first in the next run; if some are left
+after `--runs`, more runs follow, at most `--extra`. The run is resumed whenever it is gone. A row of the table says
+what was killed after which step, and how the run ended:
 
 - put, done, dropped: rows; all 32 must be done, and none dropped.
-- trained: places of the data that the last checkpoint counts as trained, of those that its steps took: equal if each was trained once.
+- trained: places of the data that the last checkpoint counts as trained, of those that its steps took: equal if each
+  was trained once.
 - weights: whether the final policy, and the critic, are those of an undisturbed run, bit for bit.
 - left: files and shared memory of the queue that are left; none.
 
-Exit code 1 if a run is not as it must be, or if a process was not met in one of its phases (with `--sample`, the first alone). A run takes twenty seconds of one
-core, most of it for importing torch and transformers in two processes (three where the evaluation may be killed: the others do without); a kill of one of those takes six
-seconds more, one of all as much as a run.
+Exit code 1 if a run is not as it must be, or if a process was not met in one of its phases (with `--sample`, the first
+alone). A run takes twenty seconds of one core, most of it for importing torch and transformers in two processes (three
+where the evaluation may be killed: the others do without); a kill of one of those takes six seconds more, one of all as
+much as a run.
 """
 
 import argparse
@@ -52,7 +56,8 @@ class Plan:
         self._kills, self._draws, self._lock = kills, random.Random(seed), threading.Lock()
 
     def next(self) -> list[Kill]:
-        """Return the kills of one run, in their order: those of processes that start come first, and of those the queue's own."""
+        """Return the kills of one run, in their order: those of processes that start come first, and of those the
+        queue's own."""
         with self._lock:
             drawn = self._draws.sample(self.wanted, len(self.wanted))
             pairs = sorted(drawn, key=lambda pair: self.met[pair] + self._tried[pair])[: self._kills]
@@ -122,7 +127,8 @@ def result_of(place: Path, folder: Path, kills: list[Kill], wanted: dict[str, by
 
 
 def _check_trained(result: RunResult, folder: Path) -> None:
-    """Compare the places that the last checkpoint counts as trained with those that its steps took: neither a gap nor one twice."""
+    """Compare the places that the last checkpoint counts as trained with those that its steps took: neither a gap nor
+    one twice."""
     oldest, finished_above = checkpoint_state(
         Checkpoints(folder / "checkpoints" / "train").path(short_run.STEPS)
     ).position
@@ -178,7 +184,8 @@ def _matrix(place: Path, options: argparse.Namespace) -> int:
         ended = [good for good in pool.map(run, range(options.runs + extra)) if good is not None]
     bad, unmet = ended.count(False), plan.unmet()
     print(
-        f"{len(ended)} runs, {len(ended) - options.runs} of them extra, {plan.met.total()} kills, {bad} runs not as they must be; {_met(plan, unmet)}"
+        f"{len(ended)} runs, {len(ended) - options.runs} of them extra, {plan.met.total()} kills, {bad} runs not as "
+        f"they must be; {_met(plan, unmet)}"
     )
     return 1 if bad or (unmet and not options.sample) else 0
 

@@ -2,14 +2,16 @@
 
 The phases of a task's process, and where it is killed in them:
 
-- ``starts``: before its first row. It stops at a point for it (`stops`): when the interpreter begins, or when it is connected to the queue.
-- ``works``: it holds rows, or the source room for them. It stops when it has them, or when it is about to give its results.
+- ``starts``: before its first row. It stops at a point for it (`stops`): when the interpreter begins, or when it is
+  connected to the queue.
+- ``works``: it holds rows, or the source room for them. It stops when it has them, or when it is about to give its
+  results.
 - ``waits``: for rows, room or weights. It is stopped by SIGSTOP, and killed if its request still waits at the server.
-- of the trainers also ``publishes`` (the version is visible, the step not acked), ``acks`` (the step is acked) and ``saves`` (the checkpoint is on the disk, and the
-  queue does not know).
+- of the trainers also ``publishes`` (the version is visible, the step not acked), ``acks`` (the step is acked) and
+  ``saves`` (the checkpoint is on the disk, and the queue does not know).
 
-The queue's own processes, the run and all at once have ``starts`` (the run has no table yet, or no trainer) and ``runs``, and are killed at a random moment; the server
-that starts stops when it has been forked.
+The queue's own processes, the run and all at once have ``starts`` (the run has no table yet, or no trainer) and
+``runs``, and are killed at a random moment; the server that starts stops when it has been forked.
 """
 
 import os
@@ -53,7 +55,8 @@ def phases_of(what: str) -> tuple[str, ...]:
 
 @dataclass
 class Kill:
-    """One planned death: of what, in which phase, after how many steps; at which point, or how long after that; and after which step it came, -1 if it did not."""
+    """One planned death: of what, in which phase, after how many steps; at which point, or how long after that; and
+    after which step it came, -1 if it did not."""
 
     what: str
     phase: str
@@ -68,7 +71,8 @@ class Kill:
 
 
 def kill_of(what: str, phase: str, draws: random.Random) -> Kill:
-    """Draw a kill. Each phase but the first comes again with each step; what a checkpoint needs comes with every second one."""
+    """Draw a kill. Each phase but the first comes again with each step; what a checkpoint needs comes with every second
+    one."""
     after = 0 if phase == STARTS else draws.randrange(short_run.STEPS - 2)
     if (what, phase) == (stops.SERVER, STARTS):
         return Kill(what, phase, point=stops.START)

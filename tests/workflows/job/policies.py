@@ -57,7 +57,8 @@ def publish(queue: tq.Queue, directory: Path, version: int, *, scale: float = 1.
 
 
 def put_prompts(table: tq.Table, prompts: int, group_size: int, *, first: int = 0, in_parts: bool = False) -> None:
-    """Rows of `prompts` prompts of different lengths, as the source puts them. in_parts: of a job whose responses may take several leases."""
+    """Rows of `prompts` prompts of different lengths, as the source puts them. in_parts: of a job whose responses may
+    take several leases."""
     empty = {name: np.empty(0, np.float32 if name == "begun_logprobs" else np.int32) for name in BEGUN * in_parts}
     draws = np.random.default_rng(first)
     ids = [draws.integers(0, 200, size=4 + number % 5).astype(np.int32) for number in range(prompts)]

@@ -1,4 +1,5 @@
-"""A short job whose whole run is `transferqueue train` in a process, for tests that watch it from outside or kill its processes."""
+"""A short job whose whole run is `transferqueue train` in a process, for tests that watch it from outside or kill its
+processes."""
 
 import json
 import os
@@ -46,7 +47,8 @@ trainer = { prompts_per_step = 8, lr = 1e-3, order = "ordinal" }
 """
 )
 TOKENIZER = "transformers.tokenization_utils_tokenizers:TokenizersBackend model"
-"""What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four seconds sooner."""
+"""What a run finds out for its processes by `AutoTokenizer`, for which it loads torch: it is told, and starts four
+seconds sooner."""
 JOBS = {"grpo": GRPO, "ppo": PPO, "ppo-whitened": PPO.replace("whiten = false", "whiten = true")}
 """Sync mode, fixed seeds, rows in order: each ends with the same weights whatever is killed."""
 
@@ -155,7 +157,8 @@ def descendants(pid: int) -> list[int]:
 
 
 def pid_of(run: int, name: str) -> int | None:
-    """The process id of a task, of ``server`` (the serving process), of its ``supervisor``, or of the ``run`` itself; None if there is none."""
+    """The process id of a task, of ``server`` (the serving process), of its ``supervisor``, or of the ``run`` itself;
+    None if there is none."""
     if name == "run":
         return run
     direct = children(run)

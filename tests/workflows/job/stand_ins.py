@@ -1,4 +1,5 @@
-"""The other processes of a job, in one thread: prompts, responses that depend on the weights, rewards, advantages. And lives of a trainer."""
+"""The other processes of a job, in one thread: prompts, responses that depend on the weights, rewards, advantages. And
+lives of a trainer."""
 
 from __future__ import annotations
 

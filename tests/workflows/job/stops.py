@@ -1,8 +1,10 @@
-"""Stops a process of a run at a point, where it waits to be killed. A test plants this in the processes of a run, which know nothing of it.
+"""Stops a process of a run at a point, where it waits to be killed. A test plants this in the processes of a run, which
+know nothing of it.
 
-`environment` makes a folder with a ``sitecustomize.py`` that imports this module in each Python process of the run. A process that is named in the folder by a
-file ``NAME.stop`` stops at the first point that the file lists, removes the file, and says in a file ``NAME.here`` that it is there: its process id. It never goes
-on: without being killed, it exits after `STOP_S`. The names are those of the tasks, and `SERVER`, the child of the supervisor that serves the queue.
+`environment` makes a folder with a ``sitecustomize.py`` that imports this module in each Python process of the run. A
+process that is named in the folder by a file ``NAME.stop`` stops at the first point that the file lists, removes the
+file, and says in a file ``NAME.here`` that it is there: its process id. It never goes on: without being killed, it
+exits after `STOP_S`. The names are those of the tasks, and `SERVER`, the child of the supervisor that serves the queue.
 """
 
 import json
@@ -64,7 +66,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def plant() -> None:
-    """Make this process stop where it is asked to, if it is the first one of a task; of a supervisor, the server that it forks."""
+    """Make this process stop where it is asked to, if it is the first one of a task; of a supervisor, the server that
+    it forks."""
     if FOLDER not in os.environ:
         return
     folder = Path(os.environ[FOLDER])

@@ -1,4 +1,5 @@
-"""Checkpoints of a trainer: complete or absent, refused when damaged or of something else, and all that the next step depends on."""
+"""Checkpoints of a trainer: complete or absent, refused when damaged or of something else, and all that the next step
+depends on."""
 
 from __future__ import annotations
 

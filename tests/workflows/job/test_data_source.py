@@ -1,4 +1,5 @@
-"""The source of prompts: each number once, in an order that the seed fixes, whatever was killed; what rewards ask for, or a clear no."""
+"""The source of prompts: each number once, in an order that the seed fixes, whatever was killed; what rewards ask for,
+or a clear no."""
 
 import datetime as dt
 import json
@@ -183,7 +184,10 @@ def test_fewer_prompts_than_the_steps_need_are_refused_with_the_arithmetic(here)
     settings = job(here, "grpo", "steps=10", "data.epochs=2")
     with pytest.raises(
         Impossible,
-        match=r"steps=10 × prompts_per_step=4 are 40 prompts; .* has 10 rows × epochs=2 = 20: set steps=5, or data.epochs=0",
+        match=(
+            r"steps=10 × prompts_per_step=4 are 40 prompts; .* has 10 rows × epochs=2 = 20: set steps=5, or "
+            r"data.epochs=0"
+        ),
     ):
         open_prompts(settings, ByteTokenizer())
 

@@ -1,4 +1,5 @@
-"""The learner of a job: a step's gradient does not depend on how its rows came, and its figures are means over the step."""
+"""The learner of a job: a step's gradient does not depend on how its rows came, and its figures are means over the
+step."""
 
 from __future__ import annotations
 
@@ -176,7 +177,8 @@ def test_the_loss_is_the_algorithms_loss_of_the_models_logprobs() -> None:
 
 
 def test_gradients_of_16_bit_weights_are_added_in_float32() -> None:
-    """128 equal micro-batches: added in bfloat16, a sum stops growing when an addend is below half of its last digit."""
+    """128 equal micro-batches: added in bfloat16, a sum stops growing when an addend is below half of its last
+    digit."""
     given = select(columns("sft"), [0])
     sums = []
     for passes in (1, 128):

@@ -105,7 +105,8 @@ TURN_ROWS, TURN_STEPS, TURN_S = 2, 2, 60.0
 
 @pytest.mark.slow
 def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_its_own(tmp_path: Path) -> None:
-    """After a step was taken back, rows of the steps after it are generated again together with its own, by the same version."""
+    """After a step was taken back, rows of the steps after it are generated again together with its own, by the same
+    version."""
     pytest.importorskip("torch")
     from transferqueue.workflows.job.tiny_model.make import make
 

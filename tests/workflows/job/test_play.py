@@ -205,7 +205,10 @@ def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
     play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(
         EnvironmentFailed,
-        match=r"ordinal 1 failed with RuntimeError: the tool is gone \(try 2\); the policy had said '2'; .*1\+1=.* on_error = \"drop\"",
+        match=(
+            r"ordinal 1 failed with RuntimeError: the tool is gone \(try 2\); the policy had said '2'; .*1\+1=.* "
+            r"on_error = \"drop\""
+        ),
     ) as failed:
         played(play, settings, tokenizer, ["2+2=", "1+1="])
     assert isinstance(failed.value, StageFailedInProcess)  # which ends the run, whatever other rows do
@@ -271,7 +274,8 @@ def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:
     assert set(played(play, settings, tokenizer, ["2+2=", "1+1="])) == {0, 1}
     assert len(said) == 1
     assert re.fullmatch(
-        r"reward.environment tests.workflows.job.test_play:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not return within "
+        r"reward.environment tests.workflows.job.test_play:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not return "
+        r"within "
         r"reward.0.timeout_s=0.2 s; set a longer limit, or one in the environment",
         said[0],
     )

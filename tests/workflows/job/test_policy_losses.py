@@ -1,4 +1,5 @@
-"""Losses against figures of verl's functions; any partition of the rows gives the same sums and gradients; bad responses are refused."""
+"""Losses against figures of verl's functions; any partition of the rows gives the same sums and gradients; bad
+responses are refused."""
 
 import math
 from dataclasses import fields, replace
@@ -161,7 +162,8 @@ def gradient_of(responses, algorithm):
 
 
 def test_old_rows_still_teach_where_the_clip_is_around_the_trainer():
-    """The policy has left the clip around the one that drew: PPO's gradient is 0, the decoupled one's is the truncated weight."""
+    """The policy has left the clip around the one that drew: PPO's gradient is 0, the decoupled one's is the truncated
+    weight."""
     row = one_token(-0.5, drawn=-2.0, old=-0.5)
     assert gradient_of(row, AlgorithmSettings(kind="dapo")) == 0
     assert gradient_of(row, AlgorithmSettings(kind="dapo", old="trainer", tis_max=2.0)) == pytest.approx(-2.0)

@@ -1,4 +1,5 @@
-"""Profile, plan, run: what is measured of a real job, what a plan changes, and the prediction in the summary of its run."""
+"""Profile, plan, run: what is measured of a real job, what a plan changes, and the prediction in the summary of its
+run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The ranker's process in a job: whole batches become ready at once and ranked, lengths teach it, plans are published, a later life goes on."""
+"""The ranker's process in a job: whole batches become ready at once and ranked, lengths teach it, plans are published,
+a later life goes on."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def test_the_graph_has_the_tasks_and_one_process_for_both() -> None:
 
 
 class Place:
-    """A job's table with its ranker; the test is everything else. A prompt's one token says how long its responses are."""
+    """A job's table with its ranker; the test is everything else. A prompt's one token says how long its responses
+    are."""
 
     def __init__(self, queue: tq.Queue, folder: Path) -> None:
         import msgspec
@@ -97,7 +99,8 @@ class Place:
             )
 
     def generate(self) -> tuple[list[int], list[int]]:
-        """Take a batch as an engine does; return the kinds and expectations in the order of the leases. Then do the rest of the job with it."""
+        """Take a batch as an engine does; return the kinds and expectations in the order of the leases. Then do the
+        rest of the job with it."""
         rows = PROMPTS * SIZE
         with self.table.lease(names.ROLLOUT, rows=rows, timeout_s=WAIT_S) as batch:
             kinds = [int(ids[0]) for ids in batch["prompt_ids"]]

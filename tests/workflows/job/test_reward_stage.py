@@ -1,4 +1,5 @@
-"""The reward stage: what functions return is weighted and kept by term; what fails names the function, the row and its text."""
+"""The reward stage: what functions return is weighted and kept by term; what fails names the function, the row and its
+text."""
 
 import os
 import subprocess

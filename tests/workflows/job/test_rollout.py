@@ -1,4 +1,5 @@
-"""The rollout stage on the transformers engine: its columns, its versions, and numbers that do not depend on the leases."""
+"""The rollout stage on the transformers engine: its columns, its versions, and numbers that do not depend on the
+leases."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def task_of(table: tq.Table) -> tq.Task:
 
 
 def run(queue: tq.Queue, job: Job, table: tq.Table, **stage: Any) -> list[Event]:
-    """Serve the stage until every row is generated; rows may come again until they are trained, so the table has no end."""
+    """Serve the stage until every row is generated; rows may come again until they are trained, so the table has no
+    end."""
     events: list[Event] = []
     left, stop = table.audit()["rows_put"], threading.Event()
     with rollout(context_of(queue, table, job, events)) as work:
@@ -169,7 +171,8 @@ def test_a_stop_text_must_be_one_token(directory: Path) -> None:
 
 @pytest.mark.slow
 def test_rows_are_ranked_before_an_engine_takes_them_and_it_measures_itself(queue: tq.Queue, directory: Path) -> None:
-    """Dispatch by length with the real engine and the real ranker, which has learned nothing yet: the order stays as given."""
+    """Dispatch by length with the real engine and the real ranker, which has learned nothing yet: the order stays as
+    given."""
     job = job_of(directory, dispatch={"kind": "length"})
     table = table_of(queue, job)
     put_prompts(table, 12, 4)

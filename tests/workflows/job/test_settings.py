@@ -193,7 +193,10 @@ REFUSED = [
     (
         DISTILL,
         "checkpoint.every=400 ; queue.memory_gib=2",
-        "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or checkpoint.every=",
+        (
+            "checkpoint.every=400, top_k=64 keep 12,864 rows, up to 3.3 GiB; memory_gib=2; set queue.memory_gib=4, or "
+            "checkpoint.every="
+        ),
     ),
     # Ray
     (GRPO, "ray.replicas=2", 'ray with on="processes": nothing reads it; set on="ray"'),

@@ -1,4 +1,5 @@
-"""The rows of a step, leased from a real queue: held until they are acked together, given back if the step is given up."""
+"""The rows of a step, leased from a real queue: held until they are acked together, given back if the step is given
+up."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Over-sampling on the transformers engine: a full batch ends the other requests, and their rows go on under the next weights."""
+"""Over-sampling on the transformers engine: a full batch ends the other requests, and their rows go on under the next
+weights."""
 
 from __future__ import annotations
 

@@ -136,7 +136,8 @@ def undisturbed(given: dict[str, Any], directory: Path) -> dict[str, torch.Tenso
 
 
 def started(*arguments: Any) -> Any:
-    """Start one life of a trainer in a process of its own: `stand_ins.train`, or `stand_ins.train_and_die` with a point as text."""
+    """Start one life of a trainer in a process of its own: `stand_ins.train`, or `stand_ins.train_and_die` with a point
+    as text."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(
         ["transferqueue.workflows.job.training.process", "transformers.models.qwen3", "tests.workflows.job.stand_ins"]
@@ -175,7 +176,8 @@ DEATHS = (
 def test_a_trainer_killed_at_any_point_ends_with_the_weights_of_an_undisturbed_one(
     point: str, count: int, version: int, model: Path, queue: tq.Queue, tmp_path: Path
 ) -> None:
-    """Sync mode, fixed seeds, rows in order. A version, a row or a state of the optimizer that was lost or doubled would show in the weights."""
+    """Sync mode, fixed seeds, rows in order. A version, a row or a state of the optimizer that was lost or doubled
+    would show in the weights."""
     given = stand_ins.values(model)
     wanted = undisturbed(given, tmp_path / "whole")
     with stand_ins.table_of(queue, stand_ins.job_of(given)) as table:

@@ -1,4 +1,5 @@
-"""A tokenizer with a token for each byte, and one with a chat template as Qwen's, as directories that transformers loads."""
+"""A tokenizer with a token for each byte, and one with a chat template as Qwen's, as directories that transformers
+loads."""
 
 from pathlib import Path
 from typing import Any

@@ -38,7 +38,10 @@ def chaos(
         bool,
         typer.Option(
             "--spill",
-            help="A server with little memory and a disk for cold blocks, which is full at times. It is frozen, and not killed: these rows end with it.",
+            help=(
+                "A server with little memory and a disk for cold blocks, which is full at times. It is frozen, and "
+                "not killed: these rows end with it."
+            ),
         ),
     ] = False,
     tcp: Annotated[
@@ -59,7 +62,8 @@ def chaos(
         ),
     ] = None,
 ) -> None:
-    """Run a real server, producers, consumers and a trainer; kill, freeze, restart, cut, starve; then account for every row.
+    """Run a real server, producers, consumers and a trainer; kill, freeze, restart, cut, starve; then account for every
+    row.
 
     Uses its own server and directory, touches no other, and removes both, also on Ctrl-C. Linux only. Exit code 1 if a
     promise was broken: a row lost, done twice, with other bytes, over a bound, or a wait that was stuck.

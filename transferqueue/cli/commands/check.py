@@ -39,7 +39,8 @@ def check(
         ),
     ] = None,
 ) -> None:
-    """Check recorded calls and answers against the promises: no row lost, done twice, torn or too old, no group split, no bound broken, no wait stuck.
+    """Check recorded calls and answers against the promises: no row lost, done twice, torn or too old, no group split,
+    no bound broken, no wait stuck.
 
     Files of processes that ran at the same time belong in one call. Exit code 1 if a promise was broken.
     """

@@ -47,7 +47,10 @@ MaxStalenessOption = Annotated[
     int | None,
     typer.Option(
         min=0,
-        help="Versions a trained row may be behind. Default: 1; in mode sync 0, or what over-sampling needs. Mode delayed takes 1.",
+        help=(
+            "Versions a trained row may be behind. Default: 1; in mode sync 0, or what over-sampling needs. Mode "
+            "delayed takes 1."
+        ),
         show_default=False,
     ),
 ]
@@ -75,14 +78,18 @@ PartialOption = Annotated[
     int,
     typer.Option(
         min=0,
-        help="Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no bound.",
+        help=(
+            "Tokens that one lease adds to a response; what is unfinished then goes on under newer weights. 0: no "
+            "bound."
+        ),
     ),
 ]
 OverSampleOption = Annotated[
     float,
     typer.Option(
         min=1.0,
-        help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and goes "
+        help="Begin so many times a batch (mode sync). When the batch is full, the unfinished rest is handed back, and "
+        "goes "
         "on under the next weights.",
     ),
 ]
@@ -96,7 +103,8 @@ FilterZeroAdvantageOption = Annotated[
 OnOption = Annotated[
     Literal["processes", "ray"],
     typer.Option(
-        help="Where stages run: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names (unset: of "
+        help="Where stages run: processes of this machine, or actors of the Ray cluster that RAY_ADDRESS names (unset: "
+        "of "
         "one on this machine), with a shard on each node. All nodes must see --out."
     ),
 ]

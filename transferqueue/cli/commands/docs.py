@@ -47,7 +47,8 @@ def docs(
 
 
 def _found(name: str) -> str:
-    """The contract of exactly this name, else the page, else the contract of a name like it. `NotFound` lists names that are near."""
+    """The contract of exactly this name, else the page, else the contract of a name like it. `NotFound` lists names
+    that are near."""
     from transferqueue.cli.contracts import contract, contract_like, names
     from transferqueue.cli.pages import page
 

@@ -1,7 +1,8 @@
 """`transferqueue shim`: switch the drop-in for ``transfer_queue`` on or off for a Python environment.
 
-On is one ``.pth`` file beside the installed packages. Its line puts the folder of the drop-in before them, and imports nothing.
-So a program that never imports ``transfer_queue`` pays nothing, and a file left behind by an uninstall does nothing.
+On is one ``.pth`` file beside the installed packages. Its line puts the folder of the drop-in before them, and imports
+nothing. So a program that never imports ``transfer_queue`` pays nothing, and a file left behind by an uninstall does
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ def shim(
     switch: Annotated[Literal["on", "off", "status"], typer.Argument(help="What to do.")] = "status",
     site: Annotated[Path | None, typer.Option(help="The folder of packages; that of this Python if not given.")] = None,
 ) -> None:
-    """Put the drop-in in the place of `transfer_queue` for this Python environment. Programs that run already keep what they have."""
+    """Put the drop-in in the place of `transfer_queue` for this Python environment. Programs that run already keep what
+    they have."""
     path = (site or Path(sysconfig.get_path("purelib"))) / FILE
     if switch != "status":
         _turn(path, on=switch == "on")

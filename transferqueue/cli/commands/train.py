@@ -112,9 +112,9 @@ def train(
 ) -> None:
     """Train a model as a job file says: prompts, rollout, rewards, scores and trainer are processes around one queue.
 
-    The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the end summary.json,
-    learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process; --resume goes on, and --discard
-    gives up the run.
+    The folder of the run gets the resolved job, steps.jsonl, evaluations and sample responses as they come, and at the
+    end summary.json, learning.png and timeline.json (open it at https://ui.perfetto.dev). Ctrl-C ends every process;
+    --resume goes on, and --discard gives up the run.
     """
     if site is not None:
         _run_site(job, changes or [], out, site, others=dry_run or resume or discard or plan is not None)
@@ -173,7 +173,8 @@ def _discard(job: Path | None, changes: list[str], out: Path | None, *, others: 
 
     if others or (job is None and out is None):
         raise UsageError(
-            "train --discard gives up a run: --discard --out DIR, or JOB.toml --discard for its latest; it takes neither --resume nor --plan nor --dry-run"
+            "train --discard gives up a run: --discard --out DIR, or JOB.toml --discard for its latest; it takes "
+            "neither --resume nor --plan nor --dry-run"
         )
     name = "" if job is None else job_from_file(job, set=changes).name
     folder = unfinished_folder(name, out)
@@ -189,7 +190,8 @@ def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str,
 
     if others or job is None:
         raise UsageError(
-            "train --site runs engines of a job: JOB.toml --site NAME, with --set and --out; it takes neither --resume nor --discard nor --plan nor --dry-run"
+            "train --site runs engines of a job: JOB.toml --site NAME, with --set and --out; it takes neither --resume "
+            "nor --discard nor --plan nor --dry-run"
         )
     settings = job_from_file(job, set=changes)
     folder = folder_to_write("--out", new_folder(settings, out).path)

@@ -1,6 +1,7 @@
 """Printing: commands write to the terminal only through this module.
 
-Control characters are replaced by visible text first (`transferqueue.text`), so that no name in a table can send an escape sequence.
+Control characters are replaced by visible text first (`transferqueue.text`), so that no name in a table can send an
+escape sequence.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class Screen(Console):
 
 
 def console(*, stderr: bool = False) -> Screen:
-    """A console on stdout or stderr, 80 columns wide if it has no width. Brackets in text are printed, never read as markup."""
+    """A console on stdout or stderr, 80 columns wide if it has no width. Brackets in text are printed, never read as
+    markup."""
     return Screen(stderr=stderr, highlight=False, markup=False, emoji=False)
 
 

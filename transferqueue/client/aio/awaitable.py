@@ -14,7 +14,8 @@ A = TypeVar("A", bound=AbstractAsyncContextManager[Any])
 
 
 class AwaitableContext(Coroutine[Any, Any, A]):
-    """Something that is awaited, or entered at once: ``await table.lease(...)``, ``async with table.lease(...) as batch``.
+    """Something that is awaited, or entered at once: ``await table.lease(...)``,
+    ``async with table.lease(...) as batch``.
 
     A coroutine too, so that ``asyncio.create_task`` and task groups take it.
     """

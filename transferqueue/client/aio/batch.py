@@ -16,9 +16,9 @@ class AsyncBatch(BatchBase):
     """Rows lent to this worker, their facts and lazy columns (see `Rows`), and the verbs that end the lease.
 
     As a context manager: a clean exit acks the rows that are left; an exception releases them as failed, with
-    its text (a cancellation releases them without counting an attempt), and goes on. If that ack is refused, because results
-    are missing, the rows are released as failed too. A batch that is collected without either is released. After the end
-    its columns are `BatchEnded`; views taken before stay valid.
+    its text (a cancellation releases them without counting an attempt), and goes on. If that ack is refused, because
+    results are missing, the rows are released as failed too. A batch that is collected without either is released.
+    After the end its columns are `BatchEnded`; views taken before stay valid.
 
     Safe from any event loop, one verb at a time.
     """
@@ -44,12 +44,11 @@ class AsyncBatch(BatchBase):
 
         rows: ids of those that are done; None: all that are left. Columns and facts have one value for each, in this
         order, or one for all; they are given as to `AsyncTable.put`. step: the trainer's; the rows are then kept until
-        `AsyncTable.checkpointed` covers it, and given out again by an `AsyncTable.rollback` to an earlier one; -1: they are
-        done at once. `LeaseExpired` if the lease is over: nothing was changed, and the rows are somebody else's.
-        `SchemaError` if a column does not fit: still leased. Rows that were dropped meanwhile, or taken back for a refill of
-        their group, are left out; if all were: `LeaseExpired`.
-        `UsageError` if a row would end without a field that the task gives and another task needs: still leased; `drop` ends
-        rows that have no result.
+        `AsyncTable.checkpointed` covers it, and given out again by an `AsyncTable.rollback` to an earlier one; -1: they
+        are done at once. `LeaseExpired` if the lease is over: nothing was changed, and the rows are somebody else's.
+        `SchemaError` if a column does not fit: still leased. Rows that were dropped meanwhile, or taken back for a
+        refill of their group, are left out; if all were: `LeaseExpired`. `UsageError` if a row would end without a
+        field that the task gives and another task needs: still leased; `drop` ends rows that have no result.
         """
         facts = GivenFacts(
             group_id=group_id,
@@ -84,9 +83,9 @@ class AsyncBatch(BatchBase):
     ) -> None:
         """The rows (None: all that are left) go back to ready. failed: counts as an attempt, with `reason`.
 
-        Columns and facts say how far an unfinished row is: they replace what it had, and commit together with the release, or
-        neither does. So any worker of the task may go on where this one stopped. One row of each for every row, in this
-        order. `LeaseExpired` and `SchemaError` as of `ack`.
+        Columns and facts say how far an unfinished row is: they replace what it had, and commit together with the
+        release, or neither does. So any worker of the task may go on where this one stopped. One row of each for every
+        row, in this order. `LeaseExpired` and `SchemaError` as of `ack`.
 
         Example:
             >>> import transferqueue as tq

@@ -15,8 +15,8 @@ from transferqueue.storage.elements.process_bound import ProcessBound
 class AsyncLoader(ProcessBound):
     """`Loader` for an event loop: ``async for batch in table.loader(...): async with batch: ...``.
 
-    Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of its ``async
-    with``), or when the loader is collected.
+    Fetching begins with the first batch that is asked for. It ends with the last batch, with `aclose` (or the end of
+    its ``async with``), or when the loader is collected.
     """
 
     _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"

@@ -29,7 +29,8 @@ class AsyncPromise(PromiseBase[T]):
         self._pipeline = pipeline
 
     async def result(self) -> T:
-        """Wait until the server has answered this call and those before it, and return its result; raises what it was refused with."""
+        """Wait until the server has answered this call and those before it, and return its result; raises what it was
+        refused with."""
         await self._pipeline._settle(self)
         return self.outcome()
 
@@ -37,14 +38,14 @@ class AsyncPromise(PromiseBase[T]):
 class AsyncPipeline(PipelineBase[AsyncPromise[Any]]):
     """Puts, updates and acks of which several are in flight. Made by `AsyncTable.pipeline`.
 
-    Each call copies its columns, sends its commit, and returns a promise without waiting for the answer. The server carries the commits out
-    in the order of the calls, each whole or not at all, and each once, also if the connection is lost meanwhile. When `calls` or `bytes` are
-    in flight, the next call first waits until half of them are answered.
+    Each call copies its columns, sends its commit, and returns a promise without waiting for the answer. The server
+    carries the commits out in the order of the calls, each whole or not at all, and each once, also if the connection
+    is lost meanwhile. When `calls` or `bytes` are in flight, the next call first waits until half of them are answered.
 
-    An error is raised by `result` of its promise, else by the next call (which is not made then), by `drain`, or at the end of the block:
-    it concerns its own call alone, and those after it are carried out. A call whose commit has to be made again, since a shard was lost, or
-    a put that waits for room, may come after later ones. An exception that leaves the block waits for what is in flight, and its errors are
-    added to it as notes; a cancellation does not wait.
+    An error is raised by `result` of its promise, else by the next call (which is not made then), by `drain`, or at the
+    end of the block: it concerns its own call alone, and those after it are carried out. A call whose commit has to be
+    made again, since a shard was lost, or a put that waits for room, may come after later ones. An exception that
+    leaves the block waits for what is in flight, and its errors are added to it as notes; a cancellation does not wait.
 
     Not for several tasks at once: each makes its own.
     """

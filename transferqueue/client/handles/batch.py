@@ -72,7 +72,8 @@ class BatchBase(RowsBase):
         return bool(self._lease.ended) or self._lease.lost
 
     def _check_enter(self) -> None:
-        """Raise if the batch has ended. In a loop over batches, the ack of a lost batch reports the loss, and ends only its block."""
+        """Raise if the batch has ended. In a loop over batches, the ack of a lost batch reports the loss, and ends only
+        its block."""
         if not (self._goes_on and self._lease.lost):
             self._lease.check()
 

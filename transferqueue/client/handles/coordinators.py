@@ -1,10 +1,11 @@
-"""The coordinators that a queue talks to: one session with each, mostly one. `transferqueue.wire.home_coordinator` says which has what.
+"""The coordinators that a queue talks to: one session with each, mostly one. `transferqueue.wire.home_coordinator` says
+which has what.
 
 Rules:
 
 - A queue has a session with every coordinator of its deployment, or with exactly one.
-- A call that names a table or a channel goes to its home coordinator. While that is out of reach, the call fails with an error
-  that names its address; calls to the other coordinators work.
+- A call that names a table or a channel goes to its home coordinator. While that is out of reach, the call fails with
+  an error that names its address; calls to the other coordinators work.
 - A call about the whole deployment asks each coordinator, in the order of their numbers.
 """
 
@@ -36,7 +37,8 @@ class QueueBase(ProcessBound):
 
     @property
     def address(self) -> str:
-        """Where other processes connect to the same tables; of several coordinators their addresses, joined by commas."""
+        """Where other processes connect to the same tables; of several coordinators their addresses, joined by
+        commas."""
         return ",".join(client.address for client in self._clients)
 
     @property
@@ -45,19 +47,22 @@ class QueueBase(ProcessBound):
         return [client.address for client in self._clients]
 
     def coordinator_of(self, name: str) -> str:
-        """The address of the coordinator that a table or weight channel of this name belongs to, whether there is one or not."""
+        """The address of the coordinator that a table or weight channel of this name belongs to, whether there is one
+        or not."""
         return self._of(check_name("table", name)).address
 
     def end_waits(self, why: TransferQueueError) -> None:
-        """From now on no call of this queue waits: a call that waits in any thread, or would have to, raises a copy of `why`.
+        """From now on no call of this queue waits: a call that waits in any thread, or would have to, raises a copy of
+        `why`.
 
         What can be done at once is done as before. A supervisor calls this when whatever the calls wait for is gone, as
-        `workflows.flow.Flow` does. Callable from any thread; returns at once. `UsageError` if `why` is no error of the queue.
+        `workflows.flow.Flow` does. Callable from any thread; returns at once. `UsageError` if `why` is no error of the
+        queue.
         """
         if not isinstance(why, TransferQueueError):
             raise UsageError(
-                f"why={shown(why)} is {type(why).__name__}; give an error that calls of the queue may raise, a TransferQueueError or "
-                "a subclass of it"
+                f"why={shown(why)} is {type(why).__name__}; give an error that calls of the queue may raise, a "
+                "TransferQueueError or a subclass of it"
             )
         for client in self._clients:
             client.connection.end_waits(why)
@@ -84,8 +89,8 @@ class QueueBase(ProcessBound):
         """The session with the only coordinator. `UsageError` if there are several."""
         if len(self._clients) > 1:
             raise UsageError(
-                f"this is for one coordinator, and the queue is of {len(self._clients)}; connect to the one that is meant alone: "
-                f"{self.address}"
+                f"this is for one coordinator, and the queue is of {len(self._clients)}; connect to the one that is "
+                f"meant alone: {self.address}"
             )
         return self._clients[0]
 
@@ -99,7 +104,8 @@ class QueueBase(ProcessBound):
             return {"unreachable": str(error)}
 
     def _together(self, answers: Sequence[Plain]) -> Plain:
-        """Merge the answers of several coordinators: their tables and channels, and under "coordinators" each answer by its address."""
+        """Merge the answers of several coordinators: their tables and channels, and under "coordinators" each answer by
+        its address."""
         if len(answers) == 1:
             return answers[0]
         merged: Plain = {"coordinators": dict(zip(self.coordinators, answers, strict=True))}
@@ -122,6 +128,7 @@ def check_seats(clients: Sequence[ClientSession]) -> None:
         return
     listed = ", ".join(f"{client.address} is {client.seat}" for client in clients)
     raise UsageError(
-        f"these {len(clients)} addresses are not all coordinators of one deployment, each once: {listed}; give the addresses of all of "
-        f"it, or start the servers as one (transferqueue serve --coordinator 1/{len(clients)} to {len(clients)}/{len(clients)})"
+        f"these {len(clients)} addresses are not all coordinators of one deployment, each once: {listed}; give the "
+        f"addresses of all of it, or start the servers as one (transferqueue serve --coordinator 1/{len(clients)} to "
+        f"{len(clients)}/{len(clients)})"
     )

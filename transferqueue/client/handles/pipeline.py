@@ -85,7 +85,8 @@ class PipelineBase(ProcessBound, Generic[P]):
     def _check_open(self) -> None:
         if not self._is_open:
             raise UsageError(
-                "a pipeline is used inside its block, whose end waits for the answers; write: with table.pipeline() as pipeline: ..."
+                "a pipeline is used inside its block, whose end waits for the answers; write: with table.pipeline() as "
+                "pipeline: ..."
             )
 
     def _take_oldest(self) -> tuple[P, Held[Any]]:

@@ -2,16 +2,19 @@
 
 Rules:
 
-1. At most `prefetch` batches are being fetched or are ready. They are leased one after the other, and taken in that order.
+1. At most `prefetch` batches are being fetched or are ready. They are leased one after the other, and taken in that
+   order.
 2. A fetch leases the rows and gathers each column in a thread, so that `take` copies nothing.
-3. The client renews the lease of a ready batch at each third, like any other, so at least two thirds are left when it is taken.
-   Its time limit counts from the last `take`: if the consumer hangs, its ready batches expire too. A batch whose lease was lost
-   is skipped: others have its rows.
-4. A caller's wait begins with its `take`. A fetch waits as long for rows on its own; then it pauses until its batch is asked for,
-   and waits for the rest of that caller's time.
-5. An error of a fetch is raised by the `take` that would have returned its batch; the next `take` continues. `EndOfTable` is final.
+3. The client renews the lease of a ready batch at each third, like any other, so at least two thirds are left when it
+   is taken. Its time limit counts from the last `take`: if the consumer hangs, its ready batches expire too. A batch
+   whose lease was lost is skipped: others have its rows.
+4. A caller's wait begins with its `take`. A fetch waits as long for rows on its own; then it pauses until its batch is
+   asked for, and waits for the rest of that caller's time.
+5. An error of a fetch is raised by the `take` that would have returned its batch; the next `take` continues.
+   `EndOfTable` is final.
 6. Closing releases the batches that were not taken, as no attempt. A cancelled `take` takes nothing.
-7. No task outlives its loader: whoever hears that it has ended, by `aclose` or by `EndOfTable`, hears it when all fetches have ended.
+7. No task outlives its loader: whoever hears that it has ended, by `aclose` or by `EndOfTable`, hears it when all
+   fetches have ended.
 """
 
 from __future__ import annotations
@@ -114,7 +117,8 @@ class Prefetcher(Generic[B]):
         self._prefetch = checks.positive("prefetch", prefetch)
         self._fetches: deque[PrefetchSlot[B]] = deque()
         self._running: set[asyncio.Task[PrefetchedLease[B]]] = set()
-        """The fetches that have not ended, those that were stopped included: a loop itself holds its tasks by weak references."""
+        """The fetches that have not ended, those that were stopped included: a loop itself holds its tasks by weak
+        references."""
         self._turn, self._taking = asyncio.Lock(), asyncio.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._end: EndOfTable | None = None
@@ -213,7 +217,8 @@ class Prefetcher(Generic[B]):
             self._fetches.popleft().stop()
 
     async def _have_ended(self) -> None:
-        """Wait until the fetches that were stopped have ended, which is at once, or when a copy of columns has been made."""
+        """Wait until the fetches that were stopped have ended, which is at once, or when a copy of columns has been
+        made."""
         if self._running:
             await asyncio.wait(self._running.copy())
 

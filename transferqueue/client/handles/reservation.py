@@ -15,7 +15,8 @@ from transferqueue.wire import messages as m
 
 
 class _ReservationRemainder:
-    """Number of rows that were neither put nor returned yet. Its own object, so that a finalizer can hold it without the reservation."""
+    """Number of rows that were neither put nor returned yet. Its own object, so that a finalizer can hold it without
+    the reservation."""
 
     __slots__ = ("rows",)
 
@@ -38,7 +39,10 @@ class ReservationBase(ProcessBound):
 
     def __repr__(self) -> str:
         table = self._terms.name
-        return f"<{type(self).__name__} of {counted(self.rows, 'row')} of table {table!r} at version {self.version}, {self.left} left>"
+        return (
+            f"<{type(self).__name__} of {counted(self.rows, 'row')} of table {table!r} at version {self.version}, "
+            f"{self.left} left>"
+        )
 
     @property
     def id(self) -> int:
@@ -75,7 +79,8 @@ class ReservationBase(ProcessBound):
 
 
 def _return_at_collection(client: ClientSession, left: _ReservationRemainder, unreserve: m.Unreserve) -> None:
-    """Return the rows that are left. Runs in finalizers too. If an interrupt makes it run twice, the server ignores the second."""
+    """Return the rows that are left. Runs in finalizers too. If an interrupt makes it run twice, the server ignores the
+    second."""
     if left.rows:
         client.connection.post(unreserve)
         left.rows = 0

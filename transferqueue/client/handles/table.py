@@ -59,6 +59,6 @@ class TableBase(ProcessBound):
         tasks = f"tasks {', '.join(self.tasks)}" if terms.tasks else "no tasks"
         state = f"{', sealed' if terms.sealed else ''}{', closed' if self._client.closed else ''}"
         return (
-            f"<{type(self).__name__} {self.name!r} at {self._client.address}: {counted(len(self._terms.fields), 'field')}, {tasks}, "
-            f"at most {counted(terms.limits.rows, 'row')}{state}>"
+            f"<{type(self).__name__} {self.name!r} at {self._client.address}: "
+            f"{counted(len(self._terms.fields), 'field')}, {tasks}, at most {counted(terms.limits.rows, 'row')}{state}>"
         )

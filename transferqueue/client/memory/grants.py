@@ -2,15 +2,17 @@
 
 Rules:
 
-1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it at its end. In an arena
-   below 16 MiB smaller ones do, too: there an open extent has at most a part in `SMALL_EXTENTS_SHARE` of the arena, since idle clients keep theirs.
-2. Smaller puts take regions of an open extent, one after the other: one round trip each, and no page wasted. An extent without
-   room for a put is retired before the next one is asked for: the wait for that may be one for this memory. The newest few stay open.
+1. A put of `SMALL_EXTENT_BYTES` or more, and any publication of weights, asks for an extent of its size and returns it
+   at its end. In an arena below 16 MiB smaller ones do, too: there an open extent has at most a part in
+   `SMALL_EXTENTS_SHARE` of the arena, since idle clients keep theirs.
+2. Smaller puts take regions of an open extent, one after the other: one round trip each, and no page wasted. An extent
+   without room for a put is retired before the next one is asked for: the wait for that may be one for this memory. The
+   newest few stay open.
 3. A retired extent is returned when the last put that writes into it has ended, never before.
-4. If a region was certainly not committed and was the last one taken, the next put takes it. If nobody knows whether it was
-   committed (an interrupt, a lost server), nothing writes there again.
-5. If a transfer to another machine failed, late frames of it may still write into its region. Nothing else writes there, and
-   the extent takes no further put.
+4. If a region was certainly not committed and was the last one taken, the next put takes it. If nobody knows whether it
+   was committed (an interrupt, a lost server), nothing writes there again.
+5. If a transfer to another machine failed, late frames of it may still write into its region. Nothing else writes
+   there, and the extent takes no further put.
 6. A commit that fills an extent also closes it: the client need not return it.
 7. The copies of a region are regions in other shards, with the same bytes. They end as it does.
 8. An extent whose shard was lost takes no further put.
@@ -32,7 +34,8 @@ from transferqueue.schema import align
 from transferqueue.wire import messages as m
 
 OPEN_MAX: Final = 2
-"""Open extents kept for each copy that puts have: the one in use, and one that another thread asked for at the same moment."""
+"""Open extents kept for each copy that puts have: the one in use, and one that another thread asked for at the same
+moment."""
 
 
 ROWS: Final = "rows"
@@ -84,7 +87,8 @@ class WriteRegion:
 
 
 class WriteGrants:
-    """The extents that a session may write into. Safe from any thread. return_extent: sends the request that returns one.
+    """The extents that a session may write into. Safe from any thread. return_extent: sends the request that returns
+    one.
 
     arena_bytes: of the coordinator's own arena.
     """
@@ -108,7 +112,8 @@ class WriteGrants:
         use: m.GrantPurpose = "results",
         lane: str = ROWS,
     ) -> Operation[WriteRegion]:
-        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`, `COLUMNS` or `INTERNED`."""
+        """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`,
+        `COLUMNS` or `INTERNED`."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(max(nbytes, 1), deadline, apart, use)), nbytes)
         while (region := self.take(nbytes, lane, apart)) is None:
@@ -122,7 +127,8 @@ class WriteGrants:
         return WriteRegion(self, extent, granted.offset, nbytes)
 
     def take(self, nbytes: int, lane: str = ROWS, apart: Sequence[int] = ()) -> WriteRegion | None:
-        """`region` without asking the server: None if the put is to have an extent of its own, or no open extent of the lane has room."""
+        """`region` without asking the server: None if the put is to have an extent of its own, or no open extent of the
+        lane has room."""
         if nbytes >= self._whole_from:
             return None
         size = -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -35,7 +35,8 @@ _ONE: Final = 4
 class MappedMemory:
     """Writes into granted extents, and pins blocks that replies named. Safe from any thread.
 
-    arenas: shard -> path. on_release: called with blocks whose pins return; runs in finalizers. open_arena: as `Mapping.open`.
+    arenas: shard -> path. on_release: called with blocks whose pins return; runs in finalizers. open_arena: as
+    `Mapping.open`.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class MappedMemory:
         rows: int,
         slices: Mapping[str, Slice] = NO_SLICES,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """The columns of one reply, and the blocks that hold their memory. Reads no bytes. The pins return when the last view is
-        collected, or at once if this fails."""
+        """The columns of one reply, and the blocks that hold their memory. Reads no bytes. The pins return when the
+        last view is collected, or at once if this fails."""
         yield from ()  # an operation that asks for nothing
         memory = self.pin_all({block.block: block for part in parts for block in part.blocks}.values())
         columns: dict[str, Column] = {}
@@ -106,8 +107,8 @@ class MappedMemory:
         return columns, held
 
     def pin(self, shard: int, blocks: Collection[m.BlockLocation]) -> dict[int, NDArray[np.uint8]]:
-        """The bytes of each block of this shard that a reply named, each once. Its pin returns when the last view is collected; that of
-        few bytes, which are copied, at once."""
+        """The bytes of each block of this shard that a reply named, each once. Its pin returns when the last view is
+        collected; that of few bytes, which are copied, at once."""
         if not blocks:
             return {}
         arena = self._arenas.get(shard) or self._arena(shard)
@@ -151,8 +152,8 @@ class MappedMemory:
         return arena
 
     def _released(self, pins: Pins) -> None:
-        """Runs in finalizers: takes no lock, since an interrupt could leave it taken. May be called again with the same pins, where
-        an interrupt stopped the finalizer."""
+        """Runs in finalizers: takes no lock, since an interrupt could leave it taken. May be called again with the same
+        pins, where an interrupt stopped the finalizer."""
         self._tell(pins)
         if not pins.counted:
             pins.counted = True

@@ -2,13 +2,14 @@
 
 Rules:
 
-1. A value is known by its content, the xxh3-128 of its block, and by its layout. Both are compared with the bytes that arrived before they are kept; what
-   does not match is handed out as it came, checked by its transfer, and not kept.
-2. Values are kept whole: a reply that names some of a block's rows fetches them all, if the missing blocks of its column are at most
-   `WHOLE_FACTOR` times what its rows need. Else only its rows cross, as of any column, and nothing is kept.
+1. A value is known by its content, the xxh3-128 of its block, and by its layout. Both are compared with the bytes that
+   arrived before they are kept; what does not match is handed out as it came, checked by its transfer, and not kept.
+2. Values are kept whole: a reply that names some of a block's rows fetches them all, if the missing blocks of its
+   column are at most `WHOLE_FACTOR` times what its rows need. Else only its rows cross, as of any column, and nothing
+   is kept.
 3. Each reply gets a copy, since a batch may be changed in place. So what is kept never changes, and needs no pin.
-4. At most `RECEIVED_BYTES_MAX` bytes are kept. Those that were used longest ago go first, and a block of more than a quarter of that is
-   neither fetched whole nor kept.
+4. At most `RECEIVED_BYTES_MAX` bytes are kept. Those that were used longest ago go first, and a block of more than a
+   quarter of that is neither fetched whole nor kept.
 """
 
 from __future__ import annotations
@@ -47,7 +48,8 @@ class ReceivedValues:
         return bool(at.content) and at.nbytes <= self._bytes_max // _LARGEST_PART
 
     def serves(self, part: m.ReplyColumns, rows: int) -> bool:
-        """Whether this part of a reply of so many rows is to come from here: its blocks are here, or are received whole."""
+        """Whether this part of a reply of so many rows is to come from here: its blocks are here, or are received
+        whole."""
         if not all(map(self.is_worth_keeping, part.blocks)):
             return False
         if all(at.rows <= WHOLE_FACTOR for at in part.blocks):  # such as one image each

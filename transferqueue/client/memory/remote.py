@@ -1,9 +1,9 @@
 """Memory that this process cannot map: its bytes are sent and received through the shard's bulk endpoint.
 
-A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the columns are
-this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling thread, and each uses a
-connection alone (`transport.bulk` has the rules). Where a carrier is chosen (`client.memory.carrier`), it moves the
-bytes; if that fails, the stream carries them.
+A read fetches all columns of a reply in one transfer as soon as the reply comes. Then the blocks are unpinned, and the
+columns are this process's own. A write is gathered in a buffer and sent before its commit. Both block the calling
+thread, and each uses a connection alone (`transport.bulk` has the rules). Where a carrier is chosen
+(`client.memory.carrier`), it moves the bytes; if that fails, the stream carries them.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ _CARRIER_ERRORS: Final = (Corruption, Unreachable, Impossible, ProtocolError, In
 class RemoteMemory:
     """Reads and writes of one session over connections that `dial` makes. Safe from any thread.
 
-    unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end of `close`.
-    carrier: moves bytes beside the connections; None: all bytes cross over connections.
+    unpin: called with blocks whose pins return. over: why the session has ended, or None. on_close: called at the end
+    of `close`. carrier: moves bytes beside the connections; None: all bytes cross over connections.
     """
 
     def __init__(
@@ -138,7 +138,8 @@ class RemoteMemory:
         return True
 
     def store(self, granted: m.Granted, offset: int, data: memoryview) -> None:
-        """Send `data` to byte `offset` of the arena, inside a granted extent. Blocks until it is there; errors as of `write`."""
+        """Send `data` to byte `offset` of the arena, inside a granted extent. Blocks until it is there; errors as of
+        `write`."""
         self._store(granted, offset, data, Caller(self._interrupt))
 
     def _store(self, granted: m.Granted, offset: int, data: memoryview, caller: Caller) -> None:
@@ -154,8 +155,9 @@ class RemoteMemory:
         *,
         compare: bool = False,
     ) -> Operation[tuple[dict[str, Column], list[MappedBlocks]]]:
-        """Receive the columns of one reply, of those in `slices` only that part. Also returns the blocks that hold them. The pins return
-        in any case. compare: the shard compares the blocks of these parts, `Corruption` if one does not match its checksum."""
+        """Receive the columns of one reply, of those in `slices` only that part. Also returns the blocks that hold
+        them. The pins return in any case. compare: the shard compares the blocks of these parts, `Corruption` if one
+        does not match its checksum."""
         try:
             asked = [rows_of(part, rows, slices, compare=compare) for part in parts]
             found: list[FetchTransfer] = []
@@ -177,7 +179,8 @@ class RemoteMemory:
         self._interrupt()
 
     def close(self) -> None:
-        """End all transfers with `Disconnected`, and close. Received columns stay valid. Again, or in a forked child: nothing."""
+        """End all transfers with `Disconnected`, and close. Received columns stay valid. Again, or in a forked child:
+        nothing."""
         if os.getpid() != self._pid or self._closed:
             return
         self._closed = True
@@ -222,8 +225,8 @@ class RemoteMemory:
     def _carry(self, begin: Callable[[int], T], caller: Caller, tries: int = BULK_TRIES) -> T:
         """Run one transfer. If it fails on the way, run it again over another connection, `tries` times.
 
-        When the server is started again, the count starts again too. Attempts are a while apart: a server that dies still accepts
-        connections until its process is gone.
+        When the server is started again, the count starts again too. Attempts are a while apart: a server that dies
+        still accepts connections until its process is gone.
         """
         failed: Corruption | Unreachable | None = None
         life, left = self._welcome.epoch, tries
@@ -340,7 +343,8 @@ class _ConnectionProgress:
 
 
 class Caller:
-    """The caller that waits for a transfer: its deadline, and whether it went away. interrupt: makes the transfer check both now.
+    """The caller that waits for a transfer: its deadline, and whether it went away. interrupt: makes the transfer check
+    both now.
 
     After the deadline a transfer continues while its bytes move, so that rows on their way are not thrown away.
     """
@@ -373,7 +377,8 @@ class Caller:
         """`DeadlineExceeded` if the deadline has passed."""
         if self._deadline is not None and self._deadline.over:
             raise DeadlineExceeded(
-                f"the bytes did not cross within the {self._deadline.wait_s:g} s that the call was given: {why}; nothing was changed"
+                f"the bytes did not cross within the {self._deadline.wait_s:g} s that the call was given: {why}; "
+                "nothing was changed"
             )
 
 

@@ -2,12 +2,12 @@
 
 Rules:
 
-- Blocks of mapped shards are viewed in place. From each other shard the rows of a reply arrive in one transfer, from all shards at
-  the same time. A column may have blocks of several shards.
-- Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once; the server
-  never sends the list unasked.
-- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a copy (`received`). What is too large
-  for that crosses as other columns do, each time.
+- Blocks of mapped shards are viewed in place. From each other shard the rows of a reply arrive in one transfer, from
+  all shards at the same time. A column may have blocks of several shards.
+- Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once;
+  the server never sends the list unasked.
+- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a
+  copy (`received`). What is too large for that crosses as other columns do, each time.
 - Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
@@ -66,7 +66,8 @@ Key = tuple[int, int]
 
 
 class ShardClients:
-    """Safe from any thread. own: the coordinator's memory. dial: connects to a remote shard. unpin: called with blocks whose pins return.
+    """Safe from any thread. own: the coordinator's memory. dial: connects to a remote shard. unpin: called with blocks
+    whose pins return.
 
     The remote memories, `own` included if it is remote, return no pins themselves.
     """
@@ -188,8 +189,8 @@ class ShardClients:
         rows: int,
         slices: Mapping[str, Slice] = NO_SLICES,
     ) -> Operation[FoundColumns]:
-        """The columns of one reply, those in `slices` cut, and for each part the blocks that hold its memory. The pins return at once if
-        this fails."""
+        """The columns of one reply, those in `slices` cut, and for each part the blocks that hold its memory. The pins
+        return at once if this fails."""
         named = {block.block: block for part in parts for block in part.blocks}
         shards = {block.shard for block in named.values()}
         received = list(named)
@@ -209,10 +210,11 @@ class ShardClients:
     def tensors(
         self, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], slices: Mapping[str, Slice]
     ) -> Operation[list[FoundTensor]]:
-        """The tensor in each of these blocks of one row and field, those in `slices` cut. Errors and pins as of `columns`.
+        """The tensor in each of these blocks of one row and field, those in `slices` cut. Errors and pins as of
+        `columns`.
 
-        Of blocks that are not mapped here only what is wanted crosses. Their shards compare those that cross in part with their checksums; nobody
-        else has compared anything.
+        Of blocks that are not mapped here only what is wanted crosses. Their shards compare those that cross in part
+        with their checksums; nobody else has compared anything.
         """
         shards, received = {block.shard for block in blocks}, [block.block for block in blocks]
         found: dict[int, FoundTensor] = {}
@@ -261,7 +263,8 @@ class ShardClients:
     def _columns_with_interned(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
     ) -> Operation[FoundColumns]:
-        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were not and are worth it."""
+        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were
+        not and are worth it."""
         are_kept = [
             part.fields[0] not in slices
             and all(at.content and self._place(at.shard) != _MAPPED for at in part.blocks)
@@ -343,8 +346,8 @@ PRESENCE_S: Final = 0.1
 
 
 class ShardLivenessCheck:
-    """Asks the coordinator, at most every `ASK_S` of a transfer, whether a remote shard is there. So a caller learns that the shard
-    was killed sooner than by its silence."""
+    """Asks the coordinator, at most every `ASK_S` of a transfer, whether a remote shard is there. So a caller learns
+    that the shard was killed sooner than by its silence."""
 
     def __init__(self, connection: Connection, number: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._connection = connection

@@ -1,8 +1,8 @@
 """The client's side of the two bulk transfers: columns that it reads, and bytes that it writes. No I/O.
 
-Both are run alike: send `opening`; for each message that arrives call `expect`, then `fill` with its bytes, and send what `receive`
-returns, until `done`. Bytes are read straight to their place. A message that does not fit is `Corruption`; the caller then
-begins the transfer again over another connection.
+Both are run alike: send `opening`; for each message that arrives call `expect`, then `fill` with its bytes, and send
+what `receive` returns, until `done`. Bytes are read straight to their place. A message that does not fit is
+`Corruption`; the caller then begins the transfer again over another connection.
 """
 
 from __future__ import annotations
@@ -53,15 +53,16 @@ class ClientTransfer(Protocol):
         """Read the next bytes of the message to their place. Returns how many."""
 
     def receive(self) -> Iterable[b.Message]:
-        """The message has arrived whole, and its checksum matches. Returns the messages to send now, made as those of `opening`."""
+        """The message has arrived whole, and its checksum matches. Returns the messages to send now, made as those of
+        `opening`."""
 
     def ask(self) -> b.Message:
         """The message to send after a silence: it asks whether the shard still knows of the transfer."""
 
 
 class RequestedRows(msgspec.Struct, frozen=True):
-    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is; None: they are the rows of the
-    reply, in order. lie_apart: whether they are no consecutive slots of one block."""
+    """The distinct rows of one part, as the request names them, and for each row of the reply which of them it is;
+    None: they are the rows of the reply, in order. lie_apart: whether they are no consecutive slots of one block."""
 
     wanted: b.RowSelection
     count: int
@@ -72,8 +73,8 @@ class RequestedRows(msgspec.Struct, frozen=True):
 def rows_of(
     part: m.ReplyColumns, rows: int, slices: Mapping[str, Slice] = NO_SLICES, *, compare: bool = False
 ) -> RequestedRows:
-    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted whole. compare: the shard is
-    to compare the blocks of those with their checksums."""
+    """The rows to ask for: a stored row that several rows of the reply share is sent once. slices: of fields not wanted
+    whole. compare: the shard is to compare the blocks of those with their checksums."""
     blocks, slots = (
         codec.decode_constant(part.block_of_row, "<i4", rows),
         codec.decode_ascending(part.slot_of_row, "<i4", rows),
@@ -163,8 +164,8 @@ class FetchTransfer(_StreamTransfer):
 
     @property
     def coming(self) -> int:
-        """Bytes of parts that have begun, if the shard gathers them: to receive a frame while it is sent makes the shard slower, and it is what
-        both wait for. What leaves as it lies is better received at once."""
+        """Bytes of parts that have begun, if the shard gathers them: to receive a frame while it is sent makes the
+        shard slower, and it is what both wait for. What leaves as it lies is better received at once."""
         return sum(map(len, self._due)) if self._is_gathered else 0
 
     def ask(self) -> b.Message:
@@ -236,7 +237,8 @@ class FetchTransfer(_StreamTransfer):
         self._due.append(memory)
 
     def _bound(self, part: RequestedRows) -> int:
-        """Most bytes that a part may have: rows are distinct, so at most the bytes of their blocks, and offsets, shapes and padding."""
+        """Most bytes that a part may have: rows are distinct, so at most the bytes of their blocks, and offsets, shapes
+        and padding."""
         extra = sum(8 * (part.count + 1) * (1 + len(self._fields[name].shape)) + 256 for name in part.wanted.fields)
         return sum(at.nbytes for at in part.wanted.blocks) + extra
 
@@ -249,7 +251,8 @@ class FetchTransfer(_StreamTransfer):
 
 
 class WritingTransfer:
-    """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which ones it has stored."""
+    """What both kinds of writes share: frames that `left` makes are sent as the window allows, and the shard says which
+    ones it has stored."""
 
     coming = 0
 

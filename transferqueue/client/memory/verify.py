@@ -1,8 +1,8 @@
 """Compare blocks with the checksums that they were put with, if the client asks for it (``connect(verify=True)``).
 
-A server at level ``disk`` compares all blocks when it starts, and none while it serves. A client that maps its memory reads the bytes
-anyway: here it reads them once more, when a reply first names them, and never again in its session. A block that does not match is
-`Damaged`, before the caller has a view of it.
+A server at level ``disk`` compares all blocks when it starts, and none while it serves. A client that maps its memory
+reads the bytes anyway: here it reads them once more, when a reply first names them, and never again in its session. A
+block that does not match is `Damaged`, before the caller has a view of it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ class Verifier:
     def check(
         self, content: m.ReplyRows, columns: Mapping[str, Column], held: Sequence[MappedBlocks], subject: str
     ) -> Operation[None]:
-        """`Damaged` unless all blocks of a reply match their checksums. columns, held: what the reply's parts became."""
+        """`Damaged` unless all blocks of a reply match their checksums. columns, held: what the reply's parts
+        became."""
         wanted = [one for one in _placed(held) if (one[0].block, one[0].checksum) not in self._seen]
         bad: list[m.BlockLocation] = []
 
@@ -88,8 +89,8 @@ def _damaged(
     )
     ordered = sorted(rows)
     return Damaged(
-        f"rows {listing(ordered)} of {subject} are damaged: {where} of the server's memory, with their {listing(fields)}, does not match "
-        "the checksum that it was put with. Nothing of it was handed out; put the rows again, or restart the server, which "
-        "has what is damaged made again or drops it as lost",
+        f"rows {listing(ordered)} of {subject} are damaged: {where} of the server's memory, with their "
+        f"{listing(fields)}, does not match the checksum that it was put with. Nothing of it was handed out; put the "
+        "rows again, or restart the server, which has what is damaged made again or drops it as lost",
         np.array(ordered, "<i8").tobytes(),
     )

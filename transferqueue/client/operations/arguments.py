@@ -31,7 +31,8 @@ _HOMES: Final = re.compile(r"(transferqueue\.\w+|typing|collections\.abc)\.")
 
 
 def within(timeout_s: object) -> Operation[Deadline]:
-    """Start the deadline of the operation, `timeout_s` seconds from now (None: no limit). `UsageError` if it is not a time."""
+    """Start the deadline of the operation, `timeout_s` seconds from now (None: no limit). `UsageError` if it is not a
+    time."""
     deadline = yield Within(timeout(timeout_s))
     if not isinstance(deadline, Deadline):
         raise InternalError(f"a deadline was answered with {type(deadline).__name__}")
@@ -74,7 +75,8 @@ def row_ids(rows: object) -> bytes:
         ids = np.asarray(rows)
     except (ValueError, TypeError, OverflowError, RuntimeError) as error:
         raise UsageError(
-            f"rows cannot be read as an array: {shortened(str(error), SHOWN_CHARS)}; give row ids: integers, in one dimension"
+            f"rows cannot be read as an array: {shortened(str(error), SHOWN_CHARS)}; give row ids: integers, in one "
+            "dimension"
         ) from error
     if ids.size == 0:
         ids = ids.astype(np.int64)
@@ -116,7 +118,8 @@ def field_slices(fields: FieldsWanted) -> tuple[list[str] | None, Mapping[str, S
     for name, part in fields.items():
         if part is not None and not isinstance(part, Slice):
             raise UsageError(
-                f"fields[{name!r}] is {type(part).__name__}, {shown(part)}; give a tq.Slice, such as tq.Slice((0, 512)), or None for all of it"
+                f"fields[{name!r}] is {type(part).__name__}, {shown(part)}; give a tq.Slice, such as tq.Slice((0, "
+                "512)), or None for all of it"
             )
     return wanted, {name: part for name, part in fields.items() if part is not None and not part.whole}
 
@@ -138,7 +141,8 @@ def peer(replica: object) -> tuple[int, int]:
 
 
 def policy(name: str, value: Any, kind: Any) -> Any:
-    """Check that a value is of `kind`, and its parts of their declared types: msgspec does not check structs that are made by hand."""
+    """Check that a value is of `kind`, and its parts of their declared types: msgspec does not check structs that are
+    made by hand."""
     if (error := _refusal(value, kind)) is not None:
         raise UsageError(f"{name}: {_misfit(value) or f'{shown(value)} cannot be used: {error}'}")
     return value
@@ -153,7 +157,8 @@ def _refusal(value: Any, kind: Any) -> Exception | None:
 
 
 def _misfit(value: Any) -> str:
-    """Name the part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``. "": none."""
+    """Name the part of a struct that is not of its declared type: ``selector='fifo' is not Fifo | Priority; give one``.
+    "": none."""
     if isinstance(value, type):  # a policy's class, whose fields have no values
         return ""
     for field in getattr(value, "__struct_fields__", ()):

@@ -1,14 +1,16 @@
-"""Tensors of weights as they arrive: fetched, compared with their checksums, and held while their version is not whole yet.
+"""Tensors of weights as they arrive: fetched, compared with their checksums, and held while their version is not whole
+yet.
 
 The law of parts:
 
-1. A part of a version that is published in parts can be read as soon as it is committed (`ledger/requests/pending_versions`). A pull whose
-   bytes cross a network asks for parts while it waits, fetches them, and compares their checksums. A pull that maps the memory fetches
-   nothing, so it waits for the whole version.
-2. A part is bytes that came early, and no more. The reply with the published version decides what the version has. A tensor that came early
-   is taken if its field, size and checksum are those of the version; all others are fetched then. So no caller gets a torn or mixed version.
-3. If the version is given up, what came of it is held until a part of another version comes: when a relay dies, the next one brings the
-   same bytes.
+1. A part of a version that is published in parts can be read as soon as it is committed
+   (`ledger/requests/pending_versions`). A pull whose bytes cross a network asks for parts while it waits, fetches them,
+   and compares their checksums. A pull that maps the memory fetches nothing, so it waits for the whole version.
+2. A part is bytes that came early, and no more. The reply with the published version decides what the version has. A
+   tensor that came early is taken if its field, size and checksum are those of the version; all others are fetched
+   then. So no caller gets a torn or mixed version.
+3. If the version is given up, what came of it is held until a part of another version comes: when a relay dies, the
+   next one brings the same bytes.
 """
 
 from __future__ import annotations
@@ -36,12 +38,13 @@ from transferqueue.wire import messages as m
 Parts = Mapping[str, Slice]
 """The wanted part of each field that is not wanted whole."""
 Needed = Callable[[Field, m.BlockLocation, m.TensorSlice | None], Slice | None]
-"""Which part of a field that lies in a block a pull needs, None: nothing of it; the slice that the field is, if it is one."""
+"""Which part of a field that lies in a block a pull needs, None: nothing of it; the slice that the field is, if it is
+one."""
 
 
 class SharedTensor:
-    """One tensor, or a part of it, in this process's memory, which several versions may share. The last of them frees it. is_whole: all of the block is
-    here. part: what `column` has of the tensor."""
+    """One tensor, or a part of it, in this process's memory, which several versions may share. The last of them frees
+    it. is_whole: all of the block is here. part: what `column` has of the tensor."""
 
     __slots__ = ("_users", "block", "blocks", "column", "field", "is_whole", "part")
     _guard: Final = threading.Lock()
@@ -77,9 +80,11 @@ def fetch_tensors(
     subject: str,
     parts: Parts = MappingProxyType({}),
 ) -> Operation[dict[str, SharedTensor]]:
-    """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the bytes were received.
+    """Fetch the tensors in `blocks`, and compare their checksums. The pins of `blocks` return if this fails, and if the
+    bytes were received.
 
-    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several. What crosses in part is compared where it lies.
+    One bulk read takes `PARTS_MAX` blocks, so a model with more tensors takes several. What crosses in part is compared
+    where it lies.
     """
     tensors: dict[str, SharedTensor] = {}
     begun = 0
@@ -121,8 +126,8 @@ def release_all(tensors: Mapping[str, SharedTensor], message: str) -> None:
 
 
 class ArrivedTensors:
-    """Tensors of one version that is not whole yet, by name. number, have: the pending version that they are of, and how many of its
-    parts were received.
+    """Tensors of one version that is not whole yet, by name. number, have: the pending version that they are of, and
+    how many of its parts were received.
     """
 
     def __init__(self) -> None:

@@ -31,8 +31,8 @@ Memory = Mapping[int, NDArray[np.uint8]]
 class ColumnSource:
     """The columns of one reply's rows, each made when it is first asked for. `end` returns their memory.
 
-    fields: of the reply, and all that are known. memory: keeps the blocks pinned. made, held: columns that were received from other
-    shards, and the blocks that hold their memory.
+    fields: of the reply, and all that are known. memory: keeps the blocks pinned. made, held: columns that were
+    received from other shards, and the blocks that hold their memory.
     """
 
     def __init__(
@@ -57,7 +57,8 @@ class ColumnSource:
         """How it ended; empty while it lasts."""
 
     def without(self, fields: list[str]) -> ColumnSource:
-        """Note fields that did not come because not all rows have them, for the error of `column`. Returns this source."""
+        """Note fields that did not come because not all rows have them, for the error of `column`. Returns this
+        source."""
         self._left_out = fields
         return self
 
@@ -68,17 +69,19 @@ class ColumnSource:
             return column
         if name not in self.fields:
             raise NotFound(
-                f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not there yet, or was freed; '
+                f'field "{name}" is left out of these rows of {self.subject}, since not all of them have it: it is not '
+                "there yet, or was freed; "
                 f"name it in the fields of a read to hear which; they have {listing(self.fields)}"
                 if name in self._left_out
-                else f'field "{shortened(str(name), SHOWN_CHARS)}" is not in this batch of {self.subject}; it has {listing(self.fields)}; name others with '
-                "fields="
+                else f'field "{shortened(str(name), SHOWN_CHARS)}" is not in this batch of {self.subject}; it has '
+                f"{listing(self.fields)}; name others with fields="
             )
         self._make(name)
         return self._columns[name]
 
     def lengths(self, name: str, rows: bytes | None = None) -> I64 | None:
-        """The lengths of a field's rows, of those `rows` (ids) alone if given. None if the field is not here whole, or the source has ended."""
+        """The lengths of a field's rows, of those `rows` (ids) alone if given. None if the field is not here whole, or
+        the source has ended."""
         if name not in self.fields or name in self._slices or self.ended:
             return None
         lengths = self.column(name).lengths
@@ -89,7 +92,8 @@ class ColumnSource:
         return lengths[order[np.searchsorted(ids, np.frombuffer(rows, "<i8"), sorter=order)]]
 
     def _make(self, name: str) -> None:
-        """Make the column of a field, with those that lie in the same blocks. Of two concurrent threads, both use the first one's."""
+        """Make the column of a field, with those that lie in the same blocks. Of two concurrent threads, both use the
+        first one's."""
         for value in self._content.inline:
             if value.field == name:
                 self._columns.setdefault(name, Column.of_inline(self.fields[name], value.data))
@@ -110,7 +114,8 @@ class ColumnSource:
         raise ProtocolError(f'the reply defines field "{name}", and has no values of it')
 
     def land(self, device: Accelerator) -> Operation[None]:
-        """Begin to copy all columns that are tensors to the device, where their tensors are from now on. Errors as of `landing.land`."""
+        """Begin to copy all columns that are tensors to the device, where their tensors are from now on. Errors as of
+        `landing.land`."""
         from transferqueue.storage.devices.landing import land
 
         columns = {name: self.column(name) for name in self.fields}
@@ -118,7 +123,8 @@ class ColumnSource:
         yield BlockingWork(nbytes, lambda: self._columns.update(land(columns, device)))
 
     def end(self, how: str) -> None:
-        """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is `BatchEnded`."""
+        """Return the memory as soon as no view of it is left. Views that were taken stay valid; taking another one is
+        `BatchEnded`."""
         self.ended = self.ended or how
         self._memory = {}
         for blocks in self._blocks:
@@ -137,8 +143,8 @@ def content_source(
     *,
     values: bool = True,
 ) -> Operation[ColumnSource]:
-    """The columns of a reply, those in `slices` cut. Its pins return when the source has ended and no view is left, or at once if this
-    fails or if no `values` are wanted. `SchemaError` for a slice that does not fit its field."""
+    """The columns of a reply, those in `slices` cut. Its pins return when the source has ended and no view is left, or
+    at once if this fails or if no `values` are wanted. `SchemaError` for a slice that does not fit its field."""
     named = {block.block: block for part in content.parts for block in part.blocks}
     fields = terms.reply_fields(content.definitions)
     if not fields.known.keys() >= {name for block in named.values() for name in block.fields}:

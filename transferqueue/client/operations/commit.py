@@ -5,11 +5,12 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
-4. `Interned` values are first referred to by the content of their bytes, which the table may have. If it does not, or if rows that exist already
-   have the field in a newer block, the commit is refused with `NotFound`, and nothing has changed. The next attempt refers to those of several
-   values alone that this client has committed before, and the last one writes all.
-5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the shard of the
-   region is gone, the columns are written into another shard.
+4. `Interned` values are first referred to by the content of their bytes, which the table may have. If it does not, or
+   if rows that exist already have the field in a newer block, the commit is refused with `NotFound`, and nothing has
+   changed. The next attempt refers to those of several values alone that this client has committed before, and the last
+   one writes all.
+5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the
+   shard of the region is gone, the columns are written into another shard.
 """
 
 from __future__ import annotations
@@ -82,7 +83,8 @@ def put(
 def put_at_once(
     client: ClientSession, terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any]
 ) -> Operation[NDArray[np.int64]]:
-    """Put new rows where there is room now, else `Full`. Like any call that does not wait, it gives the server time to answer."""
+    """Put new rows where there is room now, else `Full`. Like any call that does not wait, it gives the server time to
+    answer."""
     return _put(client, terms, facts, columns, 0, Deadline(client.clock, 0.0))
 
 
@@ -168,9 +170,10 @@ def commit(
 ) -> Operation[R]:
     """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
 
-    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers: interned columns are first
-    referred to. False: they are written at once, as a pipeline needs it, whose caller may change its arrays before the answer comes.
-    before: the lengths of columns that the rows have already, as far as the caller knows them.
+    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers:
+    interned columns are first referred to. False: they are written at once, as a pipeline needs it, whose caller may
+    change its arrays before the answer comes. before: the lengths of columns that the rows have already, as far as the
+    caller knows them.
     """
     columns = {name: column_of(name, value) for name, value in columns.items()}
     facts = facts.readable()
@@ -238,8 +241,8 @@ def outgoing(
     *,
     share: bool = False,
 ) -> PreparedCommit:
-    """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit, `UsageError`,
-    before any value is read, for more rows than one request may have. share: see `prepare`."""
+    """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit,
+    `UsageError`, before any value is read, for more rows than one request may have. share: see `prepare`."""
     count = _rows_of(columns, facts) if rows is None else rows
     check_rows(count, described=facts.are_descriptions)
     prepared = list[Prepared]()
@@ -272,7 +275,8 @@ def _attempt(
     referred: frozenset[bytes] | None,
     before: Lengths,
 ) -> Operation[R]:
-    """interned: the interned blocks of the call, once they are made. referred: contents that the table may have; None: all may."""
+    """interned: the interned blocks of the call, once they are made. referred: contents that the table may have; None:
+    all may."""
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
@@ -351,8 +355,8 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
         single = listing(f"{name} ({type(value).__name__})" for name, value in columns.items())
         given = f": a single value, which is for all rows, was given for {single}" if columns else ""
         raise SchemaError(
-            f"a put has no column and no fact with one value per row{given}; give at least one as a list or an array, so that rows can be "
-            "counted"
+            f"a put has no column and no fact with one value per row{given}; give at least one as a list or an array, "
+            "so that rows can be counted"
         )
     return rows
 
@@ -371,7 +375,8 @@ def _unreadable(name: str, value: object, error: Exception) -> SchemaError:
     """The error for a value whose own class, or the library of its class, fails."""
     kind, why = f"{type(value).__module__}.{type(value).__qualname__}", shortened(str(error), SHOWN_CHARS)
     return SchemaError(
-        f'field "{name}": {shortened(kind, SHOWN_CHARS)} cannot be read ({type(error).__name__}: {why}); give a list, a numpy array, a torch '
+        f'field "{name}": {shortened(kind, SHOWN_CHARS)} cannot be read ({type(error).__name__}: {why}); give a list, '
+        "a numpy array, a torch "
         "tensor or an Arrow array"
     )
 

@@ -86,8 +86,8 @@ class GivenFacts(msgspec.Struct, kw_only=True):
         return [name for name in self.__struct_fields__ if getattr(self, name) is not None]
 
     def message(self, rows: int, tokens: npt.NDArray[np.int64] | None = None) -> m.RowFacts:
-        """The facts of `rows` rows as a message carries them. tokens: used if the caller gave none. `SchemaError` for a fact that
-        does not fit its type or the number of rows."""
+        """The facts of `rows` rows as a message carries them. tokens: used if the caller gave none. `SchemaError` for a
+        fact that does not fit its type or the number of rows."""
         if tokens is None and not self.said():
             return _NO_FACTS
         oldest = _ints("policy_version", self.policy_version, rows)
@@ -114,7 +114,8 @@ def _check_order(oldest: bytes, newest: bytes) -> None:
     if wrong.size:
         at = int(wrong[0])
         raise UsageError(
-            f"policy_version_max={high[at]} of row {at} is below its policy_version={low[at]}; give the newest version that made a part of it"
+            f"policy_version_max={high[at]} of row {at} is below its policy_version={low[at]}; give the newest version "
+            "that made a part of it"
         )
 
 
@@ -129,12 +130,14 @@ def columns_of(given: object) -> dict[str, Any]:
         columns = read
     else:
         raise UsageError(
-            f"put was given {type(given).__name__} without a name, which is no table; give each column by name, put(name=values), or a "
+            f"put was given {type(given).__name__} without a name, which is no table; give each column by name, "
+            "put(name=values), or a "
             'pyarrow.Table, a data frame (of datasets: dataset.with_format("arrow")[:]) or a dict of columns'
         )
     if "row_id" in columns:
         raise UsageError(
-            'column "row_id" is the id that rows had before, and these get new ones; leave it out: .drop_columns(["row_id"])'
+            'column "row_id" is the id that rows had before, and these get new ones; leave it out: '
+            '.drop_columns(["row_id"])'
         )
     return columns
 
@@ -177,7 +180,8 @@ def _broadcast(name: str, given: npt.NDArray[Any], rows: int) -> npt.NDArray[Any
         return np.full(rows, given)
     if given.shape != (rows,):
         raise SchemaError(
-            f"{name} has shape {given.shape} for {counted(rows, 'row')}; give one value for all rows, or one per row ({rows},)"
+            f"{name} has shape {given.shape} for {counted(rows, 'row')}; give one value for all rows, or one per row "
+            f"({rows},)"
         )
     return given
 
@@ -210,7 +214,8 @@ def _tags(value: object, rows: int) -> list[Tags]:
         raise UsageError(f"tags are {type(value).__name__}; give one dict for all rows, or a list of one per row")
     if len(value) != rows:
         raise SchemaError(
-            f"tags has {counted(len(value), 'value')} for {counted(rows, 'row')}; give one dict for all rows, or one per row"
+            f"tags has {counted(len(value), 'value')} for {counted(rows, 'row')}; give one dict for all rows, or one "
+            "per row"
         )
     return [_checked(tags) for tags in value]
 

@@ -39,7 +39,8 @@ REASON_CHARS_MAX = 4096
 SPANS_SHOWN = 8
 """Spans that the text of `RowsEnded` names."""
 LOST_MAX = 8
-"""How often rows of a lost shard are leased or read again before `ShardLost` is raised. Each time they may lie in another shard."""
+"""How often rows of a lost shard are leased or read again before `ShardLost` is raised. Each time they may lie in
+another shard."""
 
 
 class LeaseSpec(NamedTuple):
@@ -74,7 +75,8 @@ def lease_spec(
     but_held: bool = False,
     device: Any = None,
 ) -> LeaseSpec:
-    """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same again."""
+    """Check the arguments of a lease one by one. Those of the last few leases are remembered: a loop asks for the same
+    again."""
     plain = (table, task, rows, tokens, groups, at_least, timeout_s, lease_s, time_limit_s, rank, world)
     checked = _remembered if _REMEMBERED.issuperset(map(type, plain)) else _checked
     request, limit_s, *_ = spec = checked(*plain)
@@ -157,14 +159,15 @@ def predicates(where: Predicate | Iterable[Predicate]) -> list[Predicate]:
     """One predicate or several, all of which must hold."""
     if not isinstance(where, Predicate | Iterable) or isinstance(where, str | Mapping):
         raise UsageError(
-            f"where={shown(where)} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of these: rows are chosen at the "
-            "server, which carries out no code of clients"
+            f"where={shown(where)} is {type(where).__name__}; give TagIs, VersionBetween or Compare, or a list of "
+            "these: rows are chosen at the server, which carries out no code of clients"
         )
     chosen = [where] if isinstance(where, Predicate) else list(where)
     for predicate in chosen:
         if not isinstance(predicate, Predicate):
             raise UsageError(
-                f"where={shown(predicate)} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a list of these"
+                f"where={shown(predicate)} is {type(predicate).__name__}; give TagIs, VersionBetween or Compare, or a "
+                "list of these"
             )
     return [checks.policy("where", predicate, Predicate) for predicate in chosen]
 
@@ -175,7 +178,8 @@ def lease(
     spec: LeaseSpec,
     batch: Callable[[BatchLease, m.Leased], B],
 ) -> Operation[B]:
-    """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease others."""
+    """Lease rows and make a batch of them. If that fails, release them. If a shard that had some of them is gone, lease
+    others."""
     request, time_limit_s, slices, device = spec
     if slices:
         cut_fields(terms.fields, slices)  # what this client knows is refused before rows are leased
@@ -196,8 +200,8 @@ def _log_forgotten(terms: TableInfo) -> None:
     if not terms.forgotten_logged:
         terms.forgotten_logged = True
         _log.warning(
-            'a batch of task "%s" (table "%s") was neither acked nor released before it was collected, so its rows are given out '
-            'again; work inside "with batch:", whose clean exit acks, or call batch.ack(...)',
+            'a batch of task "%s" (table "%s") was neither acked nor released before it was collected, so its rows are '
+            'given out again; work inside "with batch:", whose clean exit acks, or call batch.ack(...)',
             task,
             terms.name,
         )
@@ -254,7 +258,8 @@ def _rows_ended(request: m.LeaseRequest, reply: m.OrdinalsEnded) -> RowsEnded:
     named = ", ".join(f"{first} to {last}" for first, last in ordinals[:SPANS_SHOWN])
     more = f" and {len(ordinals) - SPANS_SHOWN} more" if len(ordinals) > SPANS_SHOWN else ""
     return RowsEnded(
-        f'task "{request.task}" of table "{request.table}" will get no row of ordinals {named}{more}: they were dropped, deleted or finished; '
+        f'task "{request.task}" of table "{request.table}" will get no row of ordinals {named}{more}: they were '
+        "dropped, deleted or finished; "
         "lease again without them",
         ordinals,
     )
@@ -369,8 +374,8 @@ def renew(lease: BatchLease, lease_s: float | None) -> Operation[float]:
 
 
 def failure(error: BaseException) -> tuple[bool, str]:
-    """Whether an exception that left a batch's block counts as a failed attempt, and its text. An interrupt or a cancelled
-    task does not count."""
+    """Whether an exception that left a batch's block counts as a failed attempt, and its text. An interrupt or a
+    cancelled task does not count."""
     return isinstance(error, Exception), f"{type(error).__name__}: {error}"[:REASON_CHARS_MAX]
 
 
@@ -391,8 +396,8 @@ def _duration(lease_s: float) -> float:
 
 
 class BatchLease:
-    """A lease of this process. left: ids of its rows that are not acked, dropped or released yet. renewal: how the client renews
-    it; None: only the caller does."""
+    """A lease of this process. left: ids of its rows that are not acked, dropped or released yet. renewal: how the
+    client renews it; None: only the caller does."""
 
     def __init__(
         self,
@@ -482,8 +487,10 @@ class BatchLease:
             self.expire()
         if self.expired:
             raise LeaseExpired(
-                f'lease {self.number} of task "{self.task}" (table "{self.table}") has expired, and its rows went back to '
-                f"others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its task{self._limit()}"
+                f'lease {self.number} of task "{self.task}" (table "{self.table}") has expired, and its rows went back '
+                "to "
+                f"others; lease other rows. A lease is renewed for a worker that lives, up to the time limit of its "
+                f"task{self._limit()}"
             )
         if self.ended:
             raise BatchEnded(

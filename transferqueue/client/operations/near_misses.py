@@ -1,19 +1,20 @@
-"""Names that a call probably did not mean: ``polcy_version`` for ``policy_version``, ``timeout`` for ``timeout_s``, ``reward`` for ``rewards``.
+"""Names that a call probably did not mean: ``polcy_version`` for ``policy_version``, ``timeout`` for ``timeout_s``,
+``reward`` for ``rewards``.
 
-A put, update, ack or release takes columns as keywords, so a misspelt parameter or field would silently become a new column:
-rows without a version are never stale, and a task whose field has another name waits for ever. So a column that is new to its
-table is compared with what it may have been meant for:
+A put, update, ack or release takes columns as keywords, so a misspelt parameter or field would silently become a new
+column: rows without a version are never stale, and a task whose field has another name waits for ever. So a column that
+is new to its table is compared with what it may have been meant for:
 
 1. the parameters of the call, and the facts of rows;
 2. the fields that the table has, and those that its tasks need or give.
 
-A name that the same call gives too was not meant: ``put(value=..., values=...)`` has both. A name that the table declares is
-never new. A table made with ``extra_fields=True`` takes every name as it comes.
+A name that the same call gives too was not meant: ``put(value=..., values=...)`` has both. A name that the table
+declares is never new. A table made with ``extra_fields=True`` takes every name as it comes.
 
-Two names are near if they differ only in case and punctuation, or in one word, by one letter (two in long words), or by the
-ending of a plural. Different numbers are different names (``x1``, ``x2``), and so are different short words (``x_in``, ``x_on``).
-Parameters are few and their words are short, so with them a short word counts too: one with two letters swapped (``stpe``, ``kye``),
-or with one wrong letter in a parameter of several words (``group_sise``).
+Two names are near if they differ only in case and punctuation, or in one word, by one letter (two in long words), or by
+the ending of a plural. Different numbers are different names (``x1``, ``x2``), and so are different short words
+(``x_in``, ``x_on``). Parameters are few and their words are short, so with them a short word counts too: one with two
+letters swapped (``stpe``, ``kye``), or with one wrong letter in a parameter of several words (``group_sise``).
 """
 
 from __future__ import annotations
@@ -103,8 +104,8 @@ def check_declared(table: str, fields: Iterable[Field], tasks: Iterable[Task]) -
     for subject, name in named:
         if name in RESERVED:
             raise UsageError(
-                f"{name!r} is named as a {subject}, but put, update and ack take {name}= for something else, so no row would ever "
-                "have that column; give the field another name"
+                f"{name!r} is named as a {subject}, but put, update and ack take {name}= for something else, so no row "
+                "would ever have that column; give the field another name"
             )
 
 
@@ -123,12 +124,14 @@ def _check_likes(fields: Collection[Field], known: set[str]) -> None:
         other = shapes.get(like)
         if other is not None and not other.shape:
             raise UsageError(
-                f'field "{field.name}" is like "{like}", which is {other.describe()}: its rows have no lengths; name one whose shape begins with None'
+                f'field "{field.name}" is like "{like}", which is {other.describe()}: its rows have no lengths; name '
+                "one whose shape begins with None"
             )
 
 
 def check_needs(tasks: Iterable[Task], fields: Iterable[str]) -> None:
-    """Raise `UsageError` if a task needs a name that is nobody's, but near one of `fields` or one that another task gives."""
+    """Raise `UsageError` if a task needs a name that is nobody's, but near one of `fields` or one that another task
+    gives."""
     declared = list(tasks)
     for task in declared:
         given = {name for other in declared if other is not task for name in other.gives}
@@ -147,7 +150,8 @@ def _check_needs(task: Task, known: set[str]) -> None:
         meant = None if name in known else nearest(name, meanable)
         if meant is not None:
             raise UsageError(
-                f'task "{task.name}" needs {name!r}, which no field is called and no task gives; did you mean {meant!r}? '
+                f'task "{task.name}" needs {name!r}, which no field is called and no task gives; did you mean '
+                f"{meant!r}? "
                 f"If both are meant, declare both as fields of the table: Field({name!r}, dtype)"
             )
 
@@ -176,13 +180,19 @@ def _parameter_meant(call: str, name: str, meant: str, table: str) -> str:
         takers = listing(other for other, parameters in PARAMETERS.items() if meant in parameters)
         said = f"{call} takes no {name}"
         if name == meant:
-            return f"{said}, and {name!r} cannot be a column, since it is a parameter of {takers}; give the column another name"
+            return (
+                f"{said}, and {name!r} cannot be a column, since it is a parameter of {takers}; give the column "
+                "another name"
+            )
         return f"{said}, and {name!r} is near {meant}, a parameter of {takers}; leave it out. {_otherwise(name, table)}"
     return f"{call} has no parameter {name!r}; did you mean {meant}? {_otherwise(name, table)}"
 
 
 def _field_meant(call: str, name: str, meant: str, table: str) -> str:
-    return f'{call} has a column {name!r}, which table "{table}" does not have; did you mean {meant!r}? {_otherwise(name, table)}'
+    return (
+        f'{call} has a column {name!r}, which table "{table}" does not have; did you mean {meant!r}? '
+        f"{_otherwise(name, table)}"
+    )
 
 
 def _otherwise(name: str, table: str) -> str:
@@ -203,7 +213,8 @@ def _near(left: list[str], right: list[str]) -> bool:
 
 
 def _near_parameter(left: list[str], right: list[str]) -> bool:
-    """Whether words of a name differ from those of a parameter in one short word with a letter wrong, as the rules above say."""
+    """Whether words of a name differ from those of a parameter in one short word with a letter wrong, as the rules
+    above say."""
     if len(left) != len(right):
         return False
     differing = [(one, other) for one, other in zip(left, right, strict=True) if one != other]
@@ -237,7 +248,8 @@ def _plurals(word: str) -> tuple[str, ...]:
 
 
 def _distance(left: str, right: str) -> int:
-    """Letters to insert, remove, replace, or swap with their neighbour, to come from one word to the other (optimal string alignment)."""
+    """Letters to insert, remove, replace, or swap with their neighbour, to come from one word to the other (optimal
+    string alignment)."""
     before: list[int] = []
     row = list(range(len(right) + 1))
     for i, a in enumerate(left, 1):

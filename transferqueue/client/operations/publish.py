@@ -2,20 +2,21 @@
 
 Rules:
 
-- A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros. Two
-  tensors are the same if their names, dtypes, shapes and checksums are.
+- A tensor is a block of its own, and its checksum is that of its block: xxh3-64 of the bytes, whose padding is zeros.
+  Two tensors are the same if their names, dtypes, shapes and checksums are.
 - A tensor that is the same as in the newest version is kept, not written.
 - Memory is used again by extents, not by blocks. So of an extent in which less than half would be kept, nothing is: its
-  tensors are written again, and a version never holds more than twice its bytes. An extent into which more may be written
-  counts as kept. What lost: an extent a tensor, which asks the server once for each; and a bound by the number of
-  versions since the last whole one, which says nothing about memory.
-- Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin with a
-  digit, names of fields may not). A publication of the base is whole: what it does not name is not in the version, adapters
-  included. One of an adapter replaces that adapter and keeps everything else.
+  tensors are written again, and a version never holds more than twice its bytes. An extent into which more may be
+  written counts as kept. What lost: an extent a tensor, which asks the server once for each; and a bound by the number
+  of versions since the last whole one, which says nothing about memory.
+- Tensors of an adapter are named ``adapter/tensor``, those of the base ``_tensor`` (names of a state dict may begin
+  with a digit, names of fields may not). A publication of the base is whole: what it does not name is not in the
+  version, adapters included. One of an adapter replaces that adapter and keeps everything else.
 - A slice of a tensor is written, compared and kept as a tensor of its own, named ``_tensor/rows-FIRST-of-ROWS``.
-- Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If that fails,
-  the version is given up.
-- A relay begins a version of which it does not know the number of parts, and publishes all of them itself: part 0 is the last.
+- Several sessions may publish a version in parts: one begins it and publishes part 0, which waits for the others. If
+  that fails, the version is given up.
+- A relay begins a version of which it does not know the number of parts, and publishes all of them itself: part 0 is
+  the last.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ BASE: Final = "_"
 class WeightSlice:
     """Some rows of a tensor along dimension 0, for `WeightChannel.publish`: a rank's shard.
 
-    values: torch or numpy, ``[n, ...]``, not copied here. first: the tensor's row that ``values[0]`` is. rows: rows of the whole tensor.
-    `SchemaError` for values without rows; `UsageError` if they do not end within the tensor.
+    values: torch or numpy, ``[n, ...]``, not copied here. first: the tensor's row that ``values[0]`` is. rows: rows of
+    the whole tensor. `SchemaError` for values without rows; `UsageError` if they do not end within the tensor.
 
     >>> import numpy as np
     >>> WeightSlice(np.zeros((4, 8)), first=4, rows=8).last
@@ -84,8 +85,8 @@ class WeightSlice:
 
 @dataclass(frozen=True)
 class PartTerms:
-    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts. is_new: no tensor of it is in the
-    newest version, so none is compared with it."""
+    """Part `part` of the version that was begun as number `pending`. 0 and 0: of no version in parts. is_new: no tensor
+    of it is in the newest version, so none is compared with it."""
 
     pending: int = 0
     part: int = 0
@@ -96,7 +97,8 @@ WHOLE: Final = PartTerms()
 
 
 def _column(name: str, tensor: Any) -> Prepared:
-    """The tensor as a column of one row. `SchemaError` if it is none; its class may refuse in its own way, as of nested or freed ones."""
+    """The tensor as a column of one row. `SchemaError` if it is none; its class may refuse in its own way, as of nested
+    or freed ones."""
     subject = f'tensor "{name.removeprefix(BASE)}"'
     try:
         prepared = prepare(name, tensor[None])
@@ -135,8 +137,8 @@ class NewTensor(BlockWriter):
 
 
 class ReusedTensor(NewTensor):
-    """A copy of a block of another channel, byte for byte, with its checksum. If the bytes were damaged on the way or in this
-    process, whoever pulls them from here refuses them."""
+    """A copy of a block of another channel, byte for byte, with its checksum. If the bytes were damaged on the way or
+    in this process, whoever pulls them from here refuses them."""
 
     __slots__ = ("memory",)
 
@@ -282,7 +284,8 @@ def _commit(
 def _of_newest(
     channel: str, block_writers: Sequence[NewTensor], adapter: str | None
 ) -> Operation[tuple[int, list[int], set[str]]]:
-    """The newest version, the blocks of it that the next takes over, and the tensors that therefore need not be written."""
+    """The newest version, the blocks of it that the next takes over, and the tensors that therefore need not be
+    written."""
     basis = yield from request_reply(m.GetLatestVersion(channel=channel), m.LatestVersion)
     beside = [] if adapter is None else _beside(channel, adapter, basis)
     unchanged = yield from _unchanged(block_writers, basis)
@@ -298,8 +301,8 @@ def tensor_writers(tensors: Mapping[str, Any], prefix: str, terms: PartTerms = W
 
 
 def base_field(name: object) -> str:
-    """The field of a tensor of the base. `UsageError` if this is no name of a tensor; other than those of fields it may be empty, and begin with
-    any letter."""
+    """The field of a tensor of the base. `UsageError` if this is no name of a tensor; other than those of fields it may
+    be empty, and begin with any letter."""
     if not isinstance(name, str):
         raise UsageError(f"tensor name {shown(name)} is {type(name).__name__}; names are strings")
     return check_name("tensor", f"{BASE}{name}")
@@ -325,7 +328,8 @@ def _prefix(adapter: str | None) -> str:
 
 
 def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
-    """Blocks of everything but the adapter. `NotFound` if nothing is published for it to build on, `ShardLost` if that is lost."""
+    """Blocks of everything but the adapter. `NotFound` if nothing is published for it to build on, `ShardLost` if that
+    is lost."""
     if basis.lost:
         raise ShardLost(
             f'adapter "{adapter}" has no base: version {basis.version} of channel "{channel}" is gone ({basis.lost}); '
@@ -339,7 +343,8 @@ def _beside(channel: str, adapter: str, basis: m.LatestVersion) -> list[int]:
 
 
 def _unchanged(block_writers: Iterable[NewTensor], basis: m.LatestVersion) -> Operation[dict[str, m.BlockLocation]]:
-    """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and size match."""
+    """Find tensors that are the same in the newest version, with their blocks there. Reads only those whose field and
+    size match."""
     fields = {field.name: field for field in basis.fields}
     newest = {block.fields[0]: block for block in basis.blocks if len(block.fields) == 1 and block.checksum}
     likely = [writer for writer in block_writers if _alike(writer, newest.get(writer.field.name), fields)]

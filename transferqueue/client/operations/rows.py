@@ -48,20 +48,21 @@ def rows_read(
         overwrite: whether it replaces values. If not, a value that another process wrote refuses it anyway.
 
     Raises:
-        UsageError: something else than rows that were read or leased; other rows; nothing that could change; or the read lacks
-            what the update replaces, so that the write of another process could be lost.
+        UsageError: something else than rows that were read or leased; other rows; nothing that could change; or the
+            read lacks what the update replaces, so that the write of another process could be lost.
     """
     if not isinstance(rows, RowsBase):
         raise UsageError(f"if_unchanged is {type(rows).__name__}; give the rows as table.read or a lease brought them")
     if f'table "{table}"' not in rows._source.subject:
         raise UsageError(
-            f'if_unchanged has rows of {rows._source.subject}, and the update is of table "{table}"; read the rows there'
+            f'if_unchanged has rows of {rows._source.subject}, and the update is of table "{table}"; read the rows '
+            "there"
         )
     content = rows._content
     if content.rows != ids:
         raise UsageError(
-            f"if_unchanged has rows {rows.rows[:5].tolist()}{'...' * (len(rows) > 5)}, and the update names others, or another order; "
-            "read the rows that it names"
+            f"if_unchanged has rows {rows.rows[:5].tolist()}{'...' * (len(rows) > 5)}, and the update names others, or "
+            "another order; read the rows that it names"
         )
     tags = "tags" in facts
     if not (rows.fields or tags):
@@ -75,13 +76,15 @@ def rows_read(
 
 
 def _check_replaced(rows: RowsBase, columns: Collection[str]) -> None:
-    """Raise `UsageError` for a column that was not read. A read of no fields (``fields=()``) asks for the tags alone to be compared."""
+    """Raise `UsageError` for a column that was not read. A read of no fields (``fields=()``) asks for the tags alone to
+    be compared."""
     unread = sorted(set(columns) - set(rows.fields))
     if unread and (rows.fields or (isinstance(rows, Rows) and rows.left_out)):
         raise UsageError(
-            f"if_unchanged has {listing(rows.fields)}, and the update replaces {listing(unread)} too, where a write after the read would be "
-            f"lost; read it first: table.read(rows, fields={sorted({*rows.fields, *unread})[:12]}), or, if the rows do not have it yet, "
-            "leave out overwrite=True, and the update then refuses to replace a value"
+            f"if_unchanged has {listing(rows.fields)}, and the update replaces {listing(unread)} too, where a write "
+            "after the read would be lost; read it first: table.read(rows, "
+            f"fields={sorted({*rows.fields, *unread})[:12]}), or, if the rows do not have it yet, leave out "
+            "overwrite=True, and the update then refuses to replace a value"
         )
 
 
@@ -89,8 +92,8 @@ def _check_facts(facts: Collection[str]) -> None:
     """Raise `UsageError` for facts of an update without columns, except tags: nothing compares them."""
     if unread := set(facts) - {"tags"}:
         raise UsageError(
-            f"if_unchanged compares columns and tags, and the update sets {listing(unread)}, where a write after the read would be lost; "
-            "keep the value in a column or a tag, or leave if_unchanged out"
+            f"if_unchanged compares columns and tags, and the update sets {listing(unread)}, where a write after the "
+            "read would be lost; keep the value in a column or a tag, or leave if_unchanged out"
         )
 
 
@@ -101,7 +104,8 @@ def _blocks_of(part: m.ReplyColumns, rows: int) -> bytes:
 
 
 class RowKeys(list[str]):
-    """Keys of rows, one each. Called, it gives the names of the columns, which is what ``dict(batch)`` and ``**batch`` ask for."""
+    """Keys of rows, one each. Called, it gives the names of the columns, which is what ``dict(batch)`` and ``**batch``
+    ask for."""
 
     def __init__(self, keys: Iterable[str], fields: tuple[str, ...]) -> None:
         super().__init__(keys)
@@ -116,8 +120,8 @@ class RowsBase(ProcessBound):
     """Rows with their facts and lazy columns: what `Rows` and the batches of both fronts are.
 
     ``len(rows)`` is the number of rows; ``rows["field"]`` is a `Column`, nothing of which is copied before
-    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and ``**rows`` are its
-    columns by name; iteration gives their names, in the order of the table.
+    one of its views is asked for. Facts are arrays in the order of `rows`, this process's own. ``dict(rows)`` and
+    ``**rows`` are its columns by name; iteration gives their names, in the order of the table.
     """
 
     _remedy: ClassVar[str] = (
@@ -191,7 +195,8 @@ class RowsBase(ProcessBound):
 
     @property
     def keys(self) -> RowKeys:
-        """Key of each row; an empty string where there is none. ``keys()``, as of a mapping, are the names of the columns."""
+        """Key of each row; an empty string where there is none. ``keys()``, as of a mapping, are the names of the
+        columns."""
         return RowKeys(self._content.keys if self._content.keys is not None else [""] * len(self), self.fields)
 
     def items(self) -> Iterator[tuple[str, Column]]:
@@ -210,8 +215,8 @@ class RowsBase(ProcessBound):
     def arrow(self, *, facts: bool = False) -> pa.Table:
         """All columns as an Arrow table, for polars, duckdb or Parquet. Keeps its own hold on the memory.
 
-        facts: with `row_id`, `key`, `group_id`, `group_size`, `ordinal`, `policy_version`, `policy_version_max`, `tokens` and
-        `priority` of each row before them. `UsageError` if a column has such a name.
+        facts: with `row_id`, `key`, `group_id`, `group_size`, `ordinal`, `policy_version`, `policy_version_max`,
+        `tokens` and `priority` of each row before them. `UsageError` if a column has such a name.
         """
         import pyarrow as pa
 
@@ -240,7 +245,8 @@ class RowsBase(ProcessBound):
         """Refuse: numpy, and pandas through it, would make an array of the names of the columns."""
         raise UsageError(
             f"a {type(self).__name__} has columns of different types, so it is no array; take one column, "
-            "batch[name].numpy(), or a data frame: pandas.DataFrame.from_arrow(batch), batch.arrow().to_pandas(), or polars.DataFrame(batch)"
+            "batch[name].numpy(), or a data frame: pandas.DataFrame.from_arrow(batch), batch.arrow().to_pandas(), or "
+            "polars.DataFrame(batch)"
         )
 
     def _ipython_key_completions_(self) -> list[str]:
@@ -248,8 +254,8 @@ class RowsBase(ProcessBound):
         return list(self.fields)
 
     def _repr_html_(self) -> str:
-        """A table for notebooks: the first rows and columns, each value shortened. Reads only those, in memory that this
-        process has."""
+        """A table for notebooks: the first rows and columns, each value shortened. Reads only those, in memory that
+        this process has."""
         names, count = self.fields[:HTML_COLUMNS], min(len(self), HTML_ROWS)
         columns = [["row_id", *map(str, self.rows[:count].tolist())]]
         for name in names:
@@ -306,7 +312,8 @@ class Rows(RowsBase):
 
     @property
     def left_out(self) -> tuple[str, ...]:
-        """Fields of the table, as this client last heard of them, that did not come since not all of these rows have them yet."""
+        """Fields of the table, as this client last heard of them, that did not come since not all of these rows have
+        them yet."""
         return self._left_out
 
     def __repr__(self) -> str:

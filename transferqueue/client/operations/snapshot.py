@@ -46,7 +46,8 @@ def restore(
 
 
 def _directories(path: str, clients: Sequence[ClientSession]) -> dict[ClientSession, str]:
-    """Where each coordinator has its snapshots: `path`. Several may have the same root, so each has a directory in it."""
+    """Where each coordinator has its snapshots: `path`. Several may have the same root, so each has a directory in
+    it."""
     if len(clients) == 1:
         return {clients[0]: path}
     parent, name = os.path.split(path)
@@ -65,7 +66,8 @@ class SnapshotCalls:
     ) -> None:
         if progress is not None and not callable(progress):
             raise UsageError(
-                f"progress={shown(progress)} is {type(progress).__name__}; give a function of (bytes done, bytes in all)"
+                f"progress={shown(progress)} is {type(progress).__name__}; give a function of (bytes done, bytes in "
+                "all)"
             )
         self._requests, self._timeout_s, self._progress = requests, timeout_s, progress
         self._deadline: Deadline | None = None
@@ -100,7 +102,8 @@ class SnapshotCalls:
                 self._progress(sum(each.done for each in jobs), sum(each.total for each in jobs))
 
     def _naming(self, client: ClientSession, operation: Operation[T]) -> Operation[T]:
-        """Carry out an operation. Where there are several coordinators, an error names its own, and what the others do."""
+        """Carry out an operation. Where there are several coordinators, an error names its own, and what the others
+        do."""
         try:
             return (yield from operation)
         except TransferQueueError as error:

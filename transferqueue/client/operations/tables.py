@@ -1,4 +1,5 @@
-"""Operations on queues and tables, one for each method of `Queue` and `Table` (leases: `lease`, weights: `weights`, `publish`)."""
+"""Operations on queues and tables, one for each method of `Queue` and `Table` (leases: `lease`, weights: `weights`,
+`publish`)."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def create_table(
 
 
 def open_table(client: ClientSession, name: str, timeout_s: float | None) -> Operation[TableInfo]:
-    """Open a table, waiting up to `timeout_s` until it exists; 0: it must exist now, which the server answers at once."""
+    """Open a table, waiting up to `timeout_s` until it exists; 0: it must exist now, which the server answers at
+    once."""
     check_name("table", name)
     wait_s = 0.0 if timeout_s == 0 else (yield from checks.within(timeout_s)).wait_s
     request = m.OpenTable(name=name, wait_s=wait_s)
@@ -98,7 +100,8 @@ def tables() -> Operation[list[str]]:
 def observe(
     what: str, table: str = "", row: int = -1, *, timeout_s: float | None = REPORT_S
 ) -> Operation[dict[str, Any]]:
-    """Ask for a report (stats, audit, doctor, row, sessions) as plain values. `Unreachable` if the server gives none within `timeout_s`."""
+    """Ask for a report (stats, audit, doctor, row, sessions) as plain values. `Unreachable` if the server gives none
+    within `timeout_s`."""
     if table != "" or what == "row":
         check_name("table", table)
     request = m.Observe(what=what, table=table, row=checks.whole("row", row, least=-1))

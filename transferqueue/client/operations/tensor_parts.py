@@ -1,7 +1,8 @@
-"""What a pull takes of the tensors of a version: all of a tensor, a range of its rows, or a part along any of its dimensions.
+"""What a pull takes of the tensors of a version: all of a tensor, a range of its rows, or a part along any of its
+dimensions.
 
-A tensor may have been published in slices along its first dimension, each in a block of its own. So what is wanted of a tensor is a part of each of
-its slices: one that has no wanted row is not needed at all.
+A tensor may have been published in slices along its first dimension, each in a block of its own. So what is wanted of a
+tensor is a part of each of its slices: one that has no wanted row is not needed at all.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from transferqueue.text import shown
 from transferqueue.wire import messages as m
 
 Only = Iterable[str] | Mapping[str, range | Slice | None]
-"""What a pull takes: names of tensors of the base, or a mapping from names to the part of each: a `Slice`, a range of rows along dimension 0, or None for
-all of it."""
+"""What a pull takes: names of tensors of the base, or a mapping from names to the part of each: a `Slice`, a range of
+rows along dimension 0, or None for all of it."""
 
 WHOLE: Final = Slice()
 
@@ -41,8 +42,8 @@ class TensorParts:
         return frozenset(self._wanted or ())
 
     def of(self, field: Field, one: m.TensorSlice | None) -> Slice | None:
-        """The wanted part of a field, which is a tensor or the slice `one` of it; None: it has nothing that is wanted. `SchemaError` for a part that
-        does not fit its tensor."""
+        """The wanted part of a field, which is a tensor or the slice `one` of it; None: it has nothing that is wanted.
+        `SchemaError` for a part that does not fit its tensor."""
         if self._wanted is None:
             return WHOLE
         name = field.name if one is None else one.tensor
@@ -85,7 +86,8 @@ def _ranges(tensor: Field, part: Slice) -> list[tuple[int, int]]:
 def _checked(only: Only) -> dict[str, range | Slice | None]:
     if not isinstance(only, Iterable):
         raise UsageError(
-            f"only={shown(only)} is {type(only).__name__}; give names of tensors, or a mapping from names to parts of them"
+            f"only={shown(only)} is {type(only).__name__}; give names of tensors, or a mapping from names to parts of "
+            "them"
         )
     taken = checks.few("tensors", [only] if isinstance(only, str) else only, ITEMS_MAX)
     for name in taken:
@@ -95,11 +97,13 @@ def _checked(only: Only) -> dict[str, range | Slice | None]:
         if isinstance(part, Slice):
             if isinstance(part.first, Share) and part.first.zigzag:
                 raise UsageError(
-                    f'{part} of tensor "{name}" is zigzag, which divides sequences; leave zigzag out, or give (start, stop)'
+                    f'{part} of tensor "{name}" is zigzag, which divides sequences; leave zigzag out, or give (start, '
+                    "stop)"
                 )
         elif part is not None and not (isinstance(part, range) and part.step == 1 and 0 <= part.start < part.stop):
             raise UsageError(
-                f'{shown(part)} of tensor "{name}" is no part of it: give a tq.Slice, or a range of its rows with step 1 that is not empty, or None for all of it'
+                f'{shown(part)} of tensor "{name}" is no part of it: give a tq.Slice, or a range of its rows with step '
+                "1 that is not empty, or None for all of it"
             )
     if not named:
         raise UsageError("a pull of no tensors; name at least one in only=, or leave it out for all")

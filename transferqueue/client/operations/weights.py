@@ -1,7 +1,7 @@
 """Operations on weight channels, and the weights that a pull gives.
 
-A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all, and it
-reads bytes only to compare checksums; tensors that the caller has already are neither fetched nor read again.
+A version is a composition of blocks, one a tensor (`publish` has the law of what is written). A pull names them all,
+and it reads bytes only to compare checksums; tensors that the caller has already are neither fetched nor read again.
 """
 
 from __future__ import annotations
@@ -53,17 +53,19 @@ BEGUN_S: Final = 60.0
 """Default time for all parts of a version to come: longer than writing a shard takes."""
 
 TURN_S: Final = 30.0
-"""Default length of a turn: longer than loading weights takes, short enough for the others to wait for a dead process."""
+"""Default length of a turn: longer than loading weights takes, short enough for the others to wait for a dead
+process."""
 
 
 class Weights(ProcessBound, Mapping[str, Any]):
     """One version of the weights: a mapping from names to tensors of the base, in shared memory and nowhere else.
 
     ``weights[name]`` is a torch tensor where torch is installed, else a numpy array; `torch` and `numpy` give all of
-    them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in place
-    without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from weights before
-    (``since``) are the same memory as there. A tensor that was published in several slices is put together in new memory each time it is
-    asked for: one copy. The version's memory is pinned until `release`, the end of a ``with`` block, or collection.
+    them as one or the other, of the base or of an adapter. They are views of this process's own: they may be changed in
+    place without anyone else seeing it, and stay valid for as long as they are held; those that a pull took over from
+    weights before (``since``) are the same memory as there. A tensor that was published in several slices is put
+    together in new memory each time it is asked for: one copy. The version's memory is pinned until `release`, the end
+    of a ``with`` block, or collection.
     """
 
     _remedy: ClassVar[str] = "pass queue.address, the channel and the version, and pull it there"
@@ -104,7 +106,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return sorted({name.partition("/")[0] for name in self._tensors if not name.startswith(publish.BASE)})
 
     def changed(self, adapter: str | None = None) -> frozenset[str]:
-        """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was given."""
+        """Names of tensors of the base (or of an adapter) that are not those of ``since``: all, where none was
+        given."""
         prefix = self._prefix(adapter)
         changed = {self._tensor_of(field) for field in self._changed}
         return frozenset(name[len(prefix) :] for name in changed if name.startswith(prefix))
@@ -114,7 +117,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._of_each(adapter, self._field)
 
     def published(self) -> dict[str, Field]:
-        """Dtype and shape of each tensor of the base as it was published, also of those that were not pulled; reads no bytes."""
+        """Dtype and shape of each tensor of the base as it was published, also of those that were not pulled; reads no
+        bytes."""
         fields, slices = self._published
         if fields is None:
             return self.fields()
@@ -127,10 +131,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return found
 
     def torch(self, adapter: str | None = None, *, device: Any = None) -> dict[str, torch.Tensor]:
-        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several slices are copied.
+        """All tensors of the base (or of an adapter), as ``model.load_state_dict`` takes them; only those in several
+        slices are copied.
 
-        device: copied there, as by a lease with ``device=``: the calling thread's stream comes after the copies, and the memory stays pinned until they
-        have ended. Tensors that were ``since`` are copied again. `UsageError` for a device that is not here, `OutOfMemory` if it has no room.
+        device: copied there, as by a lease with ``device=``: the calling thread's stream comes after the copies, and
+        the memory stays pinned until they have ended. Tensors that were ``since`` are copied again. `UsageError` for a
+        device that is not here, `OutOfMemory` if it has no room.
         """
         if device is None:
             return self._of_each(adapter, self._torch)
@@ -138,7 +144,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._of_each(adapter, partial(self._torch, columns=columns))
 
     def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
-        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted part, that alone."""
+        """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted part, that
+        alone."""
         from transferqueue.storage.devices.landing import accelerator, land
 
         wanted = self._of_each(adapter, lambda _, fields: fields).values()
@@ -150,7 +157,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return self._of_each(adapter, self._numpy)
 
     def _of_each(self, adapter: str | None, value_of: Callable[[str, list[str]], T]) -> dict[str, T]:
-        """`value_of` each tensor of the base (or of an adapter) and its fields, by the tensor's name in this mapping."""
+        """`value_of` each tensor of the base (or of an adapter) and its fields, by the tensor's name in this
+        mapping."""
         prefix = self._prefix(adapter)
         return {name[len(prefix) :]: value_of(name, at) for name, at in self._places.items() if name.startswith(prefix)}
 
@@ -203,10 +211,12 @@ class Weights(ProcessBound, Mapping[str, Any]):
         return f"{adapter}/"
 
     def _copies(self) -> list[publish.ReusedTensor]:
-        """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were pulled."""
+        """All tensors of base and adapters, as blocks for `mirror` to publish. `UsageError` if only some were
+        pulled."""
         if self._published[0] is not None:
             raise UsageError(
-                f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to mirror it'
+                f'version {self._version} of channel "{self._channel}" was pulled in part (only=); pull all of it to '
+                "mirror it"
             )
         tensors = {id(tensor.blocks): tensor for tensor in self._tensors.values()}.values()
         return [copy_of(tensor, self._slices) for tensor in tensors]
@@ -228,7 +238,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
         fields = self._places.get(full)
         if fields is None:
             raise NotFound(
-                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has {listing(self)}'
+                f'tensor "{name}" is not in version {self._version} of channel "{self._channel}"; it has '
+                f"{listing(self)}"
             )
         return self._torch(full, fields) if _has_torch() else self._numpy(full, fields)
 
@@ -248,7 +259,8 @@ class Weights(ProcessBound, Mapping[str, Any]):
             self._released = True
             for tensor in self._tensors.values():
                 tensor.release(
-                    f'version {self._version} of channel "{self._channel}" was released and its memory was returned; pull it again'
+                    f'version {self._version} of channel "{self._channel}" was released and its memory was returned; '
+                    "pull it again"
                 )
         finally:
             interrupts.end()
@@ -294,7 +306,8 @@ def pull_weights(
     timeout_s: float | None,
     only: Only | None = None,
 ) -> Operation[Weights]:
-    """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their checksums."""
+    """Wait for a version and pull it, or the tensors `only` of it. Pull it again if bytes do not match their
+    checksums."""
     if since is not None and not isinstance(since, Weights):
         raise UsageError(
             f"since={shown(since)} is {type(since).__name__}; give the Weights that were pulled, or a version as above="
@@ -356,8 +369,8 @@ def _pull(
 def _restricted(
     client: ClientSession, reply: m.WeightsReply, wanted: TensorParts, channel: str
 ) -> tuple[m.WeightsReply, Parts]:
-    """What the reply has of the wanted tensors, and the parts of their fields; returns the pins of all else. `NotFound` for a tensor that the version
-    does not have."""
+    """What the reply has of the wanted tensors, and the parts of their fields; returns the pins of all else. `NotFound`
+    for a tensor that the version does not have."""
     if wanted.everything:
         return reply, {}
     slices = {one.field: one for one in reply.slices}
@@ -366,9 +379,11 @@ def _restricted(
         chosen = {name: part for name, part in found.items() if part is not None}
         missing = wanted.names - {slices[name].tensor if name in slices else name for name in chosen}
         if missing:
+            names = {(slices[name].tensor if name in slices else name).removeprefix(publish.BASE) for name in found}
             raise NotFound(
-                f'version {reply.version} of channel "{channel}" has no tensor {listing(name[1:] for name in missing)}, or not these rows of it; it has '
-                f"{listing({(slices[name].tensor if name in slices else name).removeprefix(publish.BASE) for name in found})}"
+                f'version {reply.version} of channel "{channel}" has no tensor '
+                f"{listing(name[1:] for name in missing)}, or not these rows of it; it has "
+                f"{listing(names)}"
             )
     except BaseException:
         return_pins(client, reply.blocks, ())

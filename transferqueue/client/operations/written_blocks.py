@@ -3,15 +3,15 @@
 Memory returns by extents, so columns that are freed at different times are written into different ones:
 
 1. Columns of a table with `Acked` or `Manual` are freed with their rows: one region has them all.
-2. `AckedColumns`: a region for each set of tasks that need a column, and one for the columns that no task needs. Small regions of many puts
-   share extents, in two lanes: columns that only tasks with results need end early; what a task without results needs (mostly the
-   trainer) ends about when its row does.
+2. `AckedColumns`: a region for each set of tasks that need a column, and one for the columns that no task needs. Small
+   regions of many puts share extents, in two lanes: columns that only tasks with results need end early; what a task
+   without results needs (mostly the trainer) ends about when its row does.
 3. `ManualColumns`: a region for each column of `COLUMN_APART_BYTES` or more, and one for the others.
-4. An interned block has a region of its own, since rows of other puts may need it longer. One that the table has already is not written: the
-   commit refers to it by its content. If the table does not have it after all, the commit is refused, changes nothing, and is made again with
-   the bytes (`commit`).
-5. Only the first region waits for memory. If there is no room for another one at once, all are given back, and everything is written into
-   one. So producers that hold memory never wait for each other.
+4. An interned block has a region of its own, since rows of other puts may need it longer. One that the table has
+   already is not written: the commit refers to it by its content. If the table does not have it after all, the commit
+   is refused, changes nothing, and is made again with the bytes (`commit`).
+5. Only the first region waits for memory. If there is no room for another one at once, all are given back, and
+   everything is written into one. So producers that hold memory never wait for each other.
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def write_columns(
     deadline: Deadline,
     use: m.GrantPurpose,
 ) -> Operation[WrittenBlocks]:
-    """Write the columns of a commit, which are not inline, and interned blocks, with as many copies as the table has."""
+    """Write the columns of a commit, which are not inline, and interned blocks, with as many copies as the table
+    has."""
     yield UNINTERRUPTED  # regions of open extents are taken
     groups = groups_of(terms, columns) if columns else []
     if interned:

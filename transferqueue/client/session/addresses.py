@@ -19,10 +19,12 @@ EMBEDDED: Final = "embedded"
 
 
 def named_server() -> str | None:
-    """The server that the environment names, as an address or a join token: ``$TRANSFERQUEUE_ADDRESS``, else ``$TRANSFERQUEUE_TOKEN``.
+    """The server that the environment names, as an address or a join token: ``$TRANSFERQUEUE_ADDRESS``, else
+    ``$TRANSFERQUEUE_TOKEN``.
 
-    None: it names none. Commands and `connect` follow it where they are given no address (`transferqueue docs environment`).
-    `UsageError` if the variable is set and empty: what should have filled it has failed, and another server would be the wrong one.
+    None: it names none. Commands and `connect` follow it where they are given no address
+    (`transferqueue docs environment`). `UsageError` if the variable is set and empty: what should have filled it has
+    failed, and another server would be the wrong one.
     """
     for name, named in (
         (ADDRESS_VARIABLE, os.environ.get(ADDRESS_VARIABLE)),
@@ -48,7 +50,8 @@ def running_server() -> str | None:
 
 
 def endpoints(address: str | Sequence[str] | None, key: str | None = None) -> list[tuple[str, ClientKeys | None]]:
-    """`endpoint` for each of several coordinators, joined by commas or in a list. Empty if neither arguments nor environment say where.
+    """`endpoint` for each of several coordinators, joined by commas or in a list. Empty if neither arguments nor
+    environment say where.
 
     If the key or the environment has several tokens, each is for the address that it names; a single token is for all.
     """
@@ -91,9 +94,9 @@ def _key_at(address: str, tokens: list[str]) -> str | None:
 def endpoint(address: str | None, key: str | None = None) -> tuple[str | None, ClientKeys | None]:
     """Where to connect (None: not given) and the keys for it (None: none).
 
-    A token in place of the address gives both. Otherwise `key`, also a token, says who the client is: at the tcp address, or at the
-    token's own address if none is given. key: None: the token of ``$TRANSFERQUEUE_TOKEN``; ``""``: none.
-    `UsageError` for an invalid token, and for a key beside a token or beside an address that needs none.
+    A token in place of the address gives both. Otherwise `key`, also a token, says who the client is: at the tcp
+    address, or at the token's own address if none is given. key: None: the token of ``$TRANSFERQUEUE_TOKEN``; ``""``:
+    none. `UsageError` for an invalid token, and for a key beside a token or beside an address that needs none.
     """
     if is_token(address):
         if key:

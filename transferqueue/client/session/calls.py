@@ -1,19 +1,21 @@
-"""The calls of one session: their ids, replies, resends and deadlines; and the `Deadline` of an operation that makes several. Pure.
+"""The calls of one session: their ids, replies, resends and deadlines; and the `Deadline` of an operation that makes
+several. Pure.
 
 Rules:
 
 1. Ids ascend from 1 within a session, in the order in which calls are sent. An id is never used twice.
-2. A call that is not answered in time is sent again **with its id**, at growing intervals. If the server has already carried it
-   out, it repeats its reply.
+2. A call that is not answered in time is sent again **with its id**, at growing intervals. If the server has already
+   carried it out, it repeats its reply.
 3. Every frame carries `seen`: all replies up to that id have arrived, so the server may forget them.
 4. A call ends once: by its reply, by an error, or by giving up at its deadline.
 5. A notice has no answer. It is kept until a call that was sent after it is answered: frames arrive in order, so that
    answer proves that the server has the notice. Until then the notice counts as unanswered for `seen`.
-6. After a reconnection, to the same server or the next one, the client sends Hello and nothing else until that is answered: the
-   server ignores everything before the Hello. Then it sends all unanswered calls again, in order. Their waits keep their deadlines.
+6. After a reconnection, to the same server or the next one, the client sends Hello and nothing else until that is
+   answered: the server ignores everything before the Hello. Then it sends all unanswered calls again, in order. Their
+   waits keep their deadlines.
 7. **Nobody's reply is lost.** A call whose caller went away (an interrupt, a cancelled task, a deadline
-   passed) stays here until its reply arrives, so that the reply can be undone. If it waits at the server, it is sent again
-   with no wait: otherwise it would keep its place there before others who want the same.
+   passed) stays here until its reply arrives, so that the reply can be undone. If it waits at the server, it is sent
+   again with no wait: otherwise it would keep its place there before others who want the same.
 """
 
 from __future__ import annotations
@@ -54,9 +56,9 @@ def seconds(name: str, value: object) -> float:
 class Deadline:
     """The deadline of an operation that may need several requests: `wait_s` seconds from now by `clock`.
 
-    The server ends a wait itself, with an error that says what was missing. But a server that is stopped or out of reach ends nothing.
-    So the caller keeps the deadline too: after it, replies have `late_s` to arrive in all, whatever the server does. Time that this
-    process spends on its own work, such as copying columns, does not count as lateness.
+    The server ends a wait itself, with an error that says what was missing. But a server that is stopped or out of
+    reach ends nothing. So the caller keeps the deadline too: after it, replies have `late_s` to arrive in all, whatever
+    the server does. Time that this process spends on its own work, such as copying columns, does not count as lateness.
     """
 
     def __init__(self, clock: Callable[[], float], wait_s: float, late_s: float = LATE_ANSWER_S) -> None:
@@ -67,8 +69,8 @@ class Deadline:
         self._late_s = late_s
 
     def left(self) -> float:
-        """Seconds left, for the next request. 0 only if the caller gave 0: the server answers 0 with `Full`, and a wait that has
-        passed with `DeadlineExceeded`."""
+        """Seconds left, for the next request. 0 only if the caller gave 0: the server answers 0 with `Full`, and a wait
+        that has passed with `DeadlineExceeded`."""
         return max(self._least, self._at - self._clock())
 
     @property
@@ -88,7 +90,8 @@ class Deadline:
 
 
 LAST_WAIT_S: Final = 0.1
-"""Wait of a call whose own wait passed while the connection was lost: it is sent once more, since it may be served at once."""
+"""Wait of a call whose own wait passed while the connection was lost: it is sent once more, since it may be served at
+once."""
 _encoder: Final = msgspec.msgpack.Encoder()
 
 
@@ -96,7 +99,8 @@ class PendingCall:
     """One request and, when it is settled, its outcome.
 
     on_settled: called once, after `reply` or `error` was set; None: the request is posted, and nobody waits for
-    it. gave_up: nobody waits any more (rule 7). told_at: when it was sent (`sent_at`), or `WaitLog` last asked why it waits.
+    it. gave_up: nobody waits any more (rule 7). told_at: when it was sent (`sent_at`), or `WaitLog` last asked why it
+    waits.
     """
 
     __slots__ = (
@@ -193,8 +197,8 @@ class PendingCalls:
     def greet(self, hello: m.Hello, now: float) -> bytes:
         """The frame of a Hello on a new connection; nothing else may be sent until it is answered (rule 6).
 
-        A Hello that is unanswered is sent again as another call: by its id the server knows which Hello came last, and on which
-        connection that is given up.
+        A Hello that is unanswered is sent again as another call: by its id the server knows which Hello came last, and
+        on which connection that is given up.
         """
         waiting = [one for one in self.by_id.values() if isinstance(one.request, m.Hello)]
         for one in waiting:
@@ -204,7 +208,8 @@ class PendingCalls:
         return frame
 
     def welcomed(self, now: float) -> list[bytes]:
-        """A Hello was answered. If it was that of the present connection: the frames that the server may not have, in order."""
+        """A Hello was answered. If it was that of the present connection: the frames that the server may not have, in
+        order."""
         if self.greeting is None or self.greeting in self.by_id:
             return []
         self.greeting = None
@@ -224,7 +229,8 @@ class PendingCalls:
             del self._notices[number]
 
     def answered(self, answer: m.AnswerFrame) -> PendingCall | None:
-        """The call that this answers, not settled yet; None if it was answered before. Not for an answer of an earlier server (`is_late`)."""
+        """The call that this answers, not settled yet; None if it was answered before. Not for an answer of an earlier
+        server (`is_late`)."""
         self._epoch = answer.epoch
         pending = self.by_id.pop(answer.id, None)
         if pending is not None and not isinstance(

@@ -1,7 +1,9 @@
-"""Who may use the channel and the calls of a session: its I/O thread, a caller that drives, or an event loop while it sends or reads.
+"""Who may use the channel and the calls of a session: its I/O thread, a caller that drives, or an event loop while it
+sends or reads.
 
-The role is taken and given back by single calls of C code, which no interrupt divides. A driver that was interrupted anywhere but in its
-wait leaves the channel *suspect*: nobody knows what it has read or written then. So the I/O thread, which takes the role next, connects again.
+The role is taken and given back by single calls of C code, which no interrupt divides. A driver that was interrupted
+anywhere but in its wait leaves the channel *suspect*: nobody knows what it has read or written then. So the I/O thread,
+which takes the role next, connects again.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ ORPHAN_S: Final = 1.0
 
 
 class Hold:
-    """One attempt of the present thread to take the role without waiting for it. An interrupt comes before or after a step of it, never in the
-    middle: each is a single call of C code.
+    """One attempt of the present thread to take the role without waiting for it. An interrupt comes before or after a
+    step of it, never in the middle: each is a single call of C code.
 
     release: gives the role back at its first call, and does nothing afterwards.
     """
@@ -58,8 +60,9 @@ class Hold:
 class ChannelRole:
     """The role, and the caller that has it. wakeup: wakes the I/O thread.
 
-    holds: the last hold that took the role, which may have ended. driver: the call that drives, or what stands for an event loop that reads; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no harm. drivable:
-    the channel; None: callers of this kind of channel cannot drive.
+    holds: the last hold that took the role, which may have ended. driver: the call that drives, or what stands for an
+    event loop that reads; None: no caller has the role. driver_waits: it is in its wait, where an interrupt does no
+    harm. drivable: the channel; None: callers of this kind of channel cannot drive.
     """
 
     def __init__(self, channel: ClientChannel, wakeup: Wakeup) -> None:
@@ -74,7 +77,8 @@ class ChannelRole:
         """Has the event loop that reads call `revoke_own`."""
 
     def take(self, left: Iterable[PendingCall]) -> None:
-        """Wait for the role, in the I/O thread. A caller that drives gives it up when it is woken. left: calls whose callers went away."""
+        """Wait for the role, in the I/O thread. A caller that drives gives it up when it is woken. left: calls whose
+        callers went away."""
         if not self.lock.acquire(blocking=False):
             self._wakeup.set()
             while not self.lock.acquire(timeout=ORPHAN_S):
@@ -94,9 +98,9 @@ class ChannelRole:
                 self.drivable.reset()
 
     def revoke_own(self) -> None:
-        """Take the role from a driver in this thread, if there is one: it was interrupted by the signal handler that calls this and goes on after
-        it, or ended by a second interrupt before it had given the role back. A hold that was given back is left alone: the I/O thread, or
-        another caller, may use the channel now."""
+        """Take the role from a driver in this thread, if there is one: it was interrupted by the signal handler that
+        calls this and goes on after it, or ended by a second interrupt before it had given the role back. A hold that
+        was given back is left alone: the I/O thread, or another caller, may use the channel now."""
         hold = self.holds[0] if self.holds else None
         if hold is None or hold.thread != threading.get_ident() or not hold.stands:
             return

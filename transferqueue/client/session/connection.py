@@ -2,11 +2,13 @@
 
 There are three ways to make a call:
 
-1. A caller that finds the role free and nothing else to do *drives* (`driving`): it sends its request and waits on the socket itself. As soon as
-   anything else happens it gives the role up, and waits as in 2.
-2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is awake. The caller waits
-   on a bare lock that the I/O thread releases. So do calls beside others on their way, and what nobody waits for.
-3. An event loop sends its calls, and reads their replies when they come (`loop_reader`), wherever a caller in 1 could drive. Otherwise as in 2.
+1. A caller that finds the role free and nothing else to do *drives* (`driving`): it sends its request and waits on the
+   socket itself. As soon as anything else happens it gives the role up, and waits as in 2.
+2. Otherwise it appends the request to a queue and wakes the I/O thread (`io_thread`), which has the role whenever it is
+   awake. The caller waits on a bare lock that the I/O thread releases. So do calls beside others on their way, and what
+   nobody waits for.
+3. An event loop sends its calls, and reads their replies when they come (`loop_reader`), wherever a caller in 1 could
+   drive. Otherwise as in 2.
 """
 
 from __future__ import annotations
@@ -63,7 +65,8 @@ class Connection:
             self._submit(pending)
             if not heard.wait(timeout_s):
                 raise Unreachable(
-                    f"nothing answered at {self.address} within {timeout_s if asked_s is None else asked_s:g} s; {self._io.channel.doubt}"
+                    f"nothing answered at {self.address} within {timeout_s if asked_s is None else asked_s:g} s; "
+                    f"{self._io.channel.doubt}"
                 )
             reply = _result(pending)
         except BaseException:
@@ -89,11 +92,12 @@ class Connection:
     ) -> m.Reply:
         """Send a request and wait for its reply; raises what the server refused it with.
 
-        An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does the deadline,
-        whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there is no reply long after
-        the request's own wait has passed.
+        An interrupt ends the wait at once and leaves the connection usable: when the reply comes, it is undone. So does
+        the deadline, whatever the server does (see `unanswered`). Without a deadline the call is `Unreachable` if there
+        is no reply long after the request's own wait has passed.
 
-        interrupts: deferred from before this returns a reply, since a reply that was returned is not undone any more. The caller ends that.
+        interrupts: deferred from before this returns a reply, since a reply that was returned is not undone any more.
+        The caller ends that.
         """
         io, gate = self._io, threading.Lock()
         gate.acquire()
@@ -131,8 +135,8 @@ class Connection:
     def start(
         self, request: m.Request, deadline: Deadline | None = None
     ) -> tuple[Callable[..., m.Reply], Callable[[], object]]:
-        """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second says that nobody
-        will; one of them is to be called, once."""
+        """Send a request. Of the functions that this returns, the first waits for the reply like `call`, and the second
+        says that nobody will; one of them is to be called, once."""
         gate = threading.Lock()
         gate.acquire()
         pending = PendingCall(request, gate.release)
@@ -226,15 +230,15 @@ class Connection:
             raise
 
     def post(self, request: m.Request) -> None:
-        """Send a request without waiting for its reply. Finalizers may call it: it takes no lock, raises nothing, and does nothing
-        after the end of the connection or in a forked child."""
+        """Send a request without waiting for its reply. Finalizers may call it: it takes no lock, raises nothing, and
+        does nothing after the end of the connection or in a forked child."""
         if os.getpid() == self._pid and self._io.over is None:
             self._io.inbox.append(PendingCall(request))
             self._io.wakeup.set()
 
     def unpin(self, blocks: list[int]) -> None:
-        """Return one pin of each block, within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with a call after `UNPIN_S`, or with the
-        next heartbeat. Finalizers may call it, like `post`.
+        """Return one pin of each block, within `UNPIN_S`; if their bytes were copied (`Pins.copied`), with a call after
+        `UNPIN_S`, or with the next heartbeat. Finalizers may call it, like `post`.
 
         blocks: emptied when it is sent, so that an interrupted finalizer may give the same list again.
         """
@@ -246,7 +250,8 @@ class Connection:
                 io.wakeup.set()
 
     def end_waits(self, why: TransferQueueError) -> None:
-        """From now on no call waits at the server. Calls that wait, or would have to, end with `why`; others are answered as before."""
+        """From now on no call waits at the server. Calls that wait, or would have to, end with `why`; others are
+        answered as before."""
         self._io.why_no_waits, self._io.waits_end_now = why, True
         self._io.wakeup.set()
 
@@ -255,8 +260,8 @@ class Connection:
         self._io.why_no_waits, self._io.waits_end_now = None, False
 
     def keep(self, kept: RenewedLease, lease_s: float) -> None:
-        """Renew this lease, which lasts `lease_s` from now, until it ends or its time limit has passed. Finalizers may call it, like
-        `post`."""
+        """Renew this lease, which lasts `lease_s` from now, until it ends or its time limit has passed. Finalizers may
+        call it, like `post`."""
         if os.getpid() != self._pid or self._io.over is not None:
             return
         kept.begin(self.clock(), lease_s)

@@ -1,16 +1,18 @@
 """Defers Ctrl-C while an operation takes over what a reply has given it.
 
-A reply brings pins, memory, leases or reservations. `Connection.call` undoes a reply if an interrupt ends its wait. An operation keeps them in
-objects that give them back when they are collected. Between the two lie many steps of Python code, and an interrupt at any of them would lose
-what the reply gave. So the call defers interrupts before it returns, and the runner ends that before the operation waits again, copies, or
-returns: an interrupt comes a few microseconds later, and never later than a wait or a copy.
+A reply brings pins, memory, leases or reservations. `Connection.call` undoes a reply if an interrupt ends its wait. An
+operation keeps them in objects that give them back when they are collected. Between the two lie many steps of Python
+code, and an interrupt at any of them would lose what the reply gave. So the call defers interrupts before it returns,
+and the runner ends that before the operation waits again, copies, or returns: an interrupt comes a few microseconds
+later, and never later than a wait or a copy.
 
 Only the main thread has interrupts. A handler that is not Python code is left alone.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # `signal.signal` takes several times as long, to make enumerations of numbers
+# `signal.signal` takes several times as long, to make enumerations of numbers.
+import _signal  # type: ignore[import-not-found]
 import threading
 from types import FrameType
 from typing import Any, Final

@@ -1,7 +1,7 @@
 """A caller that is alone drives: it sends its request and waits on the socket itself, so no other thread is woken.
 
-Python raises KeyboardInterrupt in the main thread between any two instructions. So each step here may be done twice, and a call is settled
-before it is taken out of the calls; see also `channel_role`.
+Python raises KeyboardInterrupt in the main thread between any two instructions. So each step here may be done twice,
+and a call is settled before it is taken out of the calls; see also `channel_role`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from transferqueue.wire.codec import decode_answer
 
 
 def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, hold: Hold) -> None:
-    """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards whether the call was
-    sent, and is settled; after an interrupt it gives `hold` up.
+    """Send a call and wait for its reply, unless another thread has the role. Whoever calls this looks afterwards
+    whether the call was sent, and is settled; after an interrupt it gives `hold` up.
 
     until: when to stop waiting; None: never. hold: takes the role.
     """
@@ -34,11 +34,14 @@ def drive_if_free(io: IoThread, pending: PendingCall, until: float | None, hold:
 
 
 def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
-    """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the call has no id yet.
+    """Send a call without waiting for its reply, unless another thread has the role or other work comes first: then the
+    call has no id yet.
 
-    Nor over a lost connection: that would count as spoken, and put off the look whether the server is gone (`ServerWatch`).
+    Nor over a lost connection: that would count as spoken, and put off the look whether the server is gone
+    (`ServerWatch`).
 
-    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. hold: as of `drive_if_free`.
+    The I/O thread is not woken: it, or the event loop of the call, reads the reply when that comes. hold: as of
+    `drive_if_free`.
     """
     role, channel = io.role, io.role.drivable
     if channel is None:
@@ -75,10 +78,11 @@ def send_if_free(io: IoThread, pending: PendingCall, hold: Hold) -> None:
 def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None, hold: Hold) -> None:
     """Send a call and wait for its reply in this thread, which holds the role: no other thread has to be woken for it.
 
-    Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything happens but
-    the reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the rest. An interrupt
-    in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O thread then connects again, and sends
-    what was not answered. So each step here may be done twice: a call is settled before it is taken out of the calls.
+    Only where nothing else is to be done: no other call is on its way, and the connection stands. As soon as anything
+    happens but the reply of this call (the wake-up, a refusal, the end of the connection), the I/O thread does the
+    rest. An interrupt in the wait leaves everything as it was. Anywhere else it leaves the channel suspect: the I/O
+    thread then connects again, and sends what was not answered. So each step here may be done twice: a call is settled
+    before it is taken out of the calls.
     """
     role = io.role
     role.driver = pending
@@ -97,7 +101,8 @@ def _drive(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: 
 
 
 def _await_reply(io: IoThread, channel: DrivableChannel, pending: PendingCall, until: float | None) -> None:
-    """Wait until the call is settled, its deadline passes, or something else happens. Pins that are left over are sent meanwhile."""
+    """Wait until the call is settled, its deadline passes, or something else happens. Pins that are left over are sent
+    meanwhile."""
     role, left_s = io.role, HEARTBEAT_S  # by then the I/O thread has work, and reads what comes
     while True:
         if until is not None and (left_s := min(until - io.clock(), HEARTBEAT_S)) <= 0:
@@ -125,9 +130,11 @@ def _send_pins(io: IoThread, now: float) -> None:
 
 
 def settle_next(io: IoThread, channel: DrivableChannel, own: PendingCall | None) -> bool:
-    """Settle the driver's call if its reply has come, and is no refusal. False if something came that the I/O thread has to look at.
+    """Settle the driver's call if its reply has come, and is no refusal. False if something came that the I/O thread
+    has to look at.
 
-    own: the driver's call; None: any call of the event loop that reads, also one that is refused, and False if nothing has come.
+    own: the driver's call; None: any call of the event loop that reads, also one that is refused, and False if nothing
+    has come.
     """
     frame = channel.peek()
     if frame is None:

@@ -1,8 +1,9 @@
 """The thread of a session: sends what callers queued, reads what comes, and does what is due by time.
 
-It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any more, and greets the server
-again after a reconnection. While a caller drives (see `driving`), or an event loop reads (see `loop_reader`), it sleeps until something is due.
-Finalizers and signal handlers only append and wake: they run in the middle of this code, where a lock would one day be taken twice.
+It resends calls, renews leases, says that this process lives, returns pins, undoes replies that nobody waits for any
+more, and greets the server again after a reconnection. While a caller drives (see `driving`), or an event loop reads
+(see `loop_reader`), it sleeps until something is due. Finalizers and signal handlers only append and wake: they run in
+the middle of this code, where a lock would one day be taken twice.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ GOODBYE_S: Final = 1.0
 class IoThread:
     """Everything about one session that several threads touch, and the thread that serves it.
 
-    Any thread, and any finalizer, may append to `inbox` (calls to send), `left` (calls whose callers went away), `unpinned` (pins to return)
-    and `keeper`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong to whoever has the `role`.
+    Any thread, and any finalizer, may append to `inbox` (calls to send), `left` (calls whose callers went away),
+    `unpinned` (pins to return) and `keeper`, and then set `wakeup`. `calls`, `outbox`, `server` and the channel belong
+    to whoever has the `role`.
     """
 
     def __init__(self, channel: ClientChannel, address: str, clock: Callable[[], float]) -> None:
@@ -76,7 +78,8 @@ class IoThread:
         self.unpins_at: float | None = None
         """When this thread sends the pins that no call has taken along; None: whoever returns one has to wake it."""
         self.unpins_wait = False
-        """Whether a pin was returned that does not wait for the next call or heartbeat, and this thread was woken for it."""
+        """Whether a pin was returned that does not wait for the next call or heartbeat, and this thread was woken for
+        it."""
         self.unpinned_at = now
         """When pins were sent last."""
         self.returning: tuple[list[list[int]], int] | None = None
@@ -153,7 +156,8 @@ class IoThread:
             raise mismatch_of(frame, address=self.address, package=package) or error from None
 
     def has_work(self) -> bool:
-        """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that the reply woke waits for the interpreter."""
+        """Whether something waits to be done. Kept cheap: this thread runs it after each reply, while the caller that
+        the reply woke waits for the interpreter."""
         return bool(
             self.inbox or self.left or self.outbox.backlog or self.closing or self.waits_end_now or self.unpins_wait
         )
@@ -227,11 +231,13 @@ class IoThread:
         return min(due, self._goodbye_by) if self._goodbye is not None else due
 
     def _silence_s(self) -> float:
-        """For how long this session may send nothing before it says that it lives, and looks whether the server does."""
+        """For how long this session may send nothing before it says that it lives, and looks whether the server
+        does."""
         return SERVER_CHECK_S if self.channel.is_lost or self.outbox.backlog else self.heartbeat_s
 
     def _renew(self, kept: RenewedLease, lease_s: float, now: float) -> None:
-        """Ask for one more term of a lease. The request is resent like any call, so a server that restarts in time answers it."""
+        """Ask for one more term of a lease. The request is resent like any call, so a server that restarts in time
+        answers it."""
 
         def settled() -> None:
             if isinstance(pending.error, UsageError | LeaseExpired):
@@ -252,8 +258,8 @@ class IoThread:
         self.outbox.say(self.calls.greet(self.hello, now), now)
 
     def _send_unpins(self, now: float) -> None:
-        """Send the pins that were returned. While there are some, look again after `UNPIN_S`: so those that follow need not wake this
-        thread, and an idle client does not wake."""
+        """Send the pins that were returned. While there are some, look again after `UNPIN_S`: so those that follow need
+        not wake this thread, and an idle client does not wake."""
         end_interrupted()
         self.unpins_wait = False
         if self.unpins_at is not None and now >= self.unpins_at:
@@ -268,7 +274,8 @@ class IoThread:
             self.outbox.send(frame, now)
 
     def notices_of_pins(self, now: float) -> list[bytes]:
-        """Frames that return the pins that wait. A driver calls this too, and may be interrupted between any two steps: see `_settle_pins`."""
+        """Frames that return the pins that wait. A driver calls this too, and may be interrupted between any two steps:
+        see `_settle_pins`."""
         waiting = list(self.unpinned)
         self.returning = waiting, self.calls.last
         once = {id(some): some for some in waiting}.values()  # an interrupted finalizer gives its list again
@@ -280,7 +287,8 @@ class IoThread:
         return frames
 
     def _settle_pins(self, waiting: list[list[int]], last: int) -> None:
-        """A driver was interrupted while it made notices of these pins, none of which it has sent. Either the pins or the notices stay."""
+        """A driver was interrupted while it made notices of these pins, none of which it has sent. Either the pins or
+        the notices stay."""
         if any(waiting):
             self.calls.withdraw_notices(last)
         self.returning = None
@@ -348,7 +356,8 @@ class IoThread:
             _log.error("%s, which nobody waits for, was refused: %s", m.tag_of(pending.request), error)
 
     def _leave(self, pending: PendingCall, now: float) -> None:
-        """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the server."""
+        """The caller of `pending` went away, perhaps after the reply came: undo the reply, or end the wait at the
+        server."""
         pending.on_settled = None
         pending.gave_up, pending.by_loop = True, False
         if pending.reply is not None:
@@ -411,8 +420,9 @@ class IoThread:
 
 
 def heartbeat_s(session: int) -> float:
-    """How long this session may send nothing: from three quarters of `HEARTBEAT_S` to all of it, each session at its own pace. Otherwise
-    the sessions that a restarted server greets together would say together, each time, that they live."""
+    """How long this session may send nothing: from three quarters of `HEARTBEAT_S` to all of it, each session at its
+    own pace. Otherwise the sessions that a restarted server greets together would say together, each time, that they
+    live."""
     return HEARTBEAT_S * (1 - session % HEARTBEAT_PACES / (4 * HEARTBEAT_PACES))
 
 

@@ -3,14 +3,15 @@
 Rules:
 
 1. A lease is renewed when a third of it has passed, one renewal on its way at a time: two may be lost before it is.
-2. It is renewed up to a bound after the hand-over, and not beyond: the last renewal ends there. A worker that hangs longer
-   than that loses its rows, though its process lives. What the worker itself does with the lease (takes it from a loader, acks
-   or releases a part of it, renews it) shows that it does not hang: the bound is counted from there again.
+2. It is renewed up to a bound after the hand-over, and not beyond: the last renewal ends there. A worker that hangs
+   longer than that loses its rows, though its process lives. What the worker itself does with the lease (takes it from
+   a loader, acks or releases a part of it, renews it) shows that it does not hang: the bound is counted from there
+   again.
 3. A process that is dead, stopped or cut off renews nothing, so its rows are given to others after `lease_s`.
 4. A lease that the server refuses to renew is lost. Its holder learns that when it next uses the batch.
 
-`Keeper.keep` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no lock. Everything else
-belongs to the thread of the connection.
+`Keeper.keep` and the methods of `RenewedLease` may be called from any thread, also from a finalizer: they take no lock.
+Everything else belongs to the thread of the connection.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ COMPACT_MIN = 256
 
 
 class RenewedLease:
-    """A lease that the client renews. lease_s: the duration that each renewal asks for. limit_s: for how long after the worker last
-    showed that it does not hang."""
+    """A lease that the client renews. lease_s: the duration that each renewal asks for. limit_s: for how long after the
+    worker last showed that it does not hang."""
 
     __slots__ = ("due", "ended", "ends", "is_last", "lease", "lease_s", "limit_s", "lost", "table", "token", "until")
 
@@ -38,14 +39,16 @@ class RenewedLease:
         self.ended = self.lost = self.is_last = False
 
     def begin(self, now: float, lease_s: float) -> None:
-        """The worker has shown that it does not hang, and the lease lasts `lease_s` from now. `Keeper.keep` has to follow."""
+        """The worker has shown that it does not hang, and the lease lasts `lease_s` from now. `Keeper.keep` has to
+        follow."""
         self.is_last = False
         self.ends = now + lease_s
         self.until = max(now + self.limit_s, self.ends)
         self.due = now + RENEWED_AT * lease_s
 
     def restart(self, now: float) -> bool:
-        """The worker has shown that it does not hang. Whether `Keeper.keep` has to follow, as no renewal was to come."""
+        """The worker has shown that it does not hang. Whether `Keeper.keep` has to follow, as no renewal was to
+        come."""
         self.until = max(self.until, now + self.limit_s)
         if not self.is_last or self.ended or self.lost:
             return False

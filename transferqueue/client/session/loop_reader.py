@@ -2,16 +2,20 @@
 
 Rules:
 
-1. The loop of the first asynchronous call reads, until it is closed. Calls of another loop, or of threads, are sent and read by the I/O thread.
-2. Either the loop is woken by what comes, or the I/O thread, never both: the I/O thread says which, at the end of each of its turns. It keeps
-   reading while a call of anybody else is unanswered (the renewal of a lease, a thread that shares the session, a caller that went away), while
-   frames wait to be written, and while there is no connection.
-3. The loop uses the channel with the role of the session, and only if nobody has it: it waits for nothing. So a loop that is blocked by other
-   work stops nothing but its own calls. The I/O thread does all that is due by time, and reads whenever it does.
-4. The loop settles its own calls. All else that comes is left to the I/O thread: greetings, late answers, the end of the session.
-5. An interrupt at any step of reading leaves the channel suspect (see `channel_role`): the I/O thread connects again, and what was not
-   taken out of the calls is answered again. A call is settled first and taken out afterwards, and a caller may be told twice. A second
-   interrupt may come before the role was given back: the loop gives it back when the I/O thread asks, or with its next call.
+1. The loop of the first asynchronous call reads, until it is closed. Calls of another loop, or of threads, are sent and
+   read by the I/O thread.
+2. Either the loop is woken by what comes, or the I/O thread, never both: the I/O thread says which, at the end of each
+   of its turns. It keeps reading while a call of anybody else is unanswered (the renewal of a lease, a thread that
+   shares the session, a caller that went away), while frames wait to be written, and while there is no connection.
+3. The loop uses the channel with the role of the session, and only if nobody has it: it waits for nothing. So a loop
+   that is blocked by other work stops nothing but its own calls. The I/O thread does all that is due by time, and reads
+   whenever it does.
+4. The loop settles its own calls. All else that comes is left to the I/O thread: greetings, late answers, the end of
+   the session.
+5. An interrupt at any step of reading leaves the channel suspect (see `channel_role`): the I/O thread connects again,
+   and what was not taken out of the calls is answered again. A call is settled first and taken out afterwards, and a
+   caller may be told twice. A second interrupt may come before the role was given back: the loop gives it back when the
+   I/O thread asks, or with its next call.
 """
 
 from __future__ import annotations
@@ -45,8 +49,8 @@ class LoopReader:
         """What the role knows as its driver while the loop has it."""
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Have `loop`, in whose thread this is called, read from now on, unless another one does. Returns whether it does. May be interrupted
-        at any step, and called again."""
+        """Have `loop`, in whose thread this is called, read from now on, unless another one does. Returns whether it
+        does. May be interrupted at any step, and called again."""
         if self._loop is loop:
             return True
         io = self._io
@@ -85,7 +89,8 @@ class LoopReader:
             self._frames.close()
 
     def _read(self) -> None:
-        """Settle the calls whose replies have come, unless the I/O thread or a caller that drives has the role: those read."""
+        """Settle the calls whose replies have come, unless the I/O thread or a caller that drives has the role: those
+        read."""
         if os.getpid() != self._pid:
             return  # a forked child has the loop and the socket, too
         io, role = self._io, self._io.role

@@ -12,8 +12,8 @@ from transferqueue.wire import messages as m
 
 
 class Outbox:
-    """Frames to one server. spoke_at: when the latest one was sent. backlog: those that the channel does not take now, or that wait for
-    `uncork`."""
+    """Frames to one server. spoke_at: when the latest one was sent. backlog: those that the channel does not take now,
+    or that wait for `uncork`."""
 
     def __init__(self, channel: ClientChannel, calls: PendingCalls, now: float) -> None:
         self._channel, self._calls = channel, calls
@@ -35,8 +35,8 @@ class Outbox:
             self.say(frame, now)
 
     def say(self, frame: bytes, now: float) -> None:
-        """Send a frame in order. A frame that the channel does not take now is sent first at the next turn (a reply came, or a second has
-        passed)."""
+        """Send a frame in order. A frame that the channel does not take now is sent first at the next turn (a reply
+        came, or a second has passed)."""
         if self._channel.is_lost:
             return  # the calls keep the frame, and send it after the reconnection
         self.backlog.append(frame)

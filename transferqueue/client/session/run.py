@@ -1,9 +1,9 @@
 """Operations, and how the two APIs run them.
 
-An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or throws the
-error that it was refused with. An operation with a timeout first yields `Within` and gets its deadline. Copies of many bytes it
-yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no thread or loop (decision 7), so the two
-APIs cannot differ.
+An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or
+throws the error that it was refused with. An operation with a timeout first yields `Within` and gets its deadline.
+Copies of many bytes it yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no
+thread or loop (decision 7), so the two APIs cannot differ.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ INLINE_WORK_BYTES: Final = 4 * MIB
 class BlockingWork(msgspec.Struct, frozen=True):
     """Work whose time is in proportion to `nbytes`.
 
-    abandon, bound: of work that waits for other processes, and so never runs in an event loop. abandon makes `run` end soon;
-    bound is called before `run` with the deadline of the caller.
+    abandon, bound: of work that waits for other processes, and so never runs in an event loop. abandon makes `run` end
+    soon; bound is called before `run` with the deadline of the caller.
     """
 
     nbytes: int
@@ -43,7 +43,8 @@ class BlockingWork(msgspec.Struct, frozen=True):
 
 
 UNINTERRUPTED: Final = BlockingWork(0, lambda: None)
-"""Yielded before an operation takes something without a request: as after any other work, no interrupt comes in the steps that follow."""
+"""Yielded before an operation takes something without a request: as after any other work, no interrupt comes in the
+steps that follow."""
 
 
 class Within(msgspec.Struct, frozen=True):
@@ -73,8 +74,8 @@ COMMITS: Final = (m.PutRequest, m.Update, m.Ack)
 
 
 class Held(Generic[T]):
-    """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit was refused with.
-    abandon: nobody will wait for it. nbytes: of the columns that it commits."""
+    """An operation whose commit is on its way. answer: waits for the reply, and returns it, or raises what the commit
+    was refused with. abandon: nobody will wait for it. nbytes: of the columns that it commits."""
 
     __slots__ = ("_request", "abandon", "answer", "deadline", "nbytes", "operation")
 
@@ -120,12 +121,13 @@ def run_sync(
     answer: Callable[[DeferredInterrupts], Any] | None = None,
     deadline: Deadline | None = None,
 ) -> T | Held[T]:
-    """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not waited for.
+    """Run an operation in this thread to its end, or until it sends a request that is one of `hold`, which is not
+    waited for.
 
     answer, deadline: of one that was held. Its reply is waited for first.
 
-    Once the operation has got something (a reply, memory), an interrupt comes in its waits and its `BlockingWork`, and before this returns, but
-    not in its own steps, where what it got would be lost.
+    Once the operation has got something (a reply, memory), an interrupt comes in its waits and its `BlockingWork`, and
+    before this returns, but not in its own steps, where what it got would be lost.
     """
     step: Callable[[Any], m.Request | BlockingWork | Within] = operation.send
     sent: Any = None
@@ -221,8 +223,8 @@ async def run_async(
 
 
 def trimmed(error: E) -> E:
-    """The error without the frames of this package: its text says everything, and the traceback then begins with the caller's line.
-    An `InternalError` keeps them."""
+    """The error without the frames of this package: its text says everything, and the traceback then begins with the
+    caller's line. An `InternalError` keeps them."""
     return error if isinstance(error, InternalError) else error.with_traceback(None)
 
 

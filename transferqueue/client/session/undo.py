@@ -1,8 +1,8 @@
 """What is said of a request that nobody answered, and what undoes a reply that came too late.
 
-A caller may be interrupted, cancelled or run out of time while the server is about to answer. The reply still arrives, and
-with it rows, a reservation, memory or pins. The client returns each at once, so that an abandoned wait never holds anything
-until a deadline.
+A caller may be interrupted, cancelled or run out of time while the server is about to answer. The reply still arrives,
+and with it rows, a reservation, memory or pins. The client returns each at once, so that an abandoned wait never holds
+anything until a deadline.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ def give_back(request: m.Request, reply: m.Reply) -> list[m.Request]:
 def unanswered(request: m.Request, address: str, wait_s: float, why: str) -> TransferQueueError:
     """The error for a caller whose deadline passed without a word of the server. why: what is known of its silence.
 
-    `DeadlineExceeded` where a late reply leaves nothing behind; `Unreachable` for what may have been carried out all the same.
+    `DeadlineExceeded` where a late reply leaves nothing behind; `Unreachable` for what may have been carried out all
+    the same.
     """
     name = m.tag_of(request)
     silent = f"{address} did not answer {name} within the {wait_s:g} s that it was given; {why}"

@@ -1,6 +1,7 @@
 """Logs once a minute why calls still wait, in the words of the server. Pure but for the log.
 
-The I/O thread looks at each heartbeat. Of calls that wait for the same (say, several threads that lease from one task), the first one is asked about.
+The I/O thread looks at each heartbeat. Of calls that wait for the same (say, several threads that lease from one task),
+the first one is asked about.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from transferqueue.wire.requests import declaration
 _log: Final = logging.getLogger("transferqueue.client")
 
 BLOCKED_S: Final = 1.0
-"""A call that blocks an event loop for this long is told of: ten times as long as asyncio's debug mode allows a callback."""
+"""A call that blocks an event loop for this long is told of: ten times as long as asyncio's debug mode allows a
+callback."""
 _told_of_loop: Final[list[int]] = []
 
 Subject = tuple[object, ...]
@@ -76,7 +78,8 @@ class WaitLog:
         if waiting and now >= self._lost_told_at + WAIT_TOLD_S:
             self._lost_told_at = now
             _log.warning(
-                "there has been no connection to the server at %s for %.0f s; %d calls go on when it is back: start it, or interrupt them",
+                "there has been no connection to the server at %s for %.0f s; %d calls go on when it is back: start "
+                "it, or interrupt them",
                 self._address,
                 now - self._lost_since,
                 waiting,
@@ -87,8 +90,8 @@ def _log_blocked(pending: PendingCall, now: float) -> None:
     """Warn, once in a process: what a call waits for never comes if the event loop that it blocks is to give it."""
     _told_of_loop.append(pending.id)
     _log.warning(
-        "%s has waited for %.0f s in a thread with a running event loop, which stands still meanwhile; in a coroutine, open the queue with "
-        "tq.aconnect and await its calls",
+        "%s has waited for %.0f s in a thread with a running event loop, which stands still meanwhile; in a coroutine, "
+        "open the queue with tq.aconnect and await its calls",
         declaration(pending.request).verb,
         now - pending.sent_at,
     )

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 class Loader(ProcessBound):
     """Batches in order, until the table is sealed and drained; what `Table.loader` gives.
 
-    An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it ends with the
-    last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
+    An iterator and a context manager. Each batch is the caller's to ack or release. A thread of its own fetches; it
+    ends with the last batch, with `close`, or when the loader is collected. ``next`` may be called from any thread.
     """
 
     _remedy: ClassVar[str] = "pass queue.address and names, and make the loader where the batches are used"
@@ -79,8 +79,8 @@ class Loader(ProcessBound):
     def _check(self) -> None:
         if os.getpid() != self._pid:
             raise Forked(
-                f"the {self._ahead.name} was made by process {self._pid} and is used in its forked child {os.getpid()}; "
-                "connect there and make one there"
+                f"the {self._ahead.name} was made by process {self._pid} and is used in its forked child "
+                f"{os.getpid()}; connect there and make one there"
             )
         if self._drained:
             raise StopIteration

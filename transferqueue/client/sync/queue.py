@@ -24,8 +24,8 @@ from transferqueue.schema import Field
 class Queue(QueueBase):
     """All tables of one deployment; what `transferqueue.connect` gives.
 
-    Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name says
-    (`transferqueue docs cluster`).
+    Of a deployment of several coordinators it is all of them: each table and weight channel is at one, which its name
+    says (`transferqueue docs cluster`).
 
     Every method may be called from any thread. After `os.fork` the child gets `Forked`: connect again there.
     Closing ends all waits of this client with `Disconnected`, gives its leases and reservations back, and, if the
@@ -47,17 +47,16 @@ class Queue(QueueBase):
     ) -> Table:
         """Make a table. Returns at once.
 
-        tasks: who takes its rows; `add_task` declares more. limits: the most rows and bytes it holds; puts wait when it is full.
-        pacing: how far production may run ahead of one of the tasks (None: as far as the limits allow). retention: when
-        rows are freed.
-        fields: those that rows may have, beside those that a task needs or gives. Without any, the first put that brings a new
-        field adds it, unless its name is near that of a parameter or of another field: that is `UsageError`, with the name that
-        was probably meant.
-        extra_fields: True: rows may add any further field, and names are taken as they come. False: none. None: any if no
-        fields are declared.
-        replicas: shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one
-        less; their bytes count as often. A copy that is lost with a shard is made again in another one. `AlreadyExists` unless `exist_ok` and the terms are the same; `Impossible` for
-        terms under which rows would wait for ever, with the arithmetic, and with fewer shards than `replicas`.
+        tasks: who takes its rows; `add_task` declares more. limits: the most rows and bytes it holds; puts wait when it
+        is full. pacing: how far production may run ahead of one of the tasks (None: as far as the limits allow).
+        retention: when rows are freed. fields: those that rows may have, beside those that a task needs or gives.
+        Without any, the first put that brings a new field adds it, unless its name is near that of a parameter or of
+        another field: that is `UsageError`, with the name that was probably meant. extra_fields: True: rows may add any
+        further field, and names are taken as they come. False: none. None: any if no fields are declared. replicas:
+        shards that each block of columns is written to, all in one commit, so that rows outlive the loss of one less;
+        their bytes count as often. A copy that is lost with a shard is made again in another one. `AlreadyExists`
+        unless `exist_ok` and the terms are the same; `Impossible` for terms under which rows would wait for ever, with
+        the arithmetic, and with fewer shards than `replicas`.
         """
         client = self._of(name)
         operation = tables.create_table(
@@ -83,7 +82,8 @@ class Queue(QueueBase):
         return sorted([name for names in self._each(tables.tables) for name in names])
 
     def drop_table(self, name: str, *, empty: bool = False) -> None:
-        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has rows."""
+        """Remove a table: its rows are dropped, whoever waits for it gets `NotFound`. empty: `UsageError` while it has
+        rows."""
         client = self._of(name)
         run_sync(client.connection, tables.drop_table(client, name, empty))
 
@@ -94,15 +94,15 @@ class Queue(QueueBase):
     def stats(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
         """Counts, bytes and rates of the whole deployment now; the keys are in `transferqueue docs observing`.
 
-        Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its address; of one
-        that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`. `Unreachable` if the server does not answer within
-        `timeout_s` (None: no limit), as of all reports.
+        Of several coordinators: their ``tables`` and ``channels`` together, and ``coordinators``, what each said by its
+        address; of one that is out of reach ``{"unreachable": why}``. So are `doctor` and `sessions`. `Unreachable` if
+        the server does not answer within `timeout_s` (None: no limit), as of all reports.
         """
         return self._together(self._each(lambda: self._look("stats", timeout_s)))
 
     def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all coordinators, or
-        the error of the first that is out of reach."""
+        """For each table ``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own. Of all
+        coordinators, or the error of the first that is out of reach."""
         return self._together(self._each(lambda: tables.observe("audit", timeout_s=timeout_s)))
 
     def doctor(self, table: str | None = None, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
@@ -118,11 +118,12 @@ class Queue(QueueBase):
     def events(
         self, table: str, *, after: int = -1, every: int = 1, timeout_s: float | None = REPORT_S
     ) -> dict[str, Any]:
-        """What happened to rows of a table since an earlier answer, oldest first; the keys are in `transferqueue docs observing`.
+        """What happened to rows of a table since an earlier answer, oldest first; the keys are in
+        `transferqueue docs observing`.
 
-        after: ``next`` of that answer; -1: nothing is listed yet, and ``next`` is where the history ends now. every: of one row in
-        so many, which are the same ones in every answer. The server remembers about 4,096 requests of a table: ``missed`` says how many
-        it had forgotten. Ask again at once where ``more`` is true.
+        after: ``next`` of that answer; -1: nothing is listed yet, and ``next`` is where the history ends now. every: of
+        one row in so many, which are the same ones in every answer. The server remembers about 4,096 requests of a
+        table: ``missed`` says how many it had forgotten. Ask again at once where ``more`` is true.
         """
         return run_sync(self._of(table).connection, tables.events(table, after, every, timeout_s))
 
@@ -131,8 +132,9 @@ class Queue(QueueBase):
         return self._together(self._each(lambda: self._look("sessions", timeout_s)))
 
     def drain_shard(self, number: int) -> None:
-        """Lend nothing more of a remote shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's process ends when
-        the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one that has not joined."""
+        """Lend nothing more of a remote shard (see ``stats()["server"]["shards"]``). Returns at once; the shard's
+        process ends when the last row in it is done and the last view of it is gone. Again: nothing. `NotFound` for one
+        that has not joined."""
         run_sync(self._client.connection, tables.drain_shard(number))
 
     def snapshot(
@@ -143,31 +145,32 @@ class Queue(QueueBase):
         timeout_s: float | None = SNAPSHOT_S,
         progress: Progress | None = None,
     ) -> str:
-        """Write everything there is at one moment, while all go on, as Arrow files that anything reads (`transferqueue docs snapshots`).
+        """Write everything there is at one moment, while all go on, as Arrow files that anything reads
+        (`transferqueue docs snapshots`).
 
-        path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``, else
-        ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at all, and the
-        newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all): `DeadlineExceeded` then; the
-        work goes on.
-        progress: called with bytes done and about how many in all. Returns where it is. `OutOfMemory` if the disk is full:
-        earlier ones are whole; `Full` if another is being written; `ShardLost` or `Unreachable` if a shard that alone has rows is gone
-        or silent.
-        Each of several coordinators writes its own snapshot, into a directory of its own in `path`: each table is whole,
-        and tables of different coordinators are of moments that lie apart. Returns their places, joined by commas.
+        path: a directory under the server's root for snapshots (`serve --snapshots`; else ``$TRANSFERQUEUE_SNAPSHOTS``,
+        else ``snapshots`` where the server runs); the snapshot is a numbered directory in it, there whole or not at
+        all, and the newest `keep` stay. Blocks until it is written, up to `timeout_s` (0: not at all):
+        `DeadlineExceeded` then; the work goes on. progress: called with bytes done and about how many in all. Returns
+        where it is. `OutOfMemory` if the disk is full: earlier ones are whole; `Full` if another is being written;
+        `ShardLost` or `Unreachable` if a shard that alone has rows is gone or silent. Each of several coordinators
+        writes its own snapshot, into a directory of its own in `path`: each table is whole, and tables of different
+        coordinators are of moments that lie apart. Returns their places, joined by commas.
         """
         return (self._carry_out(snapshot.snapshot(self._clients, path, keep, timeout_s, progress))).paths
 
     def restore(
         self, path: str | os.PathLike[str], *, timeout_s: float | None = SNAPSHOT_S, progress: Progress | None = None
     ) -> dict[str, datetime | None]:
-        """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock, weights.
+        """Make this empty deployment what a snapshot is of: rows with ids, facts and states, steps, groups, clock,
+        weights.
 
         path: a snapshot, or the directory that holds several: the newest. Leases have ended as no attempt, reservations
-        returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before all
-        is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
+        returned; the number of shards and the arena may be others. Blocks, up to `timeout_s`; nothing is there before
+        all is. `Corruption` names a file that is not as it was written; `UsageError` if there is a table or weights.
         Each of several coordinators restores its newest snapshot under `path`, into as many coordinators. If one fails,
-        the error names it, and the others keep what they restored. Returns when each snapshot was made, by its directory
-        (None if `timeout_s` is 0: it is not known yet).
+        the error names it, and the others keep what they restored. Returns when each snapshot was made, by its
+        directory (None if `timeout_s` is 0: it is not known yet).
         """
         return (self._carry_out(snapshot.restore(self._clients, path, timeout_s, progress))).times
 

@@ -58,24 +58,24 @@ class Table(TableBase):
 
         columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
         arrays or numbers, Arrow arrays and columns of data frames, strings, bytes, plain nested values, a `Column`, or
-        `Repeat` where rows share values, or `Interned` where other puts have the same ones. A single value (number, text, dict) is given to all rows. A field that the table lacks is added.
-        table: the same as a dict, a data frame of polars, pandas, duckdb or pyarrow (any with ``__arrow_c_stream__``), or
-        `Rows`; its columns that have the name of a fact are that fact. A null is `SchemaError`, with its row; an index
-        of pandas that has no name is left out.
-        facts: one for all rows, or one per row. group_id, group_size: given together, and fixed from then on. ordinal: place of the
-        row in its group or data set (see `cursor`). key: a name of the row, text, unique in the table (else `AlreadyExists`).
-        tags: a dict of name to text, number or bool (see `TagIs`). priority: a float (see `Priority`).
-        tokens: if not given, the lengths of `input_ids`, else of
-        `prompt_ids` and `response_ids` together, as far as this put has them; later columns add nothing. policy_version: of the
-        weights that made the row; without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it.
-        reservation: rows come out of it; such a put is never refused for capacity.
+        `Repeat` where rows share values, or `Interned` where other puts have the same ones. A single value (number,
+        text, dict) is given to all rows. A field that the table lacks is added. table: the same as a dict, a data frame
+        of polars, pandas, duckdb or pyarrow (any with ``__arrow_c_stream__``), or `Rows`; its columns that have the
+        name of a fact are that fact. A null is `SchemaError`, with its row; an index of pandas that has no name is left
+        out. facts: one for all rows, or one per row. group_id, group_size: given together, and fixed from then on.
+        ordinal: place of the row in its group or data set (see `cursor`). key: a name of the row, text, unique in the
+        table (else `AlreadyExists`). tags: a dict of name to text, number or bool (see `TagIs`). priority: a float (see
+        `Priority`). tokens: if not given, the lengths of `input_ids`, else of `prompt_ids` and `response_ids` together,
+        as far as this put has them; later columns add nothing. policy_version: of the weights that made the row;
+        without one (-1) it is never stale. policy_version_max: the newest weights that made a part of it. reservation:
+        rows come out of it; such a put is never refused for capacity.
 
-        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: until there is room; the log says
-        each minute why it waits). Returns row ids
-        ``[rows]``, ascending. Values are copied once, before it returns. `SchemaError` if a column does not fit,
-        `Sealed`, `Impossible` for rows that could never fit, `DeadlineExceeded` if there was no room. It returns in time whatever
-        the server does; if that does not answer the commit itself, the error is `Unreachable`, and the rows may be there or not: with
-        keys the same put again is safe.
+        Blocks while the table or the arena is full, up to `timeout_s` (0: not at all, then `Full`; None: until there is
+        room; the log says each minute why it waits). Returns row ids ``[rows]``, ascending. Values are copied once,
+        before it returns. `SchemaError` if a column does not fit, `Sealed`, `Impossible` for rows that could never fit,
+        `DeadlineExceeded` if there was no room. It returns in time whatever the server does; if that does not answer
+        the commit itself, the error is `Unreachable`, and the rows may be there or not: with keys the same put again is
+        safe.
 
         Example:
             >>> import transferqueue as tq
@@ -123,14 +123,15 @@ class Table(TableBase):
     ) -> None:
         """Give existing rows more columns or facts, in one commit; arguments as of `put`.
 
-        rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise that
-        is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
+        rows: ids, in the order of the columns' rows. overwrite: fields that are set already are replaced; otherwise
+        that is `AlreadyExists`. `NotFound` if a row is gone: then nothing was changed.
 
-        if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns that it brought
-        was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and nothing was changed. So several
-        processes may each read a value, compute a new one and update it, and none overwrites what another wrote. `UsageError` for a
-        column that it replaces and `read` lacks, since nothing would compare that one: name it in the `fields` of the read. After a read
-        of no fields (``fields=()``) the tags alone are compared, and columns are replaced as without if_unchanged.
+        if_unchanged: the same rows as `read` or a lease brought them. The update is made only if none of the columns
+        that it brought was written since (and no tags, if this update has tags); otherwise it is `RowsChanged`, and
+        nothing was changed. So several processes may each read a value, compute a new one and update it, and none
+        overwrites what another wrote. `UsageError` for a column that it replaces and `read` lacks, since nothing would
+        compare that one: name it in the `fields` of the read. After a read of no fields (``fields=()``) the tags alone
+        are compared, and columns are replaced as without if_unchanged.
 
         Example:
             >>> import transferqueue as tq
@@ -161,9 +162,15 @@ class Table(TableBase):
         )
         self._run(commit.update(self._client, self._terms, rows, facts, columns, overwrite, if_unchanged))
 
-    def pipeline(self, *, calls: int = PIPELINE_CALLS, bytes: int | str = PIPELINE_BYTES) -> Pipeline:  # noqa: A002  (as in `Limits`)
-        """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes` of columns (and one
-        call more). In order, each once; errors come at the next call or at the end of the block (see `Pipeline`).
+    def pipeline(
+        self,
+        *,
+        calls: int = PIPELINE_CALLS,
+        bytes: int | str = PIPELINE_BYTES,  # noqa: A002
+    ) -> Pipeline:
+        """Puts, updates and acks that do not wait for each answer: up to `calls` of them in flight, with up to `bytes`
+        of columns (and one call more). In order, each once; errors come at the next call or at the end of the block
+        (see `Pipeline`).
 
         Example:
             >>> import transferqueue as tq
@@ -197,32 +204,35 @@ class Table(TableBase):
         awaited: Iterable[tuple[int, int]] = (),
         but_held: bool = False,
     ) -> Batch:
-        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many. A row that alone is
-        over the budget comes alone.
+        """Borrow ready rows of a task: exactly one of `rows`, `tokens` (a budget) or `groups` says how many. A row that
+        alone is over the budget comes alone.
 
         Waits at the server until there are that many (or `at_least`, or the table is sealed and only fewer are left),
-        up to `timeout_s` seconds (None: no limit; the log says each minute why it waits). Requests without `where` are served in the order in
-        which they came, so that small ones never starve a large one. Use it as a context manager: a clean exit acks, an exception gives the rows back, and so does a clean
-        exit without the results that the task owes (see `Batch`).
+        up to `timeout_s` seconds (None: no limit; the log says each minute why it waits). Requests without `where` are
+        served in the order in which they came, so that small ones never starve a large one. Use it as a
+        context manager: a clean exit acks, an exception gives the rows back, and so does a clean exit without the
+        results that the task owes (see `Batch`).
 
-        where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut off loses
-        the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it may hold the batch at
-        all, or since its last `renew` (None: the task's; 0: the lease is not renewed for it). Whoever holds it longer is taken to
-        hang, and the rows are given to others.
-        fields: columns to bring (None: the task's needs): names, or a mapping from names to the `Slice` of each that is wanted (None: all of
-        it), such as ``{"tokens": None, "experts": tq.Slice(None, (12, 24))}``. Only slices are gathered and cross between hosts; a session
-        on the server's host gets views where numpy can express them. `SchemaError` for a slice that does not fit its field. rank, world: this rank's share of one batch agreed for `world`
-        ranks. replica: ``(i, n)``, this is peer i of n that get the identical batch; it is done when all have acked.
-        awaited: first and last ordinal of spans that the caller waits for, ascending; `RowsEnded`, at once, if no row can be given and all
-        rows of a span have ended. but_held: this connection releases none of the rows that it has on lease, so `EndOfTable` does not
+        where: predicates that every row must satisfy. lease_s: after how long a process that is dead, stopped or cut
+        off loses the rows (None: the task's); while it lives, the lease is renewed for it. time_limit_s: how long it
+        may hold the batch at all, or since its last `renew` (None: the task's; 0: the lease is not renewed for it).
+        Whoever holds it longer is taken to hang, and the rows are given to others. fields: columns to bring (None: the
+        task's needs): names, or a mapping from names to the `Slice` of each that is wanted (None: all of it), such as
+        ``{"tokens": None, "experts": tq.Slice(None, (12, 24))}``. Only slices are gathered and cross between hosts; a
+        session on the server's host gets views where numpy can express them. `SchemaError` for a slice that does not
+        fit its field. rank, world: this rank's share of one batch agreed for `world` ranks. replica: ``(i, n)``, this
+        is peer i of n that get the identical batch; it is done when all have acked. awaited: first and last ordinal of
+        spans that the caller waits for, ascending; `RowsEnded`, at once, if no row can be given and all rows of a span
+        have ended. but_held: this connection releases none of the rows that it has on lease, so `EndOfTable` does not
         wait for them. With either, a request is served on its own, like one with `where`.
 
-        device: where the tensors of the batch are to be: ``"cuda:0"``, another device of torch, or ``"cpu"`` for memory of this process's own.
-        The lease begins to copy each dense or ragged column there, and `torch()`, `nested()` and `tensordict()` of the batch give tensors on
-        the device, after which the calling thread's stream is ordered; nothing waits for the device. Texts, bytes, plain values and rows of varied shapes
-        stay on the host, as do `numpy()`, `list()` and `arrow()` of all columns; `Column.device` tells. The memory stays pinned until the copies have
-        ended, even if the batch ends before. `UsageError` for a device that is not here, `OutOfMemory` if it has no room: then the rows
-        were given back.
+        device: where the tensors of the batch are to be: ``"cuda:0"``, another device of torch, or ``"cpu"`` for memory
+        of this process's own. The lease begins to copy each dense or ragged column there, and `torch()`, `nested()` and
+        `tensordict()` of the batch give tensors on the device, after which the calling thread's stream is ordered;
+        nothing waits for the device. Texts, bytes, plain values and rows of varied shapes stay on the host, as do
+        `numpy()`, `list()` and `arrow()` of all columns; `Column.device` tells. The memory stays pinned until the
+        copies have ended, even if the batch ends before. `UsageError` for a device that is not here, `OutOfMemory` if
+        it has no room: then the rows were given back.
 
         `EndOfTable` when the table is sealed and drained; `DeadlineExceeded` says what is missing and who holds it;
         `NotFound`, or `UsageError` for a request that makes no sense.
@@ -268,11 +278,12 @@ class Table(TableBase):
     ) -> Iterator[Batch]:
         """Batches, one `lease` after the other, until the table is sealed and drained.
 
-        Each is the caller's to ack or release: ``for batch in table.leases("train", rows=64): with batch: ...``.
-        Arguments, waits and errors as of `lease`; `timeout_s` is for each of them. A batch that is collected without an ack or a
-        release goes back, comes again, and is logged as a warning.
-        A batch that was held past its time limit belongs to others: its ack is refused, and changes nothing. In this loop
-        that ends only the ``with`` block of the batch, with a warning in the log; the loop goes on.
+        Each is the caller's to ack or release:
+        ``for batch in table.leases("train", rows=64): with batch: ...``. Arguments, waits and errors as of
+        `lease`; `timeout_s` is for each of them. A batch that is collected without an ack or a release goes back, comes
+        again, and is logged as a warning. A batch that was held past its time limit belongs to others: its ack is
+        refused, and changes nothing. In this loop that ends only the ``with`` block of the batch, with a warning
+        in the log; the loop goes on.
         """
         spec = lease.lease_spec(
             self._terms.name,
@@ -319,14 +330,16 @@ class Table(TableBase):
         device: Any = None,
         prefetch: int = 2,
     ) -> Loader:
-        """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns brought
-        together. In order; the leases of those that wait are renewed, as long as the loader is asked for batches.
+        """`leases`, fetched ahead: while one batch is computed with, up to `prefetch` more are leased and their columns
+        brought together. In order; the leases of those that wait are renewed, as long as the loader is asked for
+        batches.
 
-        Arguments and waits as of `lease`; `timeout_s` counts from when a batch is asked for. Ends when the table is sealed and
-        drained. An error of the fetching is raised where its batch would have come. Leaving it early (``with``, `close`)
-        gives back the batches that were not taken, not as failed.
+        Arguments and waits as of `lease`; `timeout_s` counts from when a batch is asked for. Ends when the table is
+        sealed and drained. An error of the fetching is raised where its batch would have come. Leaving it early
+        (``with``, `close`) gives back the batches that were not taken, not as failed.
 
-        Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch: ...``
+        Example: ``with table.loader("train", rows=64) as batches: for batch in batches: with batch:
+        ...``
         """
         from transferqueue.client.handles.prefetch import Prefetcher
         from transferqueue.client.sync.loader import Loader  # loads asyncio, in both APIs
@@ -353,26 +366,28 @@ class Table(TableBase):
     def reserve(self, rows: int, *, policy_version: int | None = None, timeout_s: float | None = None) -> Reservation:
         """Permission to start producing `rows` rows with weights of `policy_version` (None: the table's clock).
 
-        Waits, up to `timeout_s` (None: no limit), while production is as far ahead of the pacing task as it may be, or while a row started
-        now could not be trained in bound. `Impossible` if it never could.
+        Waits, up to `timeout_s` (None: no limit), while production is as far ahead of the pacing task as it may be, or
+        while a row started now could not be trained in bound. `Impossible` if it never could.
         """
         return self._run(tables.reserve(self._client, self._terms, rows, policy_version, timeout_s, Reservation))
 
     def advance(self, version: int, *, timeout_s: float | None = None) -> None:
         """The trainer's version is now `version`; the clock never goes back.
 
-        With ``on_stale=HoldClock()`` it waits, up to `timeout_s` (None: no limit), while a row of the table would become stale.
+        With ``on_stale=HoldClock()`` it waits, up to `timeout_s` (None: no limit), while a row of the table would
+        become stale.
         """
         self._run(tables.advance(self._terms, version, timeout_s))
 
     def ack(self, batches: Iterable[Batch], *, step: int = -1) -> int:
-        """All rows that these batches still hold are done, in one commit: a step that used the rows of many leases counts for
-        all of them, or for none. Returns how many rows.
+        """All rows that these batches still hold are done, in one commit: a step that used the rows of many leases
+        counts for all of them, or for none. Returns how many rows.
 
-        batches: leased from this table by this connection, for one task; each ends. step: as of `Batch.ack`, which also
-        says what becomes of rows that were dropped meanwhile. Results do not come with it: `update` brings them before.
-        `LeaseExpired` names the batches that are over, if any is; then nothing was changed, and `Batch.ended` tells
-        them from the others, which may be acked without them. `UsageError` if a row lacks a field that the task gives.
+        batches: leased from this table by this connection, for one task; each ends. step: as of `Batch.ack`, which
+        also says what becomes of rows that were dropped meanwhile. Results do not come with it: `update` brings them
+        before. `LeaseExpired` names the batches that are over, if any is; then nothing was changed, and
+        `Batch.ended` tells them from the others, which may be acked without them. `UsageError` if a row lacks a
+        field that the task gives.
 
         Example:
             >>> import transferqueue as tq
@@ -394,8 +409,8 @@ class Table(TableBase):
         return self._run(tables.checkpointed(self._terms, step, task))
 
     def rollback(self, step: int, *, task: str | None = None, version: int | None = None) -> int:
-        """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at their
-        old place. Returns how many.
+        """The model is again as saved at `step` (-1: as it began): rows acked with a later step are ready again, at
+        their old place. Returns how many.
 
         Leases of the task end, as no attempt; a late ack is `LeaseExpired`. task: as of `checkpointed`. version: the
         trainer's version is this again, and so is the clock; None: the clock stays, and rows over the staleness bound
@@ -404,7 +419,8 @@ class Table(TableBase):
         return self._run(tables.rollback(self._terms, step, task, version))
 
     def cursor(self, start: int = 0) -> int:
-        """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume prompts."""
+        """The lowest ordinal, from `start` on, that was not put yet or of which a row is live: where to resume
+        prompts."""
         return self._run(tables.cursor(self._terms, start))
 
     def seal(self) -> None:
@@ -421,14 +437,16 @@ class Table(TableBase):
         values: bool = True,
         device: Any = None,
     ) -> Rows:
-        """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does not wait for rows.
+        """Rows without a lease: these ids, in this order, or all live rows that satisfy `where`, at most `limit`. Does
+        not wait for rows.
 
-        fields: columns to bring, as of `lease` (None: each field that all these rows have; `Rows.left_out` names the others). The columns are
-        lazy, and pin the memory of their rows until the `Rows` are released or collected. `NotFound` for an id that is not in
-        the table, for an unknown field, and for a field named here that one of the rows does not have yet; `ColumnFreed` if it had it.
+        fields: columns to bring, as of `lease` (None: each field that all these rows have; `Rows.left_out` names the
+        others). The columns are lazy, and pin the memory of their rows until the `Rows` are released or collected.
+        `NotFound` for an id that is not in the table, for an unknown field, and for a field named here that one of the
+        rows does not have yet; `ColumnFreed` if it had it.
 
-        values: False brings facts and the names of the columns alone: no bytes move, no memory stays pinned, and a view is `BatchEnded`.
-        device: where the tensors are to be, as of `lease`. It does not go with ``values=False``.
+        values: False brings facts and the names of the columns alone: no bytes move, no memory stays pinned, and a view
+        is `BatchEnded`. device: where the tensors are to be, as of `lease`. It does not go with ``values=False``.
         """
         return self._run(tables.read(self._client, self._terms, rows, where, fields, limit, values, device))
 
@@ -441,10 +459,12 @@ class Table(TableBase):
         return self._run(tables.drop(self._terms, rows, reason))
 
     def dropped(self, limit: int = 100) -> list[DroppedRow]:
-        """List rows that were dropped for failing too often (reason ``attempts``) and can still be taken again, the latest first.
+        """List rows that were dropped for failing too often (reason ``attempts``) and can still be taken again, the
+        latest first.
 
-        Each has `row`, `key`, `task`, `reason`, `error`, `worker` and `age_s`. `read` gives their values by their ids. The table keeps 4,096 of
-        them at most, and 64 MiB of memory; the oldest are freed first, and `delete` frees them too.
+        Each has `row`, `key`, `task`, `reason`, `error`, `worker` and `age_s`. `read` gives their values by their ids.
+        The table keeps 4,096 of them at most, and 64 MiB of memory; the oldest are freed first, and `delete` frees them
+        too.
 
         Args:
             limit: the most that are listed; 0: all.
@@ -455,7 +475,8 @@ class Table(TableBase):
         return self._run(tables.dropped(self._terms, limit))
 
     def retry(self, rows: Any) -> int:
-        """Take dropped rows again: they are live, as if they had never failed, for each task that was not done with them.
+        """Take dropped rows again: they are live, as if they had never failed, for each task that was not done with
+        them.
 
         Args:
             rows: their ids, or what `dropped` listed.
@@ -475,14 +496,14 @@ class Table(TableBase):
         return self._run(tables.delete(self._terms, rows))
 
     def free_columns(self, rows: Any, fields: Iterable[str], *, again: bool = False) -> int:
-        """Free columns of these rows, which live on with their other columns. Returns how many values were freed; values that a row does not
-        have do not count. The memory of a put returns when all its columns are freed and no view of them is left; that of a column of 256
-        KiB or more returns by itself in a table with `ManualColumns` or `AckedColumns`. Reading a freed column is `ColumnFreed`; `update`
-        may write it again.
+        """Free columns of these rows, which live on with their other columns. Returns how many values were freed;
+        values that a row does not have do not count. The memory of a put returns when all its columns are freed and no
+        view of them is left; that of a column of 256 KiB or more returns by itself in a table with `ManualColumns` or
+        `AckedColumns`. Reading a freed column is `ColumnFreed`; `update` may write it again.
 
-        `UsageError`, and nothing changes, if a task that needs a column still has work with one of the rows. again: then, or if the task is
-        done with the row, it waits until the column is written again, and gets the row again; a lease of the row ends, and the column is as if it had
-        not been written yet. Not for a task that takes groups.
+        `UsageError`, and nothing changes, if a task that needs a column still has work with one of the rows. again:
+        then, or if the task is done with the row, it waits until the column is written again, and gets the row again; a
+        lease of the row ends, and the column is as if it had not been written yet. Not for a task that takes groups.
         `NotFound` for a row or field that is not in the table.
         """
         return self._run(tables.free_columns(self._terms, rows, fields, again))
@@ -503,7 +524,8 @@ class Table(TableBase):
         return self._run(tables.observe_table("stats", self.name, timeout_s))
 
     def audit(self, *, timeout_s: float | None = REPORT_S) -> dict[str, Any]:
-        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped. timeout_s: as of `stats`."""
+        """``rows_put == rows_live + rows_done + rows_dropped``, each counted on its own, and how rows were dropped.
+        timeout_s: as of `stats`."""
         return self._run(tables.observe_table("audit", self.name, timeout_s))
 
     def _run(self, operation: Operation[T]) -> T:

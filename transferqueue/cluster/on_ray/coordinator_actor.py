@@ -2,12 +2,13 @@
 
 Invariants:
 
-- The server and its process end together. A server that fails ends the process, and Ray restarts it. So no actor is without its
-  server, and no server is without its actor.
+- The server and its process end together. A server that fails ends the process, and Ray restarts it. So no actor is
+  without its server, and no server is without its actor.
 - Each restart listens at the same socket and port, with the same keys, so clients reconnect by themselves.
-- If the first start fails, the actor reports the error to the process that deploys. If a restart fails (its port is taken, its
-  journal cannot be read), the process exits, and Ray tries again as often as `max_restarts` allows.
-- The actor gives keys to any caller: a caller can already do anything in its Ray cluster. The keys travel through Ray only.
+- If the first start fails, the actor reports the error to the process that deploys. If a restart fails (its port is
+  taken, its journal cannot be read), the process exits, and Ray tries again as often as `max_restarts` allows.
+- The actor gives keys to any caller: a caller can already do anything in its Ray cluster. The keys travel through Ray
+  only.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class CoordinatorActorBase:
     """A server in a process that Ray starts. Methods take and return text, see `messages`."""
 
     def __init__(self, spec_text: str, host: str, cluster: str, again: bool) -> None:
-        """spec_text: a `DeploySpec`. host: this node's address as other machines see it. cluster: the name of the Ray cluster.
-        again: whether this is a restart."""
+        """spec_text: a `DeploySpec`. host: this node's address as other machines see it. cluster: the name of the Ray
+        cluster. again: whether this is a restart."""
         self._deploy = read(spec_text, DEPLOY_SPEC)
         self._directory = Path(self._deploy.state) if self._deploy.state else own_directory(self._deploy)
         self._refused: TransferQueueError | None = None
@@ -60,7 +61,8 @@ class CoordinatorActorBase:
             self._refused = error
 
     def ways(self, role: str = "admin") -> str:
-        """The `Endpoints` for a client of this role, or a `DeployRefused`. Clients of other versions call this name through Ray."""
+        """The `Endpoints` for a client of this role, or a `DeployRefused`. Clients of other versions call this name
+        through Ray."""
         try:
             if self._refused is not None:
                 raise self._refused
@@ -124,7 +126,8 @@ class CoordinatorActorBase:
         )
 
     def _directory_mark(self) -> str:
-        """Names the socket after the state directory, so that a later deployment with this directory listens at the same path."""
+        """Names the socket after the state directory, so that a later deployment with this directory listens at the
+        same path."""
         return f"ray-{self._deploy.named.digest(str(self._directory))}"
 
     def _foundation(self) -> ArenaDirectory | StateDirectory:
@@ -134,7 +137,8 @@ class CoordinatorActorBase:
         return StateDirectory(self._directory, level, first_epoch=first_epoch(), arena_bytes=size)
 
     def _port(self, host: str) -> int:
-        """The port asked for, else the port of earlier starts, else a free one, which is written to a file before it is used."""
+        """The port asked for, else the port of earlier starts, else a free one, which is written to a file before it is
+        used."""
         if self._deploy.port:
             return self._deploy.port
         file = self._directory / "port"
@@ -177,8 +181,8 @@ def _read_port(file: Path) -> int:
         port = 0
     if not 0 < port < 1 << 16:
         raise Corruption(
-            f"port file {file} holds no port; put it back, or remove it: the deployment then listens at another port, which "
-            "those who connect by its name find"
+            f"port file {file} holds no port; put it back, or remove it: the deployment then listens at another port, "
+            "which those who connect by its name find"
         )
     return port
 

@@ -2,10 +2,11 @@
 
 Invariants:
 
-- A deployment is a named actor in a Ray namespace of its own, so any driver and any actor of the cluster finds it by its name,
-  whatever namespace that driver or actor runs in.
-- The process that deploys it owns it. Closing its `Deployment` ends the service; so does the end of the driver or of the last
-  handle, unless the deployment is detached. Other processes only connect: the service survives their end, also by SIGKILL.
+- A deployment is a named actor in a Ray namespace of its own, so any driver and any actor of the cluster finds it by
+  its name, whatever namespace that driver or actor runs in.
+- The process that deploys it owns it. Closing its `Deployment` ends the service; so does the end of the driver or of
+  the last handle, unless the deployment is detached. Other processes only connect: the service survives their end, also
+  by SIGKILL.
 - It stays on one node (`nodes`), and Ray restarts it there; clients reconnect to the restarted server (decision 9).
 - It has one coordinator, or several that are used as one. Each coordinator is an actor, spread over the nodes that fit.
 - Its shards are further actors, one for each node or as many as were asked for (`shard_actors`). They end with it.
@@ -45,7 +46,8 @@ LEVELS: Final = tuple(Level)
 
 
 class Deployment:
-    """A handle on a deployment on Ray. `close` and ``with`` end the deployment if this handle owns it, and do nothing otherwise."""
+    """A handle on a deployment on Ray. `close` and ``with`` end the deployment if this handle owns it, and do nothing
+    otherwise."""
 
     def __init__(
         self, named: DeploymentName, actors: Mapping[DeploymentName, Any], *, owned: bool, shards: Sequence[Any] = ()
@@ -58,14 +60,17 @@ class Deployment:
         self._shards = list(shards)
 
     def token(self, role: str = "producer", timeout_s: float = DEPLOY_S) -> str:
-        """A join token for processes outside Ray: treat it as a password. Of several coordinators, the tokens of all, joined by commas.
+        """A join token for processes outside Ray: treat it as a password. Of several coordinators, the tokens of all,
+        joined by commas.
 
-        role: admin, producer, consumer or observer (`transferqueue docs security`). Blocks for `timeout_s` seconds at most, then `Unreachable`.
+        role: admin, producer, consumer or observer (`transferqueue docs security`). Blocks for `timeout_s` seconds at
+        most, then `Unreachable`.
         """
         return ",".join(ask_endpoints(named, actor, timeout_s, role).token for named, actor in self._actors.items())
 
     def close(self) -> None:
-        """End the deployment if this handle owns it, and remove all that it keeps outside `state`. A second call does nothing."""
+        """End the deployment if this handle owns it, and remove all that it keeps outside `state`. A second call does
+        nothing."""
         actors, self._actors = self._actors, {}
         if actors and self.owned:
             stop_shards(self._shards)
@@ -103,27 +108,30 @@ def deploy_ray(
     exist_ok: bool = False,
     timeout_s: float = DEPLOY_S,
 ) -> Deployment:
-    """Start a server as a Ray actor, and return when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and the one with
-    the default names as ``ray``. Joins the Ray cluster of this process, or starts one on this machine.
+    """Start a server as a Ray actor, and return when it listens. `connect` finds it as ``ray://NAMESPACE/NAME``, and
+    the one with the default names as ``ray``. Joins the Ray cluster of this process, or starts one on this machine.
 
-    coordinators: how many servers share the work. Each has the tables whose names hash to it (`transferqueue docs cluster`), its own arena of
-    `arena_bytes`, its own `shards`, and its own directory under `state` and `snapshots`. They are spread over the nodes that fit.
-    durability: with ``process`` everything survives the death of the actor, with ``disk`` that of its machine, with ``memory``
-    nothing. state: an absolute path on the node; a later deployment with the same path continues from it. None: a directory that
-    is removed with the deployment. arena_bytes, snapshots: as of `transferqueue serve`.
+    coordinators: how many servers share the work. Each has the tables whose names hash to it
+    (`transferqueue docs cluster`), its own arena of `arena_bytes`, its own `shards`, and its own directory under
+    `state` and `snapshots`. They are spread over the nodes that fit. durability: with ``process`` everything survives
+    the death of the actor, with ``disk`` that of its machine, with ``memory`` nothing. state: an absolute path on the
+    node; a later deployment with the same path continues from it. None: a directory that is removed with the
+    deployment. arena_bytes, snapshots: as of `transferqueue serve`.
 
-    shards: remote shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node except the
-    server's, which has its own arena. shard_bytes: the most that each may hold. The bytes in a shard are lost with its node, unless
-    the table has `replicas`; the deployment goes on.
+    shards: remote shards of memory, each an actor: a number, spread over the nodes, or ``"per-node"``: one on each node
+    except the server's, which has its own arena. shard_bytes: the most that each may hold. The bytes in a shard are
+    lost with its node, unless the table has `replicas`; the deployment goes on.
 
-    node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first node that has. The actor
-    reserves the resources (``{"CPU": 1}``; None: nothing) and stays on its node. port: the tcp port for other machines, with keys; 0:
-    a free one, kept across restarts. max_restarts: how often Ray may restart the actor; -1: without limit.
-    detached: the deployment outlives this driver and this `Deployment`; `close` or ``ray.kill`` ends it. exist_ok: if the name is in
-    use, return a handle on that deployment, which does not own it. timeout_s: seconds that each step may take.
+    node: a Ray node id; None: this process's node if it has `resources` and `labels`, else the first node that has. The
+    actor reserves the resources (``{"CPU": 1}``; None: nothing) and stays on its node. port: the tcp port for other
+    machines, with keys; 0: a free one, kept across restarts. max_restarts: how often Ray may restart the actor; -1:
+    without limit. detached: the deployment outlives this driver and this `Deployment`; `close` or ``ray.kill`` ends it.
+    exist_ok: if the name is in use, return a handle on that deployment, which does not own it. timeout_s: seconds that
+    each step may take.
 
-    Raises `UsageError` for arguments that do not fit, `Impossible` if no node fits, `AlreadyExists` for a name in use, and
-    `Unreachable` if a server does not listen within `timeout_s`. After an error nothing of the new deployment is left.
+    Raises `UsageError` for arguments that do not fit, `Impossible` if no node fits, `AlreadyExists` for a name in use,
+    and `Unreachable` if a server does not listen within `timeout_s`. After an error nothing of the new deployment is
+    left.
 
     Example:
         >>> with tq.deploy_ray(durability="process") as deployment:  # doctest: +SKIP
@@ -221,7 +229,8 @@ def _checked_deploy(
         raise UsageError(f"durability {durability!r} is none; there are {', '.join(LEVELS)}")
     if not Level(durability).survives_crash and state is not None:
         raise UsageError(
-            f"state {os.fspath(state)!r} is given with durability memory, which keeps nothing; leave it out, or ask for process"
+            f"state {os.fspath(state)!r} is given with durability memory, which keeps nothing; leave it out, or ask "
+            "for process"
         )
     if not 0 <= port <= 65535:
         raise UsageError(f"port {port} is none; give one from 1 to 65535, or 0 for a free one")

@@ -2,10 +2,12 @@
 
 Rules:
 
-1. A deployment that is given no state directory makes one in the user's runtime directory, and removes it when it is closed.
-2. A deployment that was not closed (its driver was killed, its node was lost) leaves its directory and the memory that the directory
-   names. The next deployment on that machine removes both, once no actor can return to them: the raylet that would restart the
-   actor is gone, or a new deployment has its name. Both are observed; neither is guessed from a time.
+1. A deployment that is given no state directory makes one in the user's runtime directory, and removes it when it is
+   closed.
+2. A deployment that was not closed (its driver was killed, its node was lost) leaves its directory and the memory that
+   the directory names. The next deployment on that machine removes both, once no actor can return to them: the raylet
+   that would restart the actor is gone, or a new deployment has its name. Both are observed; neither is guessed from a
+   time.
 3. A directory that a user named is never removed.
 """
 
@@ -28,7 +30,8 @@ _OWNER: Final = "owner.json"
 
 
 class DirectoryOwner(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The actor that may return to a directory. raylet, began: process number and start time of the raylet that would restart it."""
+    """The actor that may return to a directory. raylet, began: process number and start time of the raylet that would
+    restart it."""
 
     host: str
     cluster: str
@@ -65,8 +68,8 @@ def claim_directory(directory: Path, owner: DirectoryOwner) -> None:
 
 
 def remove_stale(newer: DirectoryOwner, root: Path) -> list[Path]:
-    """Remove the directories in `root` that dead deployments left (rule 2), and return their paths. Their memory then has no owner;
-    the next server that makes an arena removes it."""
+    """Remove the directories in `root` that dead deployments left (rule 2), and return their paths. Their memory then
+    has no owner; the next server that makes an arena removes it."""
     stale = [path for path in root.glob(f"{PREFIX}*/") if _is_stale(path, newer)]
     for path in stale:
         shutil.rmtree(path)
@@ -91,7 +94,8 @@ def _is_held(path: Path) -> bool:
 
 
 def _began(pid: int) -> str:
-    """When a process started, in clock ticks since boot; "" if it does not exist. Number and start time together identify a process."""
+    """When a process started, in clock ticks since boot; "" if it does not exist. Number and start time together
+    identify a process."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
     except OSError:

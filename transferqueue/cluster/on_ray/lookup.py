@@ -28,18 +28,20 @@ DEPLOY_S: Final = 60.0
 def server_addresses(
     named: DeploymentName, timeout_s: float, *, near: bool
 ) -> dict[str, tuple[str, ClientKeys | None]]:
-    """The address of each server of this deployment, as seen from this process, with the keys for it; by the server's name.
+    """The address of each server of this deployment, as seen from this process, with the keys for it; by the server's
+    name.
 
-    Blocks for `timeout_s` seconds at most. near: give the socket of a server on this machine, if this process can open it;
-    otherwise always tcp. `NotFound` lists the deployments of the cluster, `Unreachable` if an actor does not answer in time.
+    Blocks for `timeout_s` seconds at most. near: give the socket of a server on this machine, if this process can open
+    it; otherwise always tcp. `NotFound` lists the deployments of the cluster, `Unreachable` if an actor does not answer
+    in time.
     """
     endpoints = _within(timeout_s, named, lambda: all_endpoints(join_ray(start=False), named, timeout_s))
     return {str(name): address_from_here(each, near=near) for name, each in endpoints.items()}
 
 
 def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
-    """What `ask` returns or raises. `Unreachable` after `timeout_s`: Ray itself looks for a cluster that is gone for 20 s and more. It then goes on
-    in a thread, which ends with the process at the latest."""
+    """What `ask` returns or raises. `Unreachable` after `timeout_s`: Ray itself looks for a cluster that is gone for 20
+    s and more. It then goes on in a thread, which ends with the process at the latest."""
     answer: Future[T] = Future()
 
     def run() -> None:
@@ -55,7 +57,8 @@ def _within(timeout_s: float, named: DeploymentName, ask: Callable[[], T]) -> T:
         if answer.done():
             raise
         raise Unreachable(
-            f"no Ray cluster told within {timeout_s:g} s where deployment {named} is; look whether the cluster runs (ray status), or give timeout_s= more"
+            f"no Ray cluster told within {timeout_s:g} s where deployment {named} is; look whether the cluster runs "
+            "(ray status), or give timeout_s= more"
         ) from None
 
 
@@ -78,7 +81,8 @@ def all_endpoints(
 
 
 def address_from_here(endpoints: Endpoints, *, near: bool = True) -> tuple[str, ClientKeys | None]:
-    """The server's socket if it is on this machine and this process can open it, else its tcp address with the keys of the token."""
+    """The server's socket if it is on this machine and this process can open it, else its tcp address with the keys of
+    the token."""
     if near and endpoints.host == this_host() and os.access(endpoints.ipc.removeprefix("ipc://"), os.R_OK | os.W_OK):
         return endpoints.ipc, None
     token = read_token(endpoints.token)
@@ -86,7 +90,8 @@ def address_from_here(endpoints: Endpoints, *, near: bool = True) -> tuple[str, 
 
 
 def join_ray(*, start: bool) -> Any:
-    """The module ``ray``, after this process has joined a Ray cluster. start: start a cluster on this machine if there is none."""
+    """The module ``ray``, after this process has joined a Ray cluster. start: start a cluster on this machine if there
+    is none."""
     try:
         import ray
     except ModuleNotFoundError:
@@ -113,8 +118,8 @@ def find_actor(ray: Any, named: DeploymentName) -> Any:
             for actor in ray.util.list_named_actors(all_namespaces=True)
         ]
         raise NotFound(
-            f"deployment {named} does not exist in this Ray cluster; its named actors are {', '.join(sorted(actors)) or 'none'}: "
-            "make it with deploy_ray"
+            f"deployment {named} does not exist in this Ray cluster; its named actors are "
+            f"{', '.join(sorted(actors)) or 'none'}: make it with deploy_ray"
         ) from None
 
 
@@ -136,8 +141,8 @@ def ray_errors_as_ours(named: DeploymentName, timeout_s: float) -> Iterator[Any]
         yield ray
     except ray.exceptions.GetTimeoutError:
         raise Unreachable(
-            f"deployment {named} did not answer within {timeout_s:g} s; its actor waits for its node, for resources or for a "
-            "restart: ray list actors says which"
+            f"deployment {named} did not answer within {timeout_s:g} s; its actor waits for its node, for resources or "
+            "for a restart: ray list actors says which"
         ) from None
     except ray.exceptions.RayActorError as error:
         raise Unreachable(f"deployment {named} is dead, and Ray starts it no more: {error}") from error

@@ -1,7 +1,7 @@
 """The name of a deployment on Ray, and the messages between its actors and those who look for it. No I/O.
 
-A deployment is a named actor. Its address is ``ray://NAMESPACE/NAME``; ``ray`` alone means ``ray://transferqueue/default``. Ray
-carries only text: JSON of the types here, which the receiver decodes against them.
+A deployment is a named actor. Its address is ``ray://NAMESPACE/NAME``; ``ray`` alone means
+``ray://transferqueue/default``. Ray carries only text: JSON of the types here, which the receiver decodes against them.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ NAMESPACE: Final = "transferqueue"
 NAME: Final = "default"
 SCHEME: Final = "ray://"
 PORTS: Final = range(20_000, 32_768)
-"""Above the ports of Ray's workers and below those that kernels give to outgoing connections, so a server finds its port free when
-it restarts."""
+"""Above the ports of Ray's workers and below those that kernels give to outgoing connections, so a server finds its
+port free when it restarts."""
 
 _COORDINATOR: Final = ".coordinator-"
 
@@ -37,7 +37,8 @@ class DeploymentName(msgspec.Struct, frozen=True):
         return f"{SCHEME}{self.namespace}/{self.name}"
 
     def of_coordinator(self, number: int) -> DeploymentName:
-        """The name of one coordinator of several, counted from 1. The actor of the first has the name of the deployment."""
+        """The name of one coordinator of several, counted from 1. The actor of the first has the name of the
+        deployment."""
         return DeploymentName(self.namespace, f"{self.name}{_COORDINATOR}{number}")
 
     @property
@@ -63,8 +64,8 @@ class DeploymentName(msgspec.Struct, frozen=True):
 class DeploySpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a coordinator actor is started with, and restarted with.
 
-    id: differs between deployments of one name. state: its state directory; "": a directory that is removed with it. arena_bytes: 0:
-    the default. port: 0: it chooses one. snapshots: "": the default directory.
+    id: differs between deployments of one name. state: its state directory; "": a directory that is removed with it.
+    arena_bytes: 0: the default. port: 0: it chooses one. snapshots: "": the default directory.
     """
 
     named: DeploymentName
@@ -93,7 +94,8 @@ class Endpoints(msgspec.Struct, frozen=True, tag="Ways", forbid_unknown_fields=T
 
 
 class ShardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a shard actor is started with: the deployment that it joins, and the most bytes that it may hold (0: the default)."""
+    """What a shard actor is started with: the deployment that it joins, and the most bytes that it may hold (0: the
+    default)."""
 
     named: DeploymentName
     arena_bytes: int

@@ -1,7 +1,7 @@
 """Chooses the node of a deployment from Ray's list of nodes. No I/O.
 
-A deployment stays on its node, because its shared memory and its files are there. If the node dies, so does the deployment: callers
-get an error, and it does not restart empty on another node.
+A deployment stays on its node, because its shared memory and its files are there. If the node dies, so does the
+deployment: callers get an error, and it does not restart empty on another node.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def choose(
     resources: Mapping[str, float],
     labels: Mapping[str, str],
 ) -> list[str]:
-    """The ids of the living nodes that have these labels and, in total, these resources: at least one id. `here` comes first if it
-    fits. If `node` is given, only that node is considered.
+    """The ids of the living nodes that have these labels and, in total, these resources: at least one id. `here` comes
+    first if it fits. If `node` is given, only that node is considered.
 
     nodes: as ``ray.nodes()`` gives them. `NotFound` if `node` does not exist or is dead, `Impossible` if no node fits.
     """
@@ -32,8 +32,8 @@ def choose(
     if fitting := [node_id for node_id in candidates if _fits(alive[node_id], resources, labels)]:
         return fitting
     raise Impossible(
-        f"resources {dict(resources)} and labels {dict(labels)} are not all on {'this node' if node else 'one node'} of this Ray "
-        f"cluster; there are {'; '.join(_describe(alive[node_id]) for node_id in candidates)}"
+        f"resources {dict(resources)} and labels {dict(labels)} are not all on {'this node' if node else 'one node'} "
+        f"of this Ray cluster; there are {'; '.join(_describe(alive[node_id]) for node_id in candidates)}"
     )
 
 

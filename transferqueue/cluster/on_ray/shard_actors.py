@@ -1,7 +1,8 @@
 """Chooses the nodes of a deployment's shards, and starts and stops their actors.
 
-Invariant: a shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after the server
-listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on (decision 24).
+Invariant: a shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after
+the server listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on
+(decision 24).
 """
 
 from __future__ import annotations
@@ -25,13 +26,15 @@ def check_shards(shards: int | Literal["per-node"], durability: str) -> None:
         raise UsageError(f'shards {shards!r} is no number of shards; give 0 to {SHARDS_MAX - 1}, or "{PER_NODE}"')
     if shards and Level(durability).survives_reboot:
         raise UsageError(
-            f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give durability "
+            f"shards {shards!r} and durability disk do not go together: their memory does not survive a reboot; give "
+            "durability "
             '"process", or a larger arena_bytes'
         )
 
 
 def places(nodes: Iterable[Mapping[str, Any]], server: str, shards: int | Literal["per-node"]) -> list[str]:
-    """The node id of each shard. nodes: as ``ray.nodes()`` gives them. server: the id of the server's node, which comes last."""
+    """The node id of each shard. nodes: as ``ray.nodes()`` gives them. server: the id of the server's node, which comes
+    last."""
     alive = sorted(
         (str(node["NodeID"]) for node in nodes if node["Alive"]), key=lambda node_id: (node_id == server, node_id)
     )
@@ -50,7 +53,8 @@ def start_shards(
     detached: bool,
     timeout_s: float,
 ) -> list[Any]:
-    """Start a shard actor on each of these nodes, and return when all have joined. If one fails, stop all and raise its error."""
+    """Start a shard actor on each of these nodes, and return when all have joined. If one fails, stop all and raise its
+    error."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from transferqueue.cluster.on_ray.shard_actor import (

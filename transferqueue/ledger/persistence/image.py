@@ -62,9 +62,13 @@ from transferqueue.ledger.tasks.task_state import FilteredReady, TaskCounters, T
 from transferqueue.wire import messages
 
 _WHOLE: Final = (
-    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState, BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore, KnownPuts,
-    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup, RetryQueue, Circuit, TaskErrors, ErrorCount, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
-    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SpentRows, SharedBatches, SharedBatch, WeightChannelState, PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
+    LedgerState, SessionState, ReplyCache, IntervalSet, effects.Effects, Deadlines, LeaseTable, LeaseState,
+    BlockRegistry, MissingCopies, CopyOrderState, PostponedCopy, CommittedBlock, ExtentState, OwnerBytes, RowStore,
+    KnownPuts,
+    FieldMask, ColumnGroups, ColumnGroup, GroupIndex, GroupState, TaskState, GroupTaskState, TaskCounters, FormingGroup,
+    RetryQueue, Circuit, TaskErrors, ErrorCount, ReadyQueue, Arrivals, SortedRun, FlowControl, ReservationState,
+    VersionIndex, StepIndex, FinishedOrdinals, TableHistory, SpentRows, SharedBatches, SharedBatch, WeightChannelState,
+    PublishedVersion, AppliedVersion, UpdateSlot, PendingVersion, VersionPart, StagedCommit, MemberRows, CheckedFacts,
 )  # fmt: skip
 
 _OMITTED: Final[dict[type, frozenset[str]]] = {BlockRegistry: frozenset({"cold"})}

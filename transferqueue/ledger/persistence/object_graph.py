@@ -78,7 +78,10 @@ class ClassRegistry:
 
     def fingerprint(self) -> str:
         """Equal for two registries if each can read the graphs of the other."""
-        structs = [f"{cls.__module__}.{cls.__qualname__} {cls.__struct_fields__}" for cls in self.structs]  # type: ignore[attr-defined]
+        structs = [
+            f"{cls.__module__}.{cls.__qualname__} {cls.__struct_fields__}"  # type: ignore[attr-defined]
+            for cls in self.structs
+        ]
         tuples = [f"{cls.__qualname__} {cls._fields}" for cls in self.tuples]  # type: ignore[attr-defined]
         return "\n".join([*(form.fingerprint() for form in self.forms), *structs, *tuples, *self.methods])
 

@@ -5,8 +5,9 @@ ledger from it. The rules:
 
 - Kept: terms; rows with ids, facts, fates and fields, their states and attempts in each task, steps; groups; refills;
   the clock; the cursor; counters; versions of weights; and where bytes lie.
-- Not kept: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending versions of weights, events. In the restored ledger every lease has ended as no
-  failure, and every wait after a failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
+- Not kept: rows that were dropped and could be taken again, sessions, leases, reservations, shared batches, pending
+  versions of weights, events. In the restored ledger every lease has ended as no failure, and every wait after a
+  failure: their rows are ready again, and the rules for returned rows apply to them. Refills that reservations had
   promised are asked for again.
 - Times are stored as ages, since another server has another clock.
 """

@@ -168,7 +168,8 @@ class _Checks:
         ended = counts.rows_done + sum(counts.rows_dropped.values())
         if counts.rows_put != counts.next_row or counts.rows_put != int(self._live.sum()) + ended:
             raise self._wrong(
-                f"rows put {counts.rows_put} (the next is {counts.next_row}) != {int(self._live.sum())} live + {ended} ended"
+                f"rows put {counts.rows_put} (the next is {counts.next_row}) != {int(self._live.sum())} live + {ended} "
+                "ended"
             )
 
     def _check_rows(self) -> None:

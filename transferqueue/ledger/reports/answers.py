@@ -100,7 +100,10 @@ def _of_put(state: LedgerState, request: m.PutRequest) -> str:
 def _of_reserve(state: LedgerState, request: m.Reserve) -> str:
     table = state.table(request.table)
     why = flow_control.why_reserve_waits(table, request) or "nothing prevents it now"
-    return f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; {rows_by_holder(table, state.now)}'
+    return (
+        f'{counted(request.rows, "row", "is", "are")} not reserved in table "{table.name}": {why}; '
+        f"{rows_by_holder(table, state.now)}"
+    )
 
 
 def _of_advance(state: LedgerState, request: m.AdvanceClock) -> str:

@@ -17,7 +17,8 @@ EVENTS_SAMPLED: Final = 256
 
 
 def pipeline(table: TableState) -> Plain:
-    """What each task needs, gives and still lacks, in the order of declaration, and the latest ends of rows. Task "": the producers."""
+    """What each task needs, gives and still lacks, in the order of declaration, and the latest ends of rows. Task "":
+    the producers."""
     live = sample(table) if any(task.counts[PENDING] for task in table.tasks.values()) else None
     return {
         "stages": [
@@ -51,7 +52,8 @@ def _lacks(table: TableState, task: TaskState, live: IntArray) -> dict[str, int]
 
 
 def latest_ends(table: TableState) -> dict[str, int]:
-    """Rows of the newest events by how they ended: acked by the pacing task, requeued or kept though stale, or the reason of a drop."""
+    """Rows of the newest events by how they ended: acked by the pacing task, requeued or kept though stale, or the
+    reason of a drop."""
     pacing = table.pacing.task if table.pacing else ""
     ends = Counter[str]()
     for event in islice(reversed(table.history), EVENTS_SAMPLED):

@@ -1,7 +1,7 @@
 """Plain values for people and metrics: stats, audit, the life of a row, what is stuck.
 
-`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks), and a scan of the rows of tables that lack
-copies; the life of a row and the doctor walk a bounded history or sample.
+`transferqueue docs observing` documents the keys. Stats and audit cost O(tables x tasks), and a scan of the rows of
+tables that lack copies; the life of a row and the doctor walk a bounded history or sample.
 """
 
 from __future__ import annotations
@@ -219,7 +219,8 @@ def bytes_stats(blocks: BlockRegistry) -> Plain:
 def sessions_stats(
     sessions: Iterable[SessionState], tables: Iterable[TableState], core: SharedState, now: float
 ) -> Plain:
-    """What each session holds, by its number as text. Looks once at each reservation and each grant, however many sessions there are."""
+    """What each session holds, by its number as text. Looks once at each reservation and each grant, however many
+    sessions there are."""
     reserved = Counter[int]()
     for table in tables:
         for reservation in table.flow.reservations.values():
@@ -390,7 +391,8 @@ def _of_table(table: TableState, now: float) -> list[str]:
     lines = lost_rows(table) + _copies_lines(table)
     if table.rows_resident + table.flow.reserved >= table.limits.rows:
         lines.append(
-            f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; {rows_by_holder(table, now)}"
+            f"puts wait: {counted(table.limits.rows, 'row', 'is', 'are')} resident or reserved, which is the limit; "
+            f"{rows_by_holder(table, now)}"
         )
     most = table.limits.bytes_max
     if most is not None and table.usage.bytes >= most:
@@ -399,7 +401,8 @@ def _of_table(table: TableState, now: float) -> list[str]:
         )
     if table.pacing is not None and table.outstanding >= table.pacing.rows_ahead_max:
         lines.append(
-            f'reserves wait for task "{table.pacing.task}": {counted(table.outstanding, "row", "is", "are")} outstanding, of at most '
+            f'reserves wait for task "{table.pacing.task}": {counted(table.outstanding, "row", "is", "are")} '
+            "outstanding, of at most "
             f"{table.pacing.rows_ahead_max}"
         )
     if held := why_clock_is_held(table, table.clock + 1):
@@ -418,7 +421,10 @@ def _copies_lines(table: TableState) -> list[str]:
         progress = "no shard has room for a copy: start a further one (transferqueue shard), or consume rows"
     else:
         blocks = counted(len(missing.postponed), "block")
-        progress = f"copies of {blocks} failed from each place; they are tried again within {COPY_POSTPONED_S:g} s, and shard processes log why"
+        progress = (
+            f"copies of {blocks} failed from each place; they are tried again within {COPY_POSTPONED_S:g} s, and shard "
+            "processes log why"
+        )
     return [f"{counted(rows, 'row', 'has', 'have')} one copy left of {table.replicas}: {progress}"]
 
 
@@ -440,7 +446,8 @@ def _task_line(table: TableState, task: TaskState, now: float) -> str:
 def _end_lines(table: TableState) -> list[str]:
     """What the end of a sealed table waits for: tasks with a pending, held, ready or leased row."""
     return [
-        f'the end of the table waits for task "{task.task.name}": {counted(task.open_rows, "row", "is", "are")} not done'
+        f'the end of the table waits for task "{task.task.name}": {counted(task.open_rows, "row", "is", "are")} not '
+        "done"
         for task in table.tasks.values()
         if task.open_rows
     ]

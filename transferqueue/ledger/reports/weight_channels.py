@@ -1,4 +1,5 @@
-"""Texts about a weight channel: the latest version, who generates with which, who never applied one, who updates now."""
+"""Texts about a weight channel: the latest version, who generates with which, who never applied one, who updates
+now."""
 
 from __future__ import annotations
 

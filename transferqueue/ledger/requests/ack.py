@@ -54,7 +54,8 @@ def ack(table: TableState, request: Ack, session: int, now: float) -> DoneReply:
     held = named[lease.held[named]]
     if named.size and not held.size:
         raise LeaseExpired(
-            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped meanwhile; there is nothing to ack"
+            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped "
+            "meanwhile; there is nothing to ack"
         )
     staged = _check_results(table, lease, request, session, named)
     if lease.replicas > 1:
@@ -254,7 +255,8 @@ def _check_staged_keys(table: TableState, leases: Sequence[LeaseState]) -> None:
         for key, row in zip(keys, rows.tolist(), strict=True):
             if key and row_of_key.setdefault(key, row) != row:
                 raise AlreadyExists(
-                    f"results give key {key!r} to rows {row_of_key[key]} and {row}; a key names one row: ack their leases one by one"
+                    f"results give key {key!r} to rows {row_of_key[key]} and {row}; a key names one row: ack their "
+                    "leases one by one"
                 )
 
 
@@ -276,7 +278,8 @@ def _commit_last_replica_ack(table: TableState, lease: LeaseState, request: Ack,
 
 
 def _outrank(table: TableState, staged: StagedCommit, at: IntArray) -> None:
-    """Have nothing that the rows got since the results were staged outrank them: the last ack gives the rows their values, whatever they had."""
+    """Have nothing that the rows got since the results were staged outrank them: the last ack gives the rows their
+    values, whatever they had."""
     if not staged.blocks:
         return
     into = [part for parts in staged.parts for part in parts]
@@ -291,7 +294,8 @@ def _outrank(table: TableState, staged: StagedCommit, at: IntArray) -> None:
 
 @in_table(AckLeases)
 def ack_leases(table: TableState, request: AckLeases, session: int, now: float) -> DoneReply:
-    """End all rows that these leases of one task still hold as done. Everything is checked before the first row ends."""
+    """End all rows that these leases of one task still hold as done. Everything is checked before the first row
+    ends."""
     leases = _held_leases(table, request, session)
     task = table.tasks[leases[0].task]
     for lease in leases:
@@ -314,7 +318,8 @@ def _held_leases(table: TableState, request: AckLeases, session: int) -> list[Le
         )
     if not numbers.size or numbers.size != tokens.size or np.unique(numbers).size != numbers.size:
         raise UsageError(
-            f"{numbers.size} leases are acked with {tokens.size} tokens; name at least one lease, each once with its token"
+            f"{numbers.size} leases are acked with {tokens.size} tokens; name at least one lease, each once with its "
+            "token"
         )
     leases, lost = [], []
     for number, token in zip(numbers.tolist(), tokens.tolist(), strict=True):
@@ -324,7 +329,8 @@ def _held_leases(table: TableState, request: AckLeases, session: int) -> list[Le
             lost.append(str(error))
     if lost:
         raise LeaseExpired(
-            f"{len(lost)} of {numbers.size} leases have ended, so none was acked; ack the others without them. {'; '.join(lost[:LOST_SHOWN_MAX])}"
+            f"{len(lost)} of {numbers.size} leases have ended, so none was acked; ack the others without them. "
+            f"{'; '.join(lost[:LOST_SHOWN_MAX])}"
         )
     check_rows(sum(lease.left for lease in leases))
     tasks = dict.fromkeys(lease.task for lease in leases)
@@ -399,12 +405,13 @@ def _check_progress(
         return None
     if lease.replicas > 1:
         raise UsageError(
-            f"lease {lease.id} is shared by {lease.replicas} replicas, and one of them cannot say for all how far its rows "
-            "are; release them without columns"
+            f"lease {lease.id} is shared by {lease.replicas} replicas, and one of them cannot say for all how far its "
+            "rows are; release them without columns"
         )
     if not lease.held[named].any():
         raise LeaseExpired(
-            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped meanwhile; there is nothing to release"
+            f"{numbered(lease.rows[named])} of lease {lease.id} {agreed(lease.rows[named], 'was', 'were')} dropped "
+            "meanwhile; there is nothing to release"
         )
     return staged
 

@@ -5,7 +5,8 @@ checkpoint stay in the table, per task:
 
     LEASED --ack(step=k)--> ACKED_WITH_STEP --checkpointed(c >= k)--> DONE
                                  |
-                                 +--rollback(c < k)--> READY at its old place (WAITING_FOR_GROUP until its group is whole)
+                                 +--rollback(c < k)--> READY at its old place (WAITING_FOR_GROUP until its group is
+                                 whole)
 
 - An ack without a step, or with a step that a checkpoint covers already, is final at once.
 - Rows that wait for a checkpoint are live and resident. They count against the limits, so memory stays bounded. They
@@ -84,11 +85,13 @@ def _check_rollback(table: TableState, task: TaskState, request: Rollback) -> No
     if request.step < task.checkpoint:
         raise UsageError(
             f'task "{task.task.name}" of table "{table.name}" cannot go back to step {request.step}: rows up to step '
-            f"{task.checkpoint} are final since checkpointed({task.checkpoint}); restore that checkpoint, or a later one"
+            f"{task.checkpoint} are final since checkpointed({task.checkpoint}); restore that checkpoint, or a later "
+            "one"
         )
     if request.version > table.clock:
         raise UsageError(
-            f'the clock of table "{table.name}" is {table.clock}; a rollback does not move it forward to {request.version}: '
+            f'the clock of table "{table.name}" is {table.clock}; a rollback does not move it forward to '
+            f"{request.version}: "
             "use advance"
         )
 

@@ -43,7 +43,10 @@ def why_reserve_waits(table: TableState, request: Reserve) -> str:
         return why
     held = table.rows_resident + table.flow.reserved
     if new and held + request.rows > table.limits.rows:
-        return f"{counted(held, 'row', 'is', 'are')} resident or reserved, and {held} + {request.rows} > {table.limits.rows}"
+        return (
+            f"{counted(held, 'row', 'is', 'are')} resident or reserved, and {held} + {request.rows} > "
+            f"{table.limits.rows}"
+        )
     return ""
 
 
@@ -53,11 +56,13 @@ def unreserve(table: TableState, request: Unreserve, session: int, now: float) -
     reservation = table.flow.reservations.get(request.reservation)
     if reservation is None or reservation.session != session:
         raise NotFound(
-            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
+            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this '
+            "session"
         )
     if request.rows > reservation.left:
         raise UsageError(
-            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; {request.rows} cannot be returned"
+            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; {request.rows} cannot be "
+            "returned"
         )
     count = request.rows or reservation.left
     table.begin()
@@ -80,7 +85,8 @@ def advance(table: TableState, request: AdvanceClock, session: int, now: float) 
         raise UsageError(f"version {request.version} is above {VERSION_MAX}; versions count trainer steps")
     if request.version < table.clock:
         raise UsageError(
-            f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}: give a higher number'
+            f'the clock of table "{table.name}" is {table.clock}; it never goes back to {request.version}: give a '
+            "higher number"
         )
     if why := why_clock_is_held(table, request.version):
         if request.wait_s > 0:
@@ -104,8 +110,8 @@ def why_clock_is_held(table: TableState, version: int) -> str:
     if not held:
         return ""
     return (
-        f'the clock of table "{table.name}" is held at {table.clock}: {counted(held, "row")} of versions below {bound} would be '
-        f'stale at {version} (max_staleness {pacing.max_staleness}) and task "{pacing.task}" has not had them'
+        f'the clock of table "{table.name}" is held at {table.clock}: {counted(held, "row")} of versions below {bound} '
+        f'would be stale at {version} (max_staleness {pacing.max_staleness}) and task "{pacing.task}" has not had them'
     )
 
 

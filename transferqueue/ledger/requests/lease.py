@@ -93,8 +93,9 @@ def _check_not_freed(table: TableState, task: TaskState, fields: Sequence[str]) 
         holders = table.holders.get(name, ())
         if holders and task.task.name not in holders and name not in task.task.gives and name not in table.rows.inline:
             raise UsageError(
-                f'task "{task.task.name}" does not need field "{name}", which table "{table.name}" frees as soon as {listing(holders)} '
-                f'{"is" if len(holders) == 1 else "are"} done with a row (retention AckedColumns); add it to the needs of "{task.task.name}"'
+                f'task "{task.task.name}" does not need field "{name}", which table "{table.name}" frees as soon as '
+                f"{listing(holders)} {'is' if len(holders) == 1 else 'are'} done with a row (retention AckedColumns); "
+                f'add it to the needs of "{task.task.name}"'
             )
 
 
@@ -111,13 +112,15 @@ def _check_awaited(request: LeaseRequest) -> None:
     ordinals = decode_int64s("awaited", request.awaited)
     if ordinals.size % 2 or ordinals.size > 2 * SPANS_AWAITED_MAX:
         raise UsageError(
-            f"awaited has {ordinals.size} ordinals; give the first and the last of each span, of at most {SPANS_AWAITED_MAX}"
+            f"awaited has {ordinals.size} ordinals; give the first and the last of each span, of at most "
+            f"{SPANS_AWAITED_MAX}"
         )
     least = np.concatenate([[0], ordinals[:-1] + 1]) - np.arange(ordinals.size) % 2
     if (ordinals < least).any():
         at = int((ordinals < least).argmax())
         raise UsageError(
-            f"awaited names {ordinals[at]} after {ordinals[at - 1] if at else 'nothing'}; ordinals are 0 or more, and spans ascend without overlap"
+            f"awaited names {ordinals[at]} after {ordinals[at - 1] if at else 'nothing'}; ordinals are 0 or more, and "
+            "spans ascend without overlap"
         )
     if request.world > 1:
         raise UsageError(
@@ -131,7 +134,8 @@ def _check_possible(table: TableState, task: TaskState, request: LeaseRequest) -
     least = request.at_least or request.rows
     if request.rows and least > table.limits.rows and not table.sealed:
         raise Impossible(
-            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most {counted(table.limits.rows, "row")}; '
+            f'a lease of {least} rows can never be filled: table "{table.name}" holds at most '
+            f"{counted(table.limits.rows, 'row')}; "
             "ask for fewer, or set at_least"
         )
     if task.ranker.equal_counts and task.task.groups is None and request.rows % request.world:

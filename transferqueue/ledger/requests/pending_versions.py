@@ -2,18 +2,19 @@
 
 Invariants:
 
-- A *pending version* is begun by one session, which publishes part 0. Parts 1 and above are kept until then. No reader has
-  the version before it is published, and then all of it.
-- A reader may ask for the parts that have come, to fetch their bytes early. It gets each part once, in the order in which they came, and
-  pins its blocks like those of a version. The published version has the same blocks.
-- An *open* version (``parts=0``) has as many parts as came when part 0 comes, all from the session that began it. Each of them
-  starts its length anew: so a relay forwards a version whose parts nobody has counted, at any rate.
-- Each part comes once. Its blocks have one reference from the pending version, and keep it when the version is published.
+- A *pending version* is begun by one session, which publishes part 0. Parts 1 and above are kept until then. No reader
+  has the version before it is published, and then all of it.
+- A reader may ask for the parts that have come, to fetch their bytes early. It gets each part once, in the order in
+  which they came, and pins its blocks like those of a version. The published version has the same blocks.
+- An *open* version (``parts=0``) has as many parts as came when part 0 comes, all from the session that began it. Each
+  of them starts its length anew: so a relay forwards a version whose parts nobody has counted, at any rate.
+- Each part comes once. Its blocks have one reference from the pending version, and keep it when the version is
+  published.
 - A channel has at most one pending version. It is given up after its length, when the session that began it is closed,
   when another version is begun, or when bytes of a part are lost. Its parts are then freed. The reason is kept for
   sessions that still name it.
-- A *slice* is a field that holds some rows of a tensor, along dimension 0. The slices of a tensor have its dtype and its
-  other sizes, and none overlaps another. In a published version they are all of its rows.
+- A *slice* is a field that holds some rows of a tensor, along dimension 0. The slices of a tensor have its dtype and
+  its other sizes, and none overlaps another. In a published version they are all of its rows.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ class VersionPart:
 
 @dataclass(slots=True, eq=False)
 class PendingVersion:
-    """Version `version`, begun by `session` as number `number`, of `parts` parts (0: open). kept: parts that came, in that order, but
-    part 0.
+    """Version `version`, begun by `session` as number `number`, of `parts` parts (0: open). kept: parts that came, in
+    that order, but part 0.
     """
 
     channel: str
@@ -72,7 +73,10 @@ class PendingVersion:
         """What it waits for."""
         if not self.parts:
             return f"{self.subject} is on its way: parts that have come: {len(self.kept)}"
-        return f"{self.subject} lacks parts {listing(self.missing)} of {self.parts}; each is published by a session of its own"
+        return (
+            f"{self.subject} lacks parts {listing(self.missing)} of {self.parts}; each is published by a session of "
+            "its own"
+        )
 
     def fields(self) -> dict[str, Field]:
         """Fields of the parts that came, by name."""
@@ -83,7 +87,8 @@ class PendingVersion:
         return [one for part in self.kept.values() for one in part.slices]
 
     def in_order(self, part_0: VersionPart) -> list[VersionPart]:
-        """All parts, as their tensors follow each other in the version: by number, or, of an open version, as they came."""
+        """All parts, as their tensors follow each other in the version: by number, or, of an open version, as they
+        came."""
         if not self.parts:
             return [*self.kept.values(), part_0]
         return [part_0, *(part for _, part in sorted(self.kept.items()))]
@@ -104,7 +109,8 @@ def check_part(pending: PendingVersion | None, given_up: Mapping[int, str], sess
         if request.pending in given_up:
             raise VersionGivenUp(given_up[request.pending])
         raise NotFound(
-            f'number {request.pending} is of no version of channel "{request.channel}" that was begun and is not published; begin one'
+            f'number {request.pending} is of no version of channel "{request.channel}" that was begun and is not '
+            "published; begin one"
         )
     if request.version != pending.version:
         raise UsageError(f"{pending.subject} was begun as number {pending.number}; version {request.version} is not it")
@@ -127,8 +133,8 @@ def parts_for(
     request: Pull,
     session: int,
 ) -> WeightsReply | None:
-    """Parts that the session has not got of the version that it waits for, pinned for it; None: there are none now, or it takes none.
-    `VersionGivenUp` if the version of which it has parts was given up.
+    """Parts that the session has not got of the version that it waits for, pinned for it; None: there are none now, or
+    it takes none. `VersionGivenUp` if the version of which it has parts was given up.
     """
     if not request.parts:
         return None
@@ -162,7 +168,8 @@ def check_fields(subject: str, fields: Sequence[Field], slices: Sequence[TensorS
     named = {one.field for one in slices}
     if len(named) != len(slices) or not named <= by_name.keys():
         raise SchemaError(
-            f"{subject} has slices in the fields {listing(one.field for one in slices)}, of {listing(by_name)}; each slice is one field"
+            f"{subject} has slices in the fields {listing(one.field for one in slices)}, of {listing(by_name)}; each "
+            "slice is one field"
         )
     for tensor, parts in _by_tensor(slices).items():
         if tensor in by_name:
@@ -177,12 +184,14 @@ def _check_tensor(subject: str, tensor: str, parts: Sequence[TensorSlice], field
         new, rows = fields[part.field], _rows(fields[part.field])
         if not new.dense or rows < 1 or part.first + rows > part.rows:
             raise SchemaError(
-                f'{subject}: a slice of tensor "{tensor}" is {new.describe()} from row {part.first} of {part.rows}; slices have 1 row or more, and '
+                f'{subject}: a slice of tensor "{tensor}" is {new.describe()} from row {part.first} of {part.rows}; '
+                "slices have 1 row or more, and "
                 "end within their tensor"
             )
         if (new.dtype, new.shape[1:], part.rows) != (first.dtype, first.shape[1:], parts[0].rows):
             raise SchemaError(
-                f'{subject}: slices of tensor "{tensor}" are {new.describe()} of {part.rows} rows, and {first.describe()} of {parts[0].rows}; '
+                f'{subject}: slices of tensor "{tensor}" are {new.describe()} of {part.rows} rows, and '
+                f"{first.describe()} of {parts[0].rows}; "
                 "they have one dtype, one number of rows, and the same other sizes"
             )
         if part.first < end:

@@ -83,7 +83,8 @@ def _reply_to_retry(table: TableState, request: PutRequest, before: tuple[int, i
     first, rows = before
     if rows != request.rows:
         raise ProtocolError(
-            f'this call put {rows} rows into table "{table.name}" before, and now {request.rows}; a call id names one request'
+            f'this call put {rows} rows into table "{table.name}" before, and now {request.rows}; a call id names one '
+            "request"
         )
     return _put_rows(table, first, request)
 
@@ -120,11 +121,13 @@ def _check_reservation(table: TableState, request: PutRequest, session: int) -> 
     reservation = table.flow.reservations.get(request.reservation)
     if reservation is None or reservation.session != session:
         raise NotFound(
-            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this session'
+            f'reservation {request.reservation} of table "{table.name}" is used up, was returned, or is not of this '
+            "session"
         )
     if request.rows > reservation.left:
         raise UsageError(
-            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; the put has {request.rows}: reserve more first"
+            f"reservation {reservation.id} has {counted(reservation.left, 'row')} left; the put has {request.rows}: "
+            "reserve more first"
         )
     return reservation
 
@@ -134,8 +137,8 @@ def no_room(table: TableState, rows: int, nbytes: int) -> str:
     resident = table.rows_resident
     if resident + table.flow.reserved + rows > table.limits.rows:
         return (
-            f"{counted(rows, 'row', 'does', 'do')} not fit: {resident} {'is' if resident == 1 else 'are'} resident and {table.flow.reserved} reserved, "
-            f"of at most {table.limits.rows}"
+            f"{counted(rows, 'row', 'does', 'do')} not fit: {resident} {'is' if resident == 1 else 'are'} resident and "
+            f"{table.flow.reserved} reserved, of at most {table.limits.rows}"
         )
     most = None if table.limits.bytes is None else table.limits.bytes_max
     if most is not None and nbytes and table.usage.bytes + nbytes > most:
@@ -307,7 +310,8 @@ def delete(table: TableState, request: Delete, session: int, now: float) -> Done
         leased = task.state.a[at] == LEASED
         if leased.any():
             raise UsageError(
-                f'{numbered(rows[leased])} of table "{table.name}" {agreed(rows[leased], "is", "are")} leased by task "{task.task.name}"; '
+                f'{numbered(rows[leased])} of table "{table.name}" {agreed(rows[leased], "is", "are")} leased by task '
+                f'"{task.task.name}"; '
                 "wait for its ack, or drop it"
             )
     table.begin(rows.size)
@@ -359,6 +363,7 @@ def _check_no_groups(table: TableState, fields: list[str]) -> None:
         for name in fields:
             if name in task.needs:
                 raise UsageError(
-                    f'task "{task.task.name}" of table "{table.name}" takes whole groups and needs "{name}": it cannot wait for single '
+                    f'task "{task.task.name}" of table "{table.name}" takes whole groups and needs "{name}": it cannot '
+                    "wait for single "
                     "members again; free the column without again, when the task is done with the rows"
                 )

@@ -94,5 +94,6 @@ def _check_complete(table: TableState, rows: IntArray, at: IntArray, fields: Seq
                 raise ColumnFreed(why_freed(table, name, rows[freed], now))
             lacking = rows[~table.rows.has_all(at, table.rows.mask((name,)))]
             raise NotFound(
-                f'{numbered(lacking)} of table "{table.name}" {agreed(lacking, "does", "do")} not have "{name}" yet; read rows that have it'
+                f'{numbered(lacking)} of table "{table.name}" {agreed(lacking, "does", "do")} not have "{name}" yet; '
+                "read rows that have it"
             )

@@ -32,11 +32,13 @@ def check_create(core: SharedState, request: CreateTable) -> None:
     _check_once("field", [field.name for field in request.fields], FIELDS_MAX)
     if request.replicas > COPIES_MAX:
         raise Impossible(
-            f'table "{request.name}" would have replicas={request.replicas}; at most {COPIES_MAX} shards keep each block'
+            f'table "{request.name}" would have replicas={request.replicas}; at most {COPIES_MAX} shards keep each '
+            "block"
         )
     if (named := sum(len(task.needs) + len(task.gives) for task in request.tasks)) > NEEDS_MAX:
         raise Impossible(
-            f'the tasks of table "{request.name}" need and give {named:,} fields together; at most {NEEDS_MAX:,} may be declared at once: add '
+            f'the tasks of table "{request.name}" need and give {named:,} fields together; at most {NEEDS_MAX:,} may '
+            "be declared at once: add "
             "tasks by add_task"
         )
     for task in request.tasks:
@@ -49,12 +51,14 @@ def _check_task(core: SharedState, task: Task, rows_max: int) -> None:
     Ranker(task.selector, core.plugins)
     if len(task.needs) > FIELDS_MAX or len(task.gives) > FIELDS_MAX:
         raise Impossible(
-            f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most {FIELDS_MAX}'
+            f'task "{task.name}" needs {len(task.needs)} and gives {len(task.gives)} fields; a table has at most '
+            f"{FIELDS_MAX}"
         )
     least = task.groups.min_size if task.groups else None
     if least is not None and least > rows_max:
         raise Impossible(
-            f'task "{task.name}" takes groups of min_size={least} or more, and the table holds at most {rows_max} rows: {least} > {rows_max}; '
+            f'task "{task.name}" takes groups of min_size={least} or more, and the table holds at most {rows_max} '
+            f"rows: {least} > {rows_max}; "
             "give a smaller min_size, or a larger limits.rows"
         )
     deadline_s = task.groups.deadline_s if task.groups else None
@@ -104,7 +108,8 @@ def _check_requeue(pacing: Pacing, target: str, tasks: dict[str, Task]) -> None:
         )
     if pacing.task not in downstream(list(tasks.values()), tasks[target])[1]:
         raise Impossible(
-            f'Requeue("{target}"): task "{pacing.task}" needs nothing that comes from it, so stale rows would stay ready; '
+            f'Requeue("{target}"): task "{pacing.task}" needs nothing that comes from it, so stale rows would stay '
+            "ready; "
             "name a task that gives what it needs"
         )
 
@@ -148,7 +153,8 @@ def add_task(table: TableState, task: Task, now: float) -> TableTerms:
         if existing.task == task:
             return table.terms()
         raise AlreadyExists(
-            f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}; give the same, or another name'
+            f'task "{task.name}" of table "{table.name}" exists with other terms: {existing.task}; give the same, or '
+            "another name"
         )
     if len(table.tasks) >= TASKS_MAX:
         raise UsageError(f'table "{table.name}" has {TASKS_MAX} tasks, which is the maximum')
@@ -171,14 +177,15 @@ def _check_not_freed(table: TableState, task: Task, now: float) -> None:
             gone = table.rows.were_freed(at, name) & (table.rows.pages.fate.a[at] == LIVE)
             if gone.any():
                 raise Impossible(
-                    f'task "{task.name}" would wait for ever: {why_freed(table, name, rows[gone], now)}. Declare the task with from_="now" for '
+                    f'task "{task.name}" would wait for ever: {why_freed(table, name, rows[gone], now)}. Declare the '
+                    'task with from_="now" for '
                     "rows that are put from now on, or write the column again first"
                 )
 
 
 def _introduce(table: TableState, task: Task, now: float) -> None:
-    """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once; page by page, since arrays of all rows would cost
-    more than what is done with them.
+    """Add the live rows to the new task, or mark them as absent for it. Visits all rows, once; page by page, since
+    arrays of all rows would cost more than what is done with them.
     """
     state, pages = table.add_task(task), table.rows.pages
     for rows in [pages.resident_rows()] if task.groups is not None else map(pages.rows_of, pages.pages()):

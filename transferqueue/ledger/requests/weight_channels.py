@@ -64,7 +64,8 @@ GIVEN_UP_KEPT: Final = 8
 
 @dataclass(slots=True)
 class PublishedVersion:
-    """A published version: its fields, the numbers of its blocks, when it was published, and which fields are slices."""
+    """A published version: its fields, the numbers of its blocks, when it was published, and which fields are
+    slices."""
 
     fields: list[Field]
     blocks: list[int]
@@ -142,11 +143,13 @@ def _check_next(channel: WeightChannelState, version: int) -> None:
         raise UsageError(f"version {version} is above {VERSION_MAX}; versions count trainer steps")
     if version == channel.latest:
         raise AlreadyExists(
-            f'version {version} of channel "{channel.name}" is published; versions are published once: give a higher number'
+            f'version {version} of channel "{channel.name}" is published; versions are published once: give a higher '
+            "number"
         )
     if version < channel.latest:
         raise UsageError(
-            f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {version}: give a higher number'
+            f'channel "{channel.name}" is at version {channel.latest}; it never goes back to {version}: give a higher '
+            "number"
         )
 
 
@@ -172,17 +175,20 @@ def _check_kept(channel: WeightChannelState, blocks: BlockRegistry, request: Pub
     base = channel.versions.get(request.base)
     if request.base in channel.lost:
         raise ShardLost(
-            f"{explain_lost(channel, request.base)}: version {request.version} cannot keep blocks of it; publish again, all tensors"
+            f"{explain_lost(channel, request.base)}: version {request.version} cannot keep blocks of it; publish "
+            "again, all tensors"
         )
     if base is None:
         raise NotFound(
-            f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is not kept; '
+            f'version {request.base} of channel "{channel.name}", of which version {request.version} keeps blocks, is '
+            "not kept; "
             f"it has {listing(channel.versions)}: publish over one of these, or all tensors"
         )
     strange = set(request.kept) - set(base.blocks)
     if strange or len(set(request.kept)) != len(request.kept):
         raise UsageError(
-            f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of version '
+            f'version {request.version} of channel "{channel.name}" keeps blocks {listing(strange or request.kept)} of '
+            "version "
             f"{request.base}, which has {listing(base.blocks)}; name blocks of it, each once"
         )
 
@@ -205,7 +211,8 @@ def _commit(channel: WeightChannelState, blocks: BlockRegistry, request: Publish
 
 
 def publish(channel: WeightChannelState, blocks: BlockRegistry, request: Publish, now: float) -> None:
-    """Make a version that `check_publish` accepted the latest, with its kept parts, and remove versions beyond `keep`."""
+    """Make a version that `check_publish` accepted the latest, with its kept parts, and remove versions beyond
+    `keep`."""
     parts = [_commit(channel, blocks, request)]
     if request.pending and channel.pending is not None:
         parts = channel.pending.in_order(parts[0])
@@ -315,13 +322,15 @@ def basis(channel: WeightChannelState, blocks: BlockRegistry) -> LatestVersion:
 
 
 def pull(channel: WeightChannelState, core: SharedState, request: Pull, session: int) -> WeightsReply | MustWait:
-    """The requested version, pinned for the session; or parts of it, if it is not published yet and the session takes parts."""
+    """The requested version, pinned for the session; or parts of it, if it is not published yet and the session takes
+    parts."""
     version = request.version if request.version >= 0 else max(channel.versions, default=-1)
     if version in channel.lost:
         raise ShardLost(f"{explain_lost(channel, version)}; pull the newest, or wait for the next")
     if request.version >= 0 and request.version <= channel.latest and version not in channel.versions:
         raise NotFound(
-            f'version {version} of channel "{channel.name}" is not kept; it has {listing(channel.versions)}: pull a newer one'
+            f'version {version} of channel "{channel.name}" is not kept; it has {listing(channel.versions)}: pull a '
+            "newer one"
         )
     published = channel.versions.get(version)
     if published is None or (request.version < 0 and version <= request.above):

@@ -33,7 +33,8 @@ def decode(what: str, data: bytes, dtype: str, count: int) -> AnyArray:
 
 
 def decode_ids(what: str, data: bytes) -> IntArray:
-    """Return int64 values, as many as `data` holds: at most `ROWS_PER_REQUEST_MAX`. `ProtocolError` if its length is no multiple of 8."""
+    """Return int64 values, as many as `data` holds: at most `ROWS_PER_REQUEST_MAX`. `ProtocolError` if its length is no
+    multiple of 8."""
     check_rows(len(data) // 8)
     return decode_int64s(what, data)
 
@@ -84,7 +85,8 @@ def run_of(at: IntArray) -> Index:
 
 
 def are_equal(values: AnyArray) -> bool:
-    """Whether all values have the same bytes. Of few values a comparison of bytes takes a tenth of the time of numpy's."""
+    """Whether all values have the same bytes. Of few values a comparison of bytes takes a tenth of the time of
+    numpy's."""
     data = values.tobytes()
     return data == data[: values.itemsize] * values.size
 

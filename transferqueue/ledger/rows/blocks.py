@@ -13,14 +13,17 @@ columns of one commit inside an extent. Invariants:
 - An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
-- A block may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that instead of writing the bytes again
-  (`OwnerBytes.contents`). Such a reference counts as those of the rows that came with the block, and is found and added in one call: there
-  is no moment between. When the last reference ends, the content is forgotten with the block's bytes.
-- A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of them has the field in
-  a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are written, and the new block has the content from then on.
-- A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count for the
-  owner of the block: so there is room for it when it comes.
-- A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It counts as before, and nobody pins it.
+- A block may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that instead of
+  writing the bytes again (`OwnerBytes.contents`). Such a reference counts as those of the rows that came with the
+  block, and is found and added in one call: there is no moment between. When the last reference ends, the content is
+  forgotten with the block's bytes.
+- A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of
+  them has the field in a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are
+  written, and the new block has the content from then on.
+- A block that lost a copy lacks it until another one is written (`missing_copies`). The bytes of that copy still count
+  for the owner of the block: so there is room for it when it comes.
+- A block whose bytes were spilled to a disk has no extent until they are loaded (`cold_blocks`). It counts as before,
+  and nobody pins it.
 """
 
 from __future__ import annotations
@@ -45,7 +48,8 @@ Written = dict[int, tuple[int, int]]
 
 
 class OwnerBytes:
-    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`) that commits may refer to."""
+    """Bytes of the live blocks of one owner. contents: the newest live block of each field and content (`_content_key`)
+    that commits may refer to."""
 
     __slots__ = ("bytes", "contents")
 
@@ -88,8 +92,8 @@ class ExtentState:
 
 
 class CommittedBlock:
-    """Committed columns. extents: where they are, `at` first, then its copies. replicas: how many shards are to have them. refs: how
-    many rows need them (counted once per part). pins: how many views may exist.
+    """Committed columns. extents: where they are, `at` first, then its copies. replicas: how many shards are to have
+    them. refs: how many rows need them (counted once per part). pins: how many views may exist.
     """
 
     __slots__ = ("at", "extents", "pins", "refs", "replicas", "usage")
@@ -183,7 +187,8 @@ class BlockRegistry:
         return extent
 
     def may_return(self, session: int, number: int) -> bool:
-        """Whether an extent is there to be closed: one that is closed or freed is not, which is no error. `UsageError` if `session` may not."""
+        """Whether an extent is there to be closed: one that is closed or freed is not, which is no error. `UsageError`
+        if `session` may not."""
         extent = self.extents.get(number)
         if extent is None or not extent.session:
             return False
@@ -221,7 +226,8 @@ class BlockRegistry:
     # ------------------------------------------------------------ losses
 
     def lose_shard(self, shard: int) -> list[int]:
-        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere; the caller must retire them."""
+        """Mark the extents of a shard as lost. Returns the blocks without a copy elsewhere; the caller must retire
+        them."""
         for extent in self.extents.values():
             extent.lost |= extent.shard == shard
         for order in [number for number in self.missing.orders if self.extents[number].lost]:
@@ -273,7 +279,8 @@ class BlockRegistry:
         return next((order for order in orders if self.extents[order.extent].session == session), None)
 
     def expire_order(self, order: CopyOrderState) -> None:
-        """The order is overdue: another shard may copy its blocks, and from another place, since this one may be what does not answer."""
+        """The order is overdue: another shard may copy its blocks, and from another place, since this one may be what
+        does not answer."""
         self.missing.expire(order)
         for number in order.offsets:
             if number in self.blocks and len(self.blocks[number].extents) > 1:
@@ -281,11 +288,11 @@ class BlockRegistry:
         self._await_again(order)
 
     def finish_copies(self, session: int, number: int, written: Collection[int]) -> tuple[int, list[PostponedCopy]]:
-        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from now on, and
-        what is postponed, whose deadlines the caller sets.
+        """End the order of this extent; `written` are the blocks that were copied. Returns how many copies count from
+        now on, and what is postponed, whose deadlines the caller sets.
 
-        Does nothing if the session has no such order: it reported that before, or the order ended. A block that nobody needs any more
-        counts no copy.
+        Does nothing if the session has no such order: it reported that before, or the order ended. A block that nobody
+        needs any more counts no copy.
         """
         extent = self.extents.get(number)
         if extent is None or extent.session != session or number not in self.missing.orders:
@@ -338,7 +345,8 @@ class BlockRegistry:
     def check(
         self, session: int, placed: Sequence[WrittenBlock], replicas: int = 1, usage: OwnerBytes | None = None
     ) -> None:
-        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner; None: it has no contents."""
+        """Raise unless `session` may commit all of `placed` together, each in `replicas` shards. usage: of the owner;
+        None: it has no contents."""
         written: dict[int, ExtentState] | None = {} if len(placed) > 1 else None
         for block in placed:
             if block.content and _is_reference(block, usage):
@@ -355,8 +363,8 @@ class BlockRegistry:
     def _check_place(
         self, session: int, written: dict[int, ExtentState] | None, block: WrittenBlock, number: int, start: int
     ) -> int:
-        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: what the blocks before it
-        take; None: it is the only one (its copies lie in other shards).
+        """Raise unless the bytes of the block may be at `start` in this extent. Returns its shard. written: what the
+        blocks before it take; None: it is the only one (its copies lie in other shards).
         """
         extent, end = self.extents.get(number), start + block.nbytes
         if extent is None or extent.session != session or extent.lost or number in self.missing.orders:
@@ -390,8 +398,8 @@ class BlockRegistry:
         anew: Collection[int] = (),
     ) -> list[int]:
         """Add the blocks that `check` accepted. Returns their numbers, in order. refs: references that rows will have
-        to each. replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed` are needed, also if another
-        block has the same content.
+        to each. replicas: how many shards are to have each, if that is more than have it now. anew: which of `placed`
+        are needed, also if another block has the same content.
         """
         written: Written = {}
         numbers: list[int] = []
@@ -564,16 +572,18 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
         raise UsageError(f"block of {names} is named by its content, and by a place as well; give one of them")
     if _same_content(placed, usage) is None:
         raise NotFound(
-            f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a grant, and commit them'
+            f'field "{names}": no row has a value of content {placed.content.hex()} now; write its bytes into a grant, '
+            "and commit them"
         )
     return True
 
 
 def may_refer(placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
-    """Whether rows that exist already may refer to the live block of this content. newest: of the blocks that keep the field of such a row.
+    """Whether rows that exist already may refer to the live block of this content. newest: of the blocks that keep the
+    field of such a row.
 
-    A block of several values is for new rows alone: a row that moved from one of its values to another would have the same block as before,
-    by which an update that depends on what was read would not see the change (`rules.unchanged`).
+    A block of several values is for new rows alone: a row that moved from one of its values to another would have the
+    same block as before, by which an update that depends on what was read would not see the change (`rules.unchanged`).
     """
     block = _same_content(placed, usage)
     return block is not None and block.at.rows == 1 and block.at.block > newest
@@ -590,7 +600,8 @@ def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | N
 
 
 def _not_granted(number: int, extent: ExtentState | None, session: int) -> NotFound | UsageError | ShardLost:
-    """The error of a commit into an extent that the session may not write into, that belongs to a copy order, or that is lost."""
+    """The error of a commit into an extent that the session may not write into, that belongs to a copy order, or that
+    is lost."""
     if extent is None or extent.session != session:
         return NotFound(f"extent {number} is not granted to this session (or was returned); ask for a grant first")
     if not extent.lost:
@@ -603,14 +614,16 @@ def _not_granted(number: int, extent: ExtentState | None, session: int) -> NotFo
 
 def _ordered(number: int) -> UsageError:
     return UsageError(
-        f"extent {number} belongs to a copy order, which ends with its report (TakeCopies) alone; ask for a grant to write rows"
+        f"extent {number} belongs to a copy order, which ends with its report (TakeCopies) alone; ask for a grant to "
+        "write rows"
     )
 
 
 def _block_at(
     number: int, placed: WrittenBlock, extents: Sequence[ExtentState], before: BlockLocation
 ) -> BlockLocation:
-    """The location of a block, as replies state it. Nobody changes its lists, so it shares those that are as in the block before."""
+    """The location of a block, as replies state it. Nobody changes its lists, so it shares those that are as in the
+    block before."""
     fields, counts, copies = before.fields, before.counts, _NO_COPIES
     if placed.fields != fields:
         fields = placed.fields
@@ -622,6 +635,7 @@ def _block_at(
             for extent, copy in zip(extents[1:], placed.copies, strict=True)
         ]
     return BlockLocation(
-        number, extents[0].shard, extents[0].id, placed.offset, placed.nbytes, placed.rows, fields, counts, placed.checksum,
+        number, extents[0].shard, extents[0].id, placed.offset, placed.nbytes, placed.rows, fields, counts,
+        placed.checksum,
         b"", copies, placed.content,
     )  # fmt: skip

@@ -1,15 +1,17 @@
-"""The blocks of the coordinator's arena that may leave memory for a disk: which extents leave, which are on their way, and what comes back.
+"""The blocks of the coordinator's arena that may leave memory for a disk: which extents leave, which are on their way,
+and what comes back.
 
 The rules (docs/decisions/0056):
 
-1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest blocks leave first, since
-   tasks lease the oldest ones first.
+1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest
+   blocks leave first, since tasks lease the oldest ones first.
 2. A block stays readable until its bytes are written. If somebody pinned it meanwhile, its extent stays in memory.
-3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with others that nobody needs now.
-   If the order finds no memory, and nothing else is cold, these extents leave, too, and the blocks come back side by side. At most twice for each
-   order: first where that makes room, then all, which ends fragmentation. Neither if what cannot leave takes too much memory anyway.
-4. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it is not cold then, it is listed
-   again by what makes it cold.
+3. The blocks of the load order that is carried out are spared. They may lie scattered, each in an extent with others
+   that nobody needs now. If the order finds no memory, and nothing else is cold, these extents leave, too, and the
+   blocks come back side by side. At most twice for each order: first where that makes room, then all, which ends
+   fragmentation. Neither if what cannot leave takes too much memory anyway.
+4. Nothing scans the arena. An extent is listed when it may have become cold, and looked at when memory is short; if it
+   is not cold then, it is listed again by what makes it cold.
 """
 
 from __future__ import annotations
@@ -60,8 +62,8 @@ class ColdExtent:
 class ColdArena:
     """The blocks of the arena that may be spilled, or are.
 
-    tables: what the blocks of each table count for. room: the most bytes that the blocks of one request may take in memory now. departed: called
-    when blocks have left the disk.
+    tables: what the blocks of each table count for. room: the most bytes that the blocks of one request may take in
+    memory now. departed: called when blocks have left the disk.
     """
 
     def __init__(
@@ -84,7 +86,8 @@ class ColdArena:
         self._resident: dict[int, dict[int, CommittedBlock]] = {}
         """By extent: its blocks that may be spilled."""
         self.growth = 0
-        """How many bytes more the blocks in memory that may be spilled would take on the disk, where each takes whole pages."""
+        """How many bytes more the blocks in memory that may be spilled would take on the disk, where each takes whole
+        pages."""
         self._pages: dict[int, int] = {}
         """By extent: the bytes that its blocks would take there."""
         self._writing: dict[int, list[int]] = {}
@@ -171,8 +174,8 @@ class ColdArena:
             self.may_be_cold(extent)
 
     def missing(self) -> list[tuple[list[int], int]]:
-        """The blocks of the order that are on the disk, and that nobody loads yet, in groups. Each is to be loaded into one extent of so many
-        bytes; the largest first."""
+        """The blocks of the order that are on the disk, and that nobody loads yet, in groups. Each is to be loaded into
+        one extent of so many bytes; the largest first."""
         if self._missing is None:
             loading = {number for offsets in self._loading.values() for number in offsets}
             self._missing = self._grouped((self._needed - loading) & self.on_disk.keys())
@@ -184,7 +187,8 @@ class ColdArena:
         return (nbytes, room) if nbytes > room else None
 
     def _grouped(self, numbers: Iterable[int]) -> list[tuple[list[int], int]]:
-        """These blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together; the largest first."""
+        """These blocks in groups, each for one extent of so many bytes: larger blocks alone, small ones together; the
+        largest first."""
         groups: list[tuple[list[int], int]] = []
         group, nbytes = list[int](), 0
         for number in sorted(numbers):
@@ -216,8 +220,8 @@ class ColdArena:
     # ------------------------------------------------------------ to the disk
 
     def choose(self, nbytes: int) -> list[ColdExtent]:
-        """Extents of at least `nbytes` together that are to be written now, fewer if no others are cold. Each is being written until
-        `finish_writing`."""
+        """Extents of at least `nbytes` together that are to be written now, fewer if no others are cold. Each is being
+        written until `finish_writing`."""
         tables, spared = {id(usage) for usage in self._tables()}, self._needed
         chosen: list[ColdExtent] = []
         while self._listed and nbytes > 0:
@@ -233,8 +237,8 @@ class ColdArena:
         return self._begin_writing(chosen)
 
     def choose_scattered(self, used: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3). Nothing else is cold. used:
-        bytes of memory that are in use."""
+        """As `choose`, of the extents that the order needs blocks of, if it has room once they were written (rule 3).
+        Nothing else is cold. used: bytes of memory that are in use."""
         order, now = self.order, (self._events, used)
         if order is None or order.gathered > 1 or now == self._scattered_tried:
             return []
@@ -257,8 +261,8 @@ class ColdArena:
         return []
 
     def choose_spared(self, nbytes: int) -> list[ColdExtent]:
-        """As `choose`, of the extents that are spared for the order, if that finds no memory: others wait for memory, and may use what it
-        needs."""
+        """As `choose`, of the extents that are spared for the order, if that finds no memory: others wait for memory,
+        and may use what it needs."""
         if self.order is None or self.order.stuck_since is None:
             return []
         tables = {id(usage) for usage in self._tables()}
@@ -299,8 +303,8 @@ class ColdArena:
         return chosen
 
     def finish_writing(self, number: int, *, written: bool) -> list[int]:
-        """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now on: none if somebody
-        needs the extent again."""
+        """The bytes of an extent were written, or could not be. Returns the blocks that lie only on the disk from now
+        on: none if somebody needs the extent again."""
         begun = self._writing.pop(number)
         spared = self._needed if number not in self._gathered else NO_BLOCKS
         self._gathered.discard(number)
@@ -328,8 +332,8 @@ class ColdArena:
     # ------------------------------------------------------------ back into memory
 
     def begin_loading(self, offset: int, nbytes: int, numbers: Iterable[int]) -> tuple[int, Mapping[int, int]]:
-        """Load these blocks into an extent of the arena, which the caller has allocated. Returns the number of the extent, and where each block
-        begins. The extent closes by `finish_loading`."""
+        """Load these blocks into an extent of the arena, which the caller has allocated. Returns the number of the
+        extent, and where each block begins. The extent closes by `finish_loading`."""
         extent = self._blocks.grant(0, OWN_SHARD, offset, nbytes)
         offsets: dict[int, int] = {}
         for number in numbers:

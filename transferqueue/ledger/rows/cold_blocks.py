@@ -1,4 +1,5 @@
-"""Blocks whose bytes leave memory for a disk and come back: which blocks may, and the requests that wait for blocks there.
+"""Blocks whose bytes leave memory for a disk and come back: which blocks may, and the requests that wait for blocks
+there.
 
 The rules (docs/decisions/0056; what leaves and comes back: `cold_arena`):
 
@@ -44,7 +45,8 @@ class ColdBlocks:
         self._may_end = False
         """Whether a block has left the disk, or another order is carried out, since `end_orders` looked."""
         self.stirred = False
-        """Whether something is to be done since: a block was forgotten, or a load order is carried out. The caller sets it to False."""
+        """Whether something is to be done since: a block was forgotten, or a load order is carried out. The caller sets
+        it to False."""
         self.attach(blocks)
 
     def attach(self, blocks: BlockRegistry) -> None:
@@ -131,8 +133,8 @@ class ColdBlocks:
             self._carry_out_first()
 
     def end_orders(self) -> list[LoadOrder]:
-        """End the order that is carried out, if nothing of it is on the disk any more. Returns the orders that ended: then requests are due that wait
-        for blocks."""
+        """End the order that is carried out, if nothing of it is on the disk any more. Returns the orders that ended:
+        then requests are due that wait for blocks."""
         if not self._may_end:
             return []
         self._may_end = False
@@ -148,8 +150,8 @@ class ColdBlocks:
         return abandoned
 
     def give_up(self, orders: Collection[LoadOrder]) -> None:
-        """End these orders, all before others take their turns. A request that still waits for the blocks of one makes another one, behind all
-        others."""
+        """End these orders, all before others take their turns. A request that still waits for the blocks of one makes
+        another one, behind all others."""
         for order in orders:
             del self.orders[order.blocks]
         if orders:
@@ -165,6 +167,7 @@ def _loaded(order: LoadOrder) -> WakeKey:
 
 def _never_fits(nbytes: int, room: int) -> Impossible:
     return Impossible(
-        f"the blocks of these rows have {nbytes:,} bytes, and rows may have {room:,} bytes of memory at a time, so they cannot all be brought back "
-        "from the disk; ask for fewer rows at a time, or start the server with a larger --arena-bytes"
+        f"the blocks of these rows have {nbytes:,} bytes, and rows may have {room:,} bytes of memory at a time, so "
+        "they cannot all be brought back from the disk; ask for fewer rows at a time, or start the server with a "
+        "larger --arena-bytes"
     )

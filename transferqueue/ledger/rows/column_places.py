@@ -3,8 +3,9 @@
 Fields that were written together lie in one block, so they have the same place. Each distinct set of fields written
 together is a *column group* (`parts` in names): a block number and a slot for each row (block 0: none). Block numbers
 ascend. So the current place of a field is the entry with the highest block number among the parts that contain the
-field. An entry replaces the one before it in its part, also one of a higher number, if it refers to an older block of the same content
-(`newest_beside`). Results that waited for the last ack of replicas lie in an older block too: what rows got meanwhile makes way (`make_way`).
+field. An entry replaces the one before it in its part, also one of a higher number, if it refers to an older block of
+the same content (`newest_beside`). Results that waited for the last ack of replicas lie in an older block too: what
+rows got meanwhile makes way (`make_way`).
 
 An entry is kept exactly while some field of it is still read there. Entries that are not read any more are returned as
 (block, rows), for `BlockRegistry.retire`.
@@ -89,8 +90,8 @@ class ColumnGroups:
         return [reference for part in parts if part.entries for reference in self._take_out(part, part.block.a[at])]
 
     def write(self, at: Index, count: int, parts: Sequence[ColumnGroup], block: int, slots: Slots | None) -> None:
-        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`. slots: of each row; None:
-        they are the first ones.
+        """Record that `count` rows, which have no entry there (any more), have the fields of `parts` in `block`. slots:
+        of each row; None: they are the first ones.
         """
         if slots is None:
             values = _SLOTS[:count] if count <= PAGE_ROWS else np.arange(count, dtype=np.int32)
@@ -129,8 +130,9 @@ class ColumnGroups:
     def make_way(
         self, at: IntArray, fields: Sequence[str], into: Iterable[ColumnGroup], than: int
     ) -> tuple[Retired, Retired]:
-        """Remove `fields` of these rows from blocks above `than`, so that they are read in older ones that are about to be written, to `into`. What
-        lies beside them there, and is read, gets entries of its own. Returns references to add, and those that end after that.
+        """Remove `fields` of these rows from blocks above `than`, so that they are read in older ones that are about to
+        be written, to `into`. What lies beside them there, and is read, gets entries of its own. Returns references to
+        add, and those that end after that.
         """
         added, retired, replaced = Retired(), Retired(), {id(part) for part in into}
         for part in [part for name in fields for part in self._of_field.get(name, ()) if id(part) not in replaced]:
@@ -163,8 +165,8 @@ class ColumnGroups:
         return newest
 
     def newest_beside(self, name: str, at: IntArray) -> int:
-        """The highest number of a block in which one of the rows has the field beside others, read or not; 0 if there is none. A block of the
-        field alone does not replace it."""
+        """The highest number of a block in which one of the rows has the field beside others, read or not; 0 if there
+        is none. A block of the field alone does not replace it."""
         beside = [part for part in self._of_field.get(name, ()) if part.entries and len(part.fields) > 1]
         return max([int(part.block.a[at].max(initial=0)) for part in beside], default=0)
 

@@ -4,11 +4,13 @@
 `write_columns` makes them visible for some or all rows. A commit may wait between the two: the results of a lease
 shared by replicas wait for the last ack. `unused` returns the references of rows that are never written.
 
-Stages commit the same columns again and again. Whether the names and definitions of a request fit the table depends on nothing else, and
-a table never changes or removes a field. So the first request of a shape is checked field by field (`CommitShapes`), and later ones are
-recognised. The first request that adds a field is not remembered: the table has the field only once it is committed.
+Stages commit the same columns again and again. Whether the names and definitions of a request fit the table depends on
+nothing else, and a table never changes or removes a field. So the first request of a shape is checked field by field
+(`CommitShapes`), and later ones are recognised. The first request that adds a field is not remembered: the table has
+the field only once it is committed.
 
-A column of values that other commits have too may lie in several blocks, a value each, which share out the rows of the request (`MemberRows`).
+A column of values that other commits have too may lie in several blocks, a value each, which share out the rows of the
+request (`MemberRows`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from transferqueue.wire.messages import Columns, WrittenBlock
 
 @dataclass(slots=True)
 class MemberRows:
-    """The rows of a request, counted from 0, that have the one value of a block. written: how many of their references are in use."""
+    """The rows of a request, counted from 0, that have the one value of a block. written: how many of their references
+    are in use."""
 
     rows: IntArray
     written: int = 0
@@ -103,7 +106,8 @@ def check_columns(
 
 
 def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, MemberRows]:
-    """The rows of the blocks that have a value for some rows alone. Raises unless the blocks of each such field share out all rows."""
+    """The rows of the blocks that have a value for some rows alone. Raises unless the blocks of each such field share
+    out all rows."""
     members: dict[int, MemberRows] = {}
     places_of_field: dict[str, list[int]] = {}
     for place, placed in enumerate(blocks):
@@ -130,7 +134,8 @@ def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, Memb
 
 def _not_shared_out(name: str, blocks: int, members: int, rows: int) -> UsageError:
     return UsageError(
-        f'field "{name}" lies in {counted(blocks, "block")} with {counted(members, "member")} for {counted(rows, "row")}; 2 to {CONTENTS_MAX} blocks '
+        f'field "{name}" lies in {counted(blocks, "block")} with {counted(members, "member")} for '
+        f"{counted(rows, 'row')}; 2 to {CONTENTS_MAX} blocks "
         "share out the rows: each row is in one of them, and each block has one"
     )
 
@@ -163,15 +168,16 @@ def check_unset(rows: RowStore, staged: StagedCommit, ids: IntArray, at: IntArra
 
 
 def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes, at: IntArray) -> None:
-    """Raise if a block is named by its content alone, and the rows, which exist already, would not read it: they have the field in a newer block.
-    If its bytes were written, the rows get the written block.
+    """Raise if a block is named by its content alone, and the rows, which exist already, would not read it: they have
+    the field in a newer block. If its bytes were written, the rows get the written block.
     """
     for place, placed in enumerate(staged.placed):
         if not placed.content or may_refer(placed, usage, parts.newest_beside(placed.fields[0], at)):
             continue
         if not placed.extent:
             raise NotFound(
-                f'field "{placed.fields[0]}": the block of content {placed.content.hex()} is older than a block in which these rows have the field '
+                f'field "{placed.fields[0]}": the block of content {placed.content.hex()} is older than a block in '
+                "which these rows have the field "
                 "beside others, or has several values; write the bytes into a grant, and commit them"
             )
         staged.anew.append(place)
@@ -248,7 +254,8 @@ def write_columns(
 
 
 def _places_of(members: MemberRows, at: Index, chosen: IntArray | None) -> IntArray:
-    """The positions of those members that are among the rows `chosen` of the request (None: all), which are at `at`. Counts them as written."""
+    """The positions of those members that are among the rows `chosen` of the request (None: all), which are at `at`.
+    Counts them as written."""
     mine = members.rows if chosen is None else np.flatnonzero(np.isin(chosen, members.rows))
     members.written += mine.size
     return mine + at.start if isinstance(at, slice) else at[mine]
@@ -273,7 +280,7 @@ def unused(staged: StagedCommit) -> Retired:
     return retired
 
 
-# ---------------------------------------------------------------- shapes: what all commits of the same columns have in common
+# ---------------------------------------------------------------- shapes: what commits of equal columns share
 
 SHAPES_KEPT = 256
 """Shapes that a table remembers. The stages of one table commit a dozen."""
@@ -290,8 +297,8 @@ class BlockShape:
         self._counts: list[int] = []
 
     def check(self, placed: WrittenBlock, count: int) -> AnyArray | None:
-        """Raise unless the block has the size of its fields and a row for each of `count` rows. Returns the row of the block of each;
-        None if they are the same.
+        """Raise unless the block has the size of its fields and a row for each of `count` rows. Returns the row of the
+        block of each; None if they are the same.
         """
         if placed.rows != self._rows or placed.nbytes != self._nbytes or placed.counts != self._counts:
             check_layout(placed, self.fields)
@@ -302,8 +309,8 @@ class BlockShape:
 
 
 class CommitShape:
-    """The checked names and definitions of a request. names: of all columns. inline, blocks: in the order of the request. in_several: whether a
-    column lies in several blocks, if they share out the rows."""
+    """The checked names and definitions of a request. names: of all columns. inline, blocks: in the order of the
+    request. in_several: whether a column lies in several blocks, if they share out the rows."""
 
     __slots__ = ("blocks", "in_several", "inline", "names", "new_fields")
 
@@ -321,7 +328,8 @@ class CommitShapes:
         self.rows = rows
         self._checked: dict[object, CommitShape] = {}
         self._last: CommitShape | None = None
-        """The shape of the latest columns that were one block, as most puts are, with the names and definitions that they came with."""
+        """The shape of the latest columns that were one block, as most puts are, with the names and definitions that
+        they came with."""
         self._last_names: list[str] = []
         self._last_fields: list[Field] = []
 
@@ -345,7 +353,8 @@ class CommitShapes:
         inline = [value.field for value in columns.inline] if columns.inline else []
         if len(names) + len(inline) > FIELDS_MAX or len(columns.blocks) > FIELDS_MAX:  # before any of them is looked up
             raise UsageError(
-                f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at most {FIELDS_MAX} fields"
+                f"a request gives {len(names) + len(inline)} columns in {len(columns.blocks)} blocks; a table has at "
+                f"most {FIELDS_MAX} fields"
             )
         if len(columns.fields) > FIELDS_MAX:
             self.rows.check_fields(columns.fields)  # raises

@@ -1,7 +1,7 @@
 """Rows that were dropped for failing too often: they stay readable for a while, and may be taken again.
 
-Bounded by rows, by the pages of row state that they keep in memory, and by the bytes of the extents in which their values lie; the oldest are
-freed first. They do not count as resident rows, so they take no room from new ones.
+Bounded by rows, by the pages of row state that they keep in memory, and by the bytes of the extents in which their
+values lie; the oldest are freed first. They do not count as resident rows, so they take no room from new ones.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class LastFailure(NamedTuple):
 
 
 class SpentRow(NamedTuple):
-    """One kept row. states: its state in each task when it was dropped. extents: where its values lie, with their bytes."""
+    """One kept row. states: its state in each task when it was dropped. extents: where its values lie, with their
+    bytes."""
 
     failure: LastFailure
     states: dict[str, int]

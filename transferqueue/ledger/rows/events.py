@@ -1,8 +1,8 @@
 """The recent events of a table, from which `inspect` tells the life of a row.
 
 A request adds one event. The event holds the array of row ids that the request had anyway, so recording costs one
-tuple. The history is bounded by the number of events, by their texts, and by the number of row ids in them; the oldest events
-are removed first.
+tuple. The history is bounded by the number of events, by their texts, and by the number of row ids in them; the oldest
+events are removed first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class TableHistory:
         return self.forgotten + len(self._events)
 
     def since(self, position: int, most: int) -> list[TableEvent]:
-        """At most `most` events from this position on, oldest first. Events that were removed are missing at the beginning."""
+        """At most `most` events from this position on, oldest first. Events that were removed are missing at the
+        beginning."""
         start = max(position - self.forgotten, 0)
         return list(islice(self._events, start, start + most))
 

@@ -102,7 +102,8 @@ class GroupIndex:
             self._check_each(table, ids, sizes, rows_max)
 
     def _are_new_and_fit(self, ids: AnyArray, sizes: AnyArray, rows_max: int) -> bool:
-        """Whether none of these groups is known, and `_check_each` finds nothing wrong: it takes a hundred times as long."""
+        """Whether none of these groups is known, and `_check_each` finds nothing wrong: it takes a hundred times as
+        long."""
         numbers, starts, counts, order = _by_group(ids)
         declared = sizes[order][starts]
         return bool(
@@ -185,8 +186,8 @@ class GroupIndex:
 
 
 def _by_group(ids: AnyArray) -> tuple[list[int], IntArray, IntArray, IntArray]:
-    """The groups of some rows, ascending; where the rows of each begin in `order` and how many there are; and the positions of the rows that have
-    a group, group by group, each group in the order of the rows."""
+    """The groups of some rows, ascending; where the rows of each begin in `order` and how many there are; and the
+    positions of the rows that have a group, group by group, each group in the order of the rows."""
     order = np.argsort(ids, kind="stable")
     order = order[int(np.searchsorted(ids[order], 0)) :]
     if not order.size:

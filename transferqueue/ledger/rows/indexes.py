@@ -136,7 +136,8 @@ class FinishedOrdinals:
         return int(live[(live >= start) & (live < end)].min(initial=end))
 
     def have_ended(self, spans: IntArray) -> BoolArray:
-        """Of which spans (first and last ordinal, ``[spans, 2]``) every ordinal is final. Visits all live rows if some may be."""
+        """Of which spans (first and last ordinal, ``[spans, 2]``) every ordinal is final. Visits all live rows if some
+        may be."""
         self.merge_pending()
         if not len(self.spans):
             return np.zeros(len(spans), np.bool_)

@@ -1,4 +1,5 @@
-"""Which call put which rows, so that a put that is sent again, even after its client was gone for a while, adds nothing."""
+"""Which call put which rows, so that a put that is sent again, even after its client was gone for a while, adds
+nothing."""
 
 from __future__ import annotations
 
@@ -20,8 +21,8 @@ def put_key(client: bytes, call: int) -> bytes:
 class KnownPuts:
     """The puts of a table whose last row is in a page that exists.
 
-    An entry is one bytes object (client and call) and one integer (first row and number of rows): neither is looked at by Python's garbage
-    collector, and a table of rows that were put one by one has one for each.
+    An entry is one bytes object (client and call) and one integer (first row and number of rows): neither is looked at
+    by Python's garbage collector, and a table of rows that were put one by one has one for each.
     """
 
     __slots__ = ("_by_call", "_of_page")

@@ -2,20 +2,25 @@
 
 The rules (docs/decisions/0042):
 
-1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps (`CommittedBlock.replicas`).
-2. A *copy order* has one shard process write some of these blocks into one extent, which is granted to its session. A block is in at
-   most one order. While it waits for one it is in `waiting`.
-3. A copy counts once the shard has said that it is written (`BlockRegistry.finish_copies`). Nobody is told of it before.
-4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that still lack a copy
-   wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that another shard may copy them, but its
-   extent stays with the session, which may still write there, and a late report still counts for what is still lacking. Only these three
-   close the extent: nobody commits into it, and the session does not return it.
+1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps
+   (`CommittedBlock.replicas`).
+2. A *copy order* has one shard process write some of these blocks into one extent, which is granted to its session. A
+   block is in at most one order. While it waits for one it is in `waiting`.
+3. A copy counts once the shard has said that it is written (`BlockRegistry.finish_copies`). Nobody is told of it
+   before.
+4. An order ends when the shard reports it, or when its session ends. Then its extent is closed, and the blocks that
+   still lack a copy wait again, behind all others. After `COPY_ORDER_S` it is *overdue*: its blocks wait again, so that
+   another shard may copy them, but its extent stays with the session, which may still write there, and a late report
+   still counts for what is still lacking. Only these three close the extent: nobody commits into it, and the session
+   does not return it.
 5. Blocks with the fewest copies are copied first; of these the newest, because rows need them for longest.
-6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a failure from each of them
-   the block is *postponed* for the shard to which it was copied, by `COPY_RETRY_S` and then twice as long each time, up to `COPY_POSTPONED_S`: until
-   then it is not copied there, such as damaged bytes again and again. Other shards copy it meanwhile, so one to which every copy fails keeps
-   no block from them. A place that is added or lost ends that.
-7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can copy to its own now.
+6. A copy that failed is read from the next place of the block when it is ordered again, if there are several. After a
+   failure from each of them the block is *postponed* for the shard to which it was copied, by `COPY_RETRY_S` and then
+   twice as long each time, up to `COPY_POSTPONED_S`: until then it is not copied there, such as damaged bytes again and
+   again. Other shards copy it meanwhile, so one to which every copy fails keeps no block from them. A place that is
+   added or lost ends that.
+7. A shard process copies to its own shard. It copies to the coordinator's shard only what no other shard process can
+   copy to its own now.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from transferqueue.schema import align
 OWN_SHARD: Final = 0
 """The coordinator's shard, which has no process of its own to copy into it."""
 SCANNED_MAX: Final = 4 * COPY_ORDER_BLOCKS
-"""So many blocks with the same copies are looked at for one order, of which some may be too large for the room that there is."""
+"""So many blocks with the same copies are looked at for one order, of which some may be too large for the room that
+there is."""
 Shards = tuple[int, ...]
 """The numbers of the shards in which a block lies, ascending."""
 
@@ -46,7 +52,8 @@ class CopyChoice(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class CopyOrderState:
-    """A copy order. offsets: its blocks, and where in the arena each is written. deadline: after it the order is overdue."""
+    """A copy order. offsets: its blocks, and where in the arena each is written. deadline: after it the order is
+    overdue."""
 
     extent: int
     nbytes: int
@@ -57,7 +64,8 @@ class CopyOrderState:
 
 @dataclass(slots=True, eq=False)
 class PostponedCopy:
-    """A block that is not copied to this shard before the deadline, since copies from all its places failed. delay_s: how long that is."""
+    """A block that is not copied to this shard before the deadline, since copies from all its places failed. delay_s:
+    how long that is."""
 
     block: int
     target: int
@@ -76,9 +84,11 @@ class MissingCopies:
         self.bytes_ordered = 0
         """Bytes of the extents of all orders that are not overdue."""
         self.late: dict[int, int] = {}
-        """By block: how many orders were overdue since the latest change of its places, so that the next one reads another place."""
+        """By block: how many orders were overdue since the latest change of its places, so that the next one reads
+        another place."""
         self.failures: dict[int, dict[int, int]] = {}
-        """By block and by the shard to which it was copied: how many copies failed since the latest change of its places."""
+        """By block and by the shard to which it was copied: how many copies failed since the latest change of its
+        places."""
         self.postponed: dict[int, dict[int, PostponedCopy]] = {}
         """By block and shard, as `failures`. These blocks wait, too."""
 
@@ -114,7 +124,8 @@ class MissingCopies:
             postponed.deadline = None
 
     def fail(self, block: int, target: int, places: int) -> PostponedCopy | None:
-        """A copy of this block to `target` failed, which lies in so many places. Returns it with the time that it waits, if all of them have failed."""
+        """A copy of this block to `target` failed, which lies in so many places. Returns it with the time that it
+        waits, if all of them have failed."""
         failures = self.failures.setdefault(block, {})
         failures[target] = failures.get(target, 0) + 1
         rounds, untried = divmod(failures[target], places)

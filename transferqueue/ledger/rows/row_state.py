@@ -67,7 +67,8 @@ class RowStore:
         self.number: dict[str, int] = {}
         self.words: list[StateColumn] = []
         self.freed: list[StateColumn] = []
-        """As `words`: which fields a row had until they were freed. Shorter than `words` until a later field is freed."""
+        """As `words`: which fields a row had until they were freed. Shorter than `words` until a later field is
+        freed."""
         self._masks: dict[tuple[str, ...], FieldMask] = {}
         self._reply_fields: dict[tuple[str, ...], tuple[list[str], list[str], bytes]] = {}
         self.inline: dict[str, StateColumn] = {}
@@ -99,12 +100,14 @@ class RowStore:
             existing = self.fields.get(field.name) or new.setdefault(field.name, field)
             if existing != field:
                 raise SchemaError(
-                    f'field "{field.name}" of table "{self.table}" is {existing.describe()}, but {field.describe()} was '
+                    f'field "{field.name}" of table "{self.table}" is {existing.describe()}, but {field.describe()} '
+                    "was "
                     "given; give values of the declared dtype and shape"
                 )
         if len(self.fields) + len(new) > FIELDS_MAX:
             raise UsageError(
-                f'table "{self.table}" would have {len(self.fields) + len(new)} fields; at most {FIELDS_MAX} are allowed'
+                f'table "{self.table}" would have {len(self.fields) + len(new)} fields; at most {FIELDS_MAX} are '
+                "allowed"
             )
         return {**self.fields, **new} if new else self.fields
 
@@ -212,11 +215,13 @@ class RowStore:
             never = gone[(gone < 0) | (gone >= self.pages.next_row)]
             if never.size:
                 raise NotFound(
-                    f'{numbered(never)} {agreed(never, "was", "were")} never put into table "{self.table}"; ids so far end at {self.pages.next_row - 1}'
+                    f'{numbered(never)} {agreed(never, "was", "were")} never put into table "{self.table}"; ids so far '
+                    f"end at {self.pages.next_row - 1}"
                 )
-            raise NotFound(
-                f'{numbered(gone)} of table "{self.table}" {agreed(gone, "is finished and was freed, or was deleted", "are finished and were freed, or were deleted")}'
+            fate = agreed(
+                gone, "is finished and was freed, or was deleted", "are finished and were freed, or were deleted"
             )
+            raise NotFound(f'{numbered(gone)} of table "{self.table}" {fate}')
         return at
 
     def live_places(self, rows: IntArray) -> IntArray:
@@ -226,7 +231,9 @@ class RowStore:
         if ended.any():
             fate = "done" if self.pages.fate.a[at[ended][0]] == DONE else "dropped"
             raise NotFound(
-                f'{numbered(rows[ended])} of table "{self.table}" {agreed(rows[ended], "has ended: it was", "have ended: they were")} {fate}, and cannot be changed any more'
+                f'{numbered(rows[ended])} of table "{self.table}" '
+                f"{agreed(rows[ended], 'has ended: it was', 'have ended: they were')} {fate}, and cannot be changed "
+                "any more"
             )
         return at
 
@@ -240,7 +247,8 @@ class RowStore:
             owner = self.row_of_key.get(key) if key else None
             if owner is not None and (rows is None or int(rows[position]) != owner):
                 raise AlreadyExists(
-                    f'key {key!r} of table "{self.table}" names row {owner}; a key names one row: give another key, or update that row'
+                    f'key {key!r} of table "{self.table}" names row {owner}; a key names one row: give another key, or '
+                    "update that row"
                 )
 
     def set_facts(self, rows: IntArray, at: Index, facts: CheckedFacts) -> None:

@@ -149,7 +149,8 @@ def _too_large(table: TableState, size: int, request: LeaseRequest) -> Impossibl
     each = f" for each of {request.world} ranks" if request.world > 1 else ""
     need = size * request.world
     return Impossible(
-        f'table "{table.name}" has a group of {counted(size, "row")}; a lease of complete groups with rows={request.rows} can '
+        f'table "{table.name}" has a group of {counted(size, "row")}; a lease of complete groups with '
+        f"rows={request.rows} can "
         f"never hold one{each}: {need} > {request.rows}; ask for rows >= {need}, or for groups={request.world}"
     )
 

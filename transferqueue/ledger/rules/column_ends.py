@@ -2,15 +2,18 @@
 
 Rules:
 
-1. In a table with `AckedColumns` a value is freed when the last task that holds its field is done with the row, or will never get it.
-   Tasks hold the fields that they need; while stale rows may be requeued, the pacing task holds what is needed for that
-   (`tasks.task_order.tasks_that_hold`). A row that was acked with a step is not done before a checkpoint covers the step.
-2. A field that no task needs has no last task: its values end with their rows. Inline values stay, since they take no block.
-3. In any table `free_columns` frees values that a caller names, unless a task that holds the field still has work with the row.
-4. A freed value is not set. The row remembers that it was freed until the field is written again, so that a reader hears why it is not
-   there (`ColumnFreed`), and so that no task has to give it a second time.
-5. The bytes of a block return when none of its values is needed and nobody views it, as for rows (`rows.blocks`). Clients write columns
-   that end with different tasks into different blocks.
+1. In a table with `AckedColumns` a value is freed when the last task that holds its field is done with the row, or will
+   never get it. Tasks hold the fields that they need; while stale rows may be requeued, the pacing task holds what is
+   needed for that (`tasks.task_order.tasks_that_hold`). A row that was acked with a step is not done before a
+   checkpoint covers the step.
+2. A field that no task needs has no last task: its values end with their rows. Inline values stay, since they take no
+   block.
+3. In any table `free_columns` frees values that a caller names, unless a task that holds the field still has work with
+   the row.
+4. A freed value is not set. The row remembers that it was freed until the field is written again, so that a reader
+   hears why it is not there (`ColumnFreed`), and so that no task has to give it a second time.
+5. The bytes of a block return when none of its values is needed and nobody views it, as for rows (`rows.blocks`).
+   Clients write columns that end with different tasks into different blocks.
 """
 
 from __future__ import annotations
@@ -59,7 +62,8 @@ def _ended(table: TableState, field: str, holders: Collection[str], at: IntArray
 def free_values(
     table: TableState, chosen: Mapping[str, BoolArray], rows: IntArray, now: float, *, task: str = "", session: int = 0
 ) -> int:
-    """Free values that rows have. chosen: for each field, of which of `rows`. Returns how many. task, session: for the history."""
+    """Free values that rows have. chosen: for each field, of which of `rows`. Returns how many. task, session: for the
+    history."""
     fields_of_rows: dict[bytes, list[str]] = {}
     for field, of_rows in chosen.items():
         if of_rows.any():
@@ -98,8 +102,10 @@ def check_not_needed(table: TableState, fields: Sequence[str], rows: IntArray, a
             needed = has_field & np.isin(state, _AT_WORK)
             if needed.any():
                 raise UsageError(
-                    f'column "{field}" of {numbered(rows[needed])} in table "{table.name}" is not freed: task "{name}" may still need it '
-                    f"(the row is {STATES[int(state[needed][0])]} there). Nothing was changed: free it when the task is done with the row, or "
+                    f'column "{field}" of {numbered(rows[needed])} in table "{table.name}" is not freed: task "{name}" '
+                    "may still need it "
+                    f"(the row is {STATES[int(state[needed][0])]} there). Nothing was changed: free it when the task "
+                    f"is done with the row, or "
                     "pass again=True, and the task waits until the column is written again"
                 )
 
@@ -115,7 +121,8 @@ def why_freed(table: TableState, field: str, rows: IntArray, now: float) -> str:
     ago = f"{max(0.0, now - event.at):.1f} s ago"
     if event.task:
         return (
-            f'{text} {ago}: task "{event.task}" was the last that needs it, and was done with the row. A task that still reads it names it in its '
+            f'{text} {ago}: task "{event.task}" was the last that needs it, and was done with the row. A task that '
+            "still reads it names it in its "
             "needs; make the table with retention=Acked() to keep columns as long as their rows"
         )
     who = table.core.labels.get(event.session, f"session {event.session}")

@@ -304,7 +304,8 @@ def explain_room(table: TableState, why: str, now: float) -> str:
 
 
 def rows_by_holder(table: TableState, now: float) -> str:
-    """Which tasks are not done with the rows of the table, whether a worker leases from them, and who has reserved rows."""
+    """Which tasks are not done with the rows of the table, whether a worker leases from them, and who has reserved
+    rows."""
     lines = []
     for task in table.tasks.values():
         counts = task.counts
@@ -319,11 +320,13 @@ def rows_by_holder(table: TableState, now: float) -> str:
     if table.flow.reserved:
         holders = tally(np.array([reservation.session for reservation in table.flow.reservations.values()], np.int64))
         lines.append(
-            f"{counted(table.flow.reserved, 'row', 'is', 'are')} reserved by {listing(session_name(table, reservation) for reservation, _ in holders)}"
+            f"{counted(table.flow.reserved, 'row', 'is', 'are')} reserved by "
+            f"{listing(session_name(table, reservation) for reservation, _ in holders)}"
         )
     ended = table.rows_resident - table.rows_live
     if ended and isinstance(table.retention, Manual):
         lines.append(
-            f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the table's retention is Manual"
+            f"{counted(ended, 'row', 'has', 'have')} ended, and will be kept until table.delete(rows), since the "
+            "table's retention is Manual"
         )
     return "; ".join(lines) or ("no task takes its rows" if table.rows_live else "it is empty")

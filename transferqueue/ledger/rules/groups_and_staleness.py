@@ -51,7 +51,8 @@ def apply_group_and_stale_rules(table: TableState, now: float) -> None:
 
 
 def _next_to_drop(table: TableState) -> tuple[IntArray, str]:
-    """The rows that will be dropped first, and all others with their reason: a drop for each of thousands of groups takes long."""
+    """The rows that will be dropped first, and all others with their reason: a drop for each of thousands of groups
+    takes long."""
     reason = table.to_drop[0][1]
     chosen = [rows for rows, why in table.to_drop if why == reason]
     table.to_drop[:] = [left for left in table.to_drop if left[1] != reason]
@@ -174,9 +175,9 @@ def mark_groups_to_drop(table: TableState, units: list[int]) -> None:
 def return_rows(
     table: TableState, task: TaskState, rows: IntArray, *, failed: bool, now: float, before: int = LEASED
 ) -> None:
-    """Make leased (or acked) rows ready again for `task`: at once, or after the wait of their `Retry` if the lease failed.
-    Rows that failed too often are dropped, stale rows get the stale policy, and rows that lost a field meanwhile are
-    requeued.
+    """Make leased (or acked) rows ready again for `task`: at once, or after the wait of their `Retry` if the lease
+    failed. Rows that failed too often are dropped, stale rows get the stale policy, and rows that lost a field
+    meanwhile are requeued.
     """
     if not rows.size:
         return

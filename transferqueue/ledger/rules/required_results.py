@@ -33,7 +33,8 @@ NEAR = 0.75
 
 
 def check_required_results(table: TableState, task: TaskState, columns: Collection[str], rows: IntArray) -> None:
-    """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all results that the task must give."""
+    """Raise `UsageError` unless `rows`, acked by `task` with these columns, have all results that the task must
+    give."""
     for name in sorted(task.required_results.difference(columns)):
         lacking = rows[_lacks(table, name, rows)]
         for other in table.tasks.values():
@@ -60,7 +61,8 @@ def _refusal(table: TableState, task: TaskState, name: str, columns: Collection[
     return (
         f'the ack of {numbered(lacking)} by task "{mine}" of table "{table.name}" has no "{name}", which task '
         f'"{mine}" gives and task {needing} needs{came}. Nothing was changed, and the rows stay leased: ack them with '
-        f"{name}=..., or end rows that have no result by {drop} (a result that update() brings after the ack does not belong in gives)"
+        f"{name}=..., or end rows that have no result by {drop} (a result that update() brings after the ack does not "
+        "belong in gives)"
     )
 
 

@@ -1,8 +1,10 @@
-"""Compares rows with what a client read of them: the condition of an update that must not overwrite what others wrote since.
+"""Compares rows with what a client read of them: the condition of an update that must not overwrite what others wrote
+since.
 
-No row has a counter for this. A value in a block is known by the number of its block: blocks are never changed, each write of a field
-brings a new one or refers to one that has a single value, and a number is used once. An inline value and tags are compared themselves: an
-update that is made of the same value is the same update, whatever happened in between.
+No row has a counter for this. A value in a block is known by the number of its block: blocks are never changed, each
+write of a field brings a new one or refers to one that has a single value, and a number is used once. An inline value
+and tags are compared themselves: an update that is made of the same value is the same update, whatever happened in
+between.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ def check_unchanged(table: TableState, read: RowsRead, rows: IntArray, at: IntAr
     if read.tags is not None:
         if len(read.tags) != rows.size:
             raise UsageError(
-                f"if_unchanged has tags of {counted(len(read.tags), 'row')}; the update names {counted(rows.size, 'row')}"
+                f"if_unchanged has tags of {counted(len(read.tags), 'row')}; the update names "
+                f"{counted(rows.size, 'row')}"
             )
         now = [table.rows.tags.get(row, {}) for row in rows.tolist()]
         changed = [encode(tags) != encode(seen) for tags, seen in zip(now, read.tags, strict=True)]
@@ -87,6 +90,7 @@ def _refuse(table: TableState, what: str, rows: IntArray, changed: BoolArray) ->
     if changed.any():
         subject = "the tags" if what == "tags" else f'field "{what}"'
         raise RowsChanged(
-            f'{subject} of {numbered(rows[changed])} in table "{table.name}" changed after the read; nothing was updated: '
+            f'{subject} of {numbered(rows[changed])} in table "{table.name}" changed after the read; nothing was '
+            "updated: "
             "read the rows again, and update what they have now"
         )

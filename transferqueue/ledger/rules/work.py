@@ -1,8 +1,9 @@
 """Refuses requests that would take the server too long, before they change anything.
 
-All clients wait while a request is carried out. What one costs follows from its rows, and from what each of them has and causes: values,
-facts, keys and tags, groups, and tasks that get it. So that is estimated and bounded (`limits.check_work`), and not the rows alone: a put of
-65,536 rows of plain numbers is carried out, as is one of 16,384 rows with keys, in groups of eight.
+All clients wait while a request is carried out. What one costs follows from its rows, and from what each of them has
+and causes: values, facts, keys and tags, groups, and tasks that get it. So that is estimated and bounded
+(`limits.check_work`), and not the rows alone: a put of 65,536 rows of plain numbers is carried out, as is one of 16,384
+rows with keys, in groups of eight.
 """
 
 from __future__ import annotations

@@ -1,13 +1,16 @@
-"""Whether all leases of a task fail, so that the task is paused: a service that it calls is away, or its function is broken.
+"""Whether all leases of a task fail, so that the task is paused: a service that it calls is away, or its function is
+broken.
 
-The circuit of a task *opens* when `OUTAGE_LEASES` leases in a row failed, while no row was acked, and two of them had no row in common and
-had rows that never failed before. So rows that fail again and again, alone or together, do not open it. While it is open
+The circuit of a task *opens* when `OUTAGE_LEASES` leases in a row failed, while no row was acked, and two of them had
+no row in common and had rows that never failed before. So rows that fail again and again, alone or together, do not
+open it. While it is open
 
-- one lease at a time is given, a *trial*: the first after ``Retry.wait_s(1)``, the next ``wait_s(n + 1)`` after the n-th trial failed. A trial
-  that ends otherwise, as by the death of its worker, is followed at once by the next one;
-- failures do not count as attempts, but for an outage of more than `OUTAGE_S_MAX`: otherwise a table whose last rows all fail would not end;
-- rows of a failed lease are *parked* until no other row is ready, or none is leased although a trial is due. So each row is tried once before any
-  is tried twice, and a request for many rows finds them.
+- one lease at a time is given, a *trial*: the first after ``Retry.wait_s(1)``, the next ``wait_s(n + 1)`` after the
+  n-th trial failed. A trial that ends otherwise, as by the death of its worker, is followed at once by the next one;
+- failures do not count as attempts, but for an outage of more than `OUTAGE_S_MAX`: otherwise a table whose last rows
+  all fail would not end;
+- rows of a failed lease are *parked* until no other row is ready, or none is leased although a trial is due. So each
+  row is tried once before any is tried twice, and a request for many rows finds them.
 
 The first row that is acked closes it, and all rows that wait are ready at once. `rules.retry` carries this out.
 """
@@ -52,7 +55,8 @@ class Circuit:
         return self.opened is not None and (not self.due or bool(self.trial))
 
     def failed(self, lease: int, rows: IntArray, *, fresh: bool, now: float) -> bool:
-        """Record a failed lease. fresh: some of its rows never failed before. Returns whether the wait for the next trial begins."""
+        """Record a failed lease. fresh: some of its rows never failed before. Returns whether the wait for the next
+        trial begins."""
         self.failures += 1
         if self.opened is not None:
             return lease in self.trial and self.deadline is None

@@ -25,7 +25,8 @@ class TaskErrors:
         self._kinds: dict[tuple[str, str], ErrorCount] = {}
 
     def add(self, reason: str, worker: str, now: float) -> None:
-        """Count a failure. reason: ``"KeyError: 'answer'"``, or any text; what precedes ": " is the type if it is a name."""
+        """Count a failure. reason: ``"KeyError: 'answer'"``, or any text; what precedes ": " is the type if it is a
+        name."""
         kind = _parsed(reason)
         error = self._kinds.pop(kind, None) or ErrorCount(now)
         error.count, error.worker, error.last = error.count + 1, worker, now
@@ -42,7 +43,8 @@ class TaskErrors:
         ]
 
     def latest(self, now: float) -> str:
-        """The latest error in words: ``KeyError 'answer', 28 times, the last 2 s ago, by reward-0``; "" if there is none."""
+        """The latest error in words: ``KeyError 'answer', 28 times, the last 2 s ago, by reward-0``; "" if there is
+        none."""
         if not self._kinds:
             return ""
         (name, text), error = next(reversed(self._kinds.items()))

@@ -95,7 +95,8 @@ class LeaseState:
         ended = ~self.open[at]
         if ended.any():
             raise LeaseExpired(
-                f"{numbered(rows[ended])} of lease {self.id} {agreed(rows[ended], 'was', 'were')} acked or released before, and ended there"
+                f"{numbered(rows[ended])} of lease {self.id} {agreed(rows[ended], 'was', 'were')} acked or released "
+                "before, and ended there"
             )
         return at
 
@@ -109,7 +110,8 @@ class LeaseState:
         strange = self.rows[at] != rows
         if strange.any():
             raise UsageError(
-                f"{numbered(rows[strange])} {agreed(rows[strange], 'is', 'are')} not in lease {self.id}; name rows of that lease"
+                f"{numbered(rows[strange])} {agreed(rows[strange], 'is', 'are')} not in lease {self.id}; name rows of "
+                "that lease"
             )
         return at
 

@@ -146,8 +146,8 @@ class SortedRun:
 
 
 class Arrivals:
-    """A sorted run of rows in the order in which they became ready, with key 0. In a range, row and stamp both ascend by
-    one from entry to entry, and the order is the stamp.
+    """A sorted run of rows in the order in which they became ready, with key 0. In a range, row and stamp both ascend
+    by one from entry to entry, and the order is the stamp.
     """
 
     __slots__ = ("ranges", "size")
@@ -226,8 +226,8 @@ class ReadyQueue:
     # ------------------------------------------------------------ in
 
     def push_range(self, row: int, stamp: int, count: int, alive_at_most: int) -> None:
-        """Add `count` rows from `row` on with key 0, whose orders are their stamps, from `stamp` on: higher than all orders
-        so far. alive_at_most: as of `push`.
+        """Add `count` rows from `row` on with key 0, whose orders are their stamps, from `stamp` on: higher than all
+        orders so far. alive_at_most: as of `push`.
         """
         arrivals = self._arrivals
         arrivals.append(row, stamp, count)
@@ -276,7 +276,8 @@ class ReadyQueue:
     # ------------------------------------------------------------ out
 
     def first(self, count: int) -> IntArray:
-        """The units of the first `count` alive entries in order; fewer if there are fewer. Perhaps a view of the queue."""
+        """The units of the first `count` alive entries in order; fewer if there are fewer. Perhaps a view of the
+        queue."""
         look = count
         while (run := self._leading(look)) is not None:
             units, stamps = run.units(look)

@@ -134,15 +134,18 @@ def check_reserve(table: str, pacing: Pacing | None, rows_max: int, rows: int, v
     if rows > most:
         rule = f"({pacing.depth} + 1) * {pacing.batch_rows} rows may be ahead and " if pacing else ""
         raise Impossible(
-            f'{counted(rows, "row")} can never be reserved in table "{table}": {rule}{rows_max} rows fit; reserve at most {most}'
+            f'{counted(rows, "row")} can never be reserved in table "{table}": {rule}{rows_max} rows fit; reserve at '
+            f"most {most}"
         )
     if pacing is None or pacing.max_staleness is None:
         return
     behind = clock + (rows - 1) // pacing.batch_rows - version
     if behind > pacing.max_staleness:
         raise Impossible(
-            f'{counted(rows, "row")} of version {version} can never be trained in table "{table}": with clock {clock} the last of '
-            f"them would be {counted(behind, 'version')} behind, above max_staleness {pacing.max_staleness}; use newer weights"
+            f'{counted(rows, "row")} of version {version} can never be trained in table "{table}": with clock {clock} '
+            "the last of "
+            f"them would be {counted(behind, 'version')} behind, above max_staleness {pacing.max_staleness}; use newer "
+            f"weights"
         )
 
 
@@ -161,7 +164,7 @@ def why_not(pacing: Pacing | None, outstanding: int, new: int, version: int, clo
     if behind > pacing.max_staleness:
         return (
             f"behind {counted(outstanding, 'outstanding row')} they would be trained at clock {clock} + "
-            f"{(outstanding + new - 1) // pacing.batch_rows}, {counted(behind, 'version')} after {version}: above max_staleness "
-            f"{pacing.max_staleness}"
+            f"{(outstanding + new - 1) // pacing.batch_rows}, {counted(behind, 'version')} after {version}: above "
+            f"max_staleness {pacing.max_staleness}"
         )
     return ""

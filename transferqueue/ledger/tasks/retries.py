@@ -1,7 +1,7 @@
 """Rows of one task that wait after a failed lease, by the time at which they are ready again.
 
-An entry stands for the rows of one release that wait equally long. A row that leaves its wait early (it is dropped, or requeued) stays in
-its entry, which is no harm: its `hold` is another stamp from then on, and no stamp is used twice.
+An entry stands for the rows of one release that wait equally long. A row that leaves its wait early (it is dropped, or
+requeued) stays in its entry, which is no harm: its `hold` is another stamp from then on, and no stamp is used twice.
 """
 
 from __future__ import annotations

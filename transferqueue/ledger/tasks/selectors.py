@@ -139,7 +139,8 @@ def _plugin(selector: Plugin, plugins: Mapping[str, PluginFactory]) -> Ranking:
     factory = plugins.get(selector.name)
     if factory is None:
         raise NotFound(
-            f'selector plugin "{shortened(selector.name, SHOWN_CHARS)}" is not installed on the server; it has {listing(plugins)}. '
+            f'selector plugin "{shortened(selector.name, SHOWN_CHARS)}" is not installed on the server; it has '
+            f"{listing(plugins)}. "
             "Register it there by entry point transferqueue.selectors"
         )
     made = factory(dict(selector.options))

@@ -5,10 +5,9 @@ share is a lease, and no other session gets its rows. Invariants:
 
 - All ranks ask for the same amount in the same terms. A request with other terms is refused.
 - Each (rank, replica) claims each batch at most once, in order.
-- A share that no rank claims within its lease time becomes ready again, unless its rank waits for blocks that are on a disk: then it has that time
-  again. If a claimed share ends by expiry or death,
-  that step of the job has failed, so the unclaimed shares of the batch become ready again too. Ranks that had not
-  claimed it go on with the next batch.
+- A share that no rank claims within its lease time becomes ready again, unless its rank waits for blocks that are on a
+  disk: then it has that time again. If a claimed share ends by expiry or death, that step of the job has failed, so the
+  unclaimed shares of the batch become ready again too. Ranks that had not claimed it go on with the next batch.
 """
 
 from __future__ import annotations
@@ -32,7 +31,8 @@ class SharedBatch:
     claimed: dict[tuple[int, int], None] = field(default_factory=dict)
 
     def rank_of(self, lease: int) -> int | None:
-        """The rank whose share the lease is; None if it is of another batch. Shares are opened one after another, so their numbers are too."""
+        """The rank whose share the lease is; None if it is of another batch. Shares are opened one after another, so
+        their numbers are too."""
         rank = lease - self.shares[0]
         return rank if 0 <= rank < len(self.shares) else None
 
@@ -61,8 +61,8 @@ class SharedBatches:
                 continue
             if batch.terms != terms_of(request):
                 raise UsageError(
-                    f"rank {request.rank} asks for {_terms_text(terms_of(request))}, but batch {number} was agreed with "
-                    f"{_terms_text(batch.terms)}; all ranks of a world must ask for the same"
+                    f"rank {request.rank} asks for {_terms_text(terms_of(request))}, but batch {number} was agreed "
+                    f"with {_terms_text(batch.terms)}; all ranks of a world must ask for the same"
                 )
             return number, batch
         return None

@@ -1,4 +1,5 @@
-"""What the declarations of tasks say about their order: which follow a task, and which must be done before a column ends."""
+"""What the declarations of tasks say about their order: which follow a task, and which must be done before a column
+ends."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def downstream(tasks: Sequence[Task], first: Task) -> tuple[frozenset[str], list
 def tasks_that_hold(tasks: Sequence[Task], pacing: Pacing | None) -> TasksOfField:
     """For each field that some task needs, the tasks that must be done with a row before its value may be freed.
 
-    These are the tasks that need the field. If a stale row is requeued to one of them, or to a task before it, that task may get the row
-    again until the pacing task is done with it; so the pacing task holds the field too.
+    These are the tasks that need the field. If a stale row is requeued to one of them, or to a task before it, that
+    task may get the row again until the pacing task is done with it; so the pacing task holds the field too.
     """
     held: TasksOfField = {}
     again = _requeued(tasks, pacing)

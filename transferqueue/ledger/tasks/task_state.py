@@ -14,9 +14,9 @@ Each row has, for each task, one of these states:
     KEPT_STALE:      stale under `KeepStale`: never leased again, readable until deleted
     GONE:            the row has a fate
 
-`hold` of a READY or RETRYING row is the stamp of its entry in its queue, of a LEASED row its lease, of an ACKED_WITH_STEP row
-its step. `order` numbers rows as they first became ready, and decides among equal keys. A row that returns keeps it,
-and with it its place.
+`hold` of a READY or RETRYING row is the stamp of its entry in its queue, of a LEASED row its lease, of an
+ACKED_WITH_STEP row its step. `order` numbers rows as they first became ready, and decides among equal keys. A row that
+returns keeps it, and with it its place.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class TaskState:
             self.complete(rows, at, now)
 
     def _arrive_ready(self, rows: IntArray, at: slice) -> None:
-        """Add new rows that are ready at once, are ranked by arrival, and lie side by side: `complete` in fewer steps."""
+        """Add new rows that are ready at once, are ranked by arrival, and lie side by side: `complete` in fewer
+        steps."""
         count, stamp = rows.size, self._stamp + 1
         self._stamp += count
         self.counts[READY] += count
@@ -273,7 +274,8 @@ class TaskState:
             view.queue.push(entries[:, self.matching(entries[UNIT], view.where)], self.ready_units)
 
     def end(self) -> None:
-        """Forget what refers back to this task, as its table is dropped: its columns return at once, and not at some garbage collection."""
+        """Forget what refers back to this task, as its table is dropped: its columns return at once, and not at some
+        garbage collection."""
         self.ready = ReadyQueue(_none_alive)
         self.views.clear()
         self.retries.deadline = self.circuit.deadline = None

@@ -6,7 +6,8 @@ import msgspec
 
 
 class RowsEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """Something that happened to rows. task: "" if none is concerned. session: 0 if none caused it. omitted: rows that it does not name."""
+    """Something that happened to rows. task: "" if none is concerned. session: 0 if none caused it. omitted: rows that
+    it does not name."""
 
     ago_s: float
     what: str
@@ -18,7 +19,8 @@ class RowsEvent(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EventsAnswer(msgspec.Struct, frozen=True, kw_only=True):
-    """Events of a table since an earlier answer. next: where the next answer begins. missed: events that the server had forgotten."""
+    """Events of a table since an earlier answer. next: where the next answer begins. missed: events that the server had
+    forgotten."""
 
     now_s: float
     epoch: int

@@ -16,7 +16,8 @@ _T = TypeVar("_T")
 
 
 class TaskError(msgspec.Struct, frozen=True, kw_only=True):
-    """Leases of a task that failed alike. worker: the label of the last session that reported it. first_s, last_s: ages."""
+    """Leases of a task that failed alike. worker: the label of the last session that reported it. first_s, last_s:
+    ages."""
 
     type: str
     text: str
@@ -29,8 +30,9 @@ class TaskError(msgspec.Struct, frozen=True, kw_only=True):
 class TaskStats(msgspec.Struct, frozen=True, kw_only=True):
     """Rows of one task by where they stand, and its counters.
 
-    errors: the latest first. retrying, retry_s: rows that wait for their next try, and when the first of them is tried. paused_s: all
-    leases of the task fail, and it is tried again after so long. worker_deaths: rows of leases ended by death or expiry of a worker.
+    errors: the latest first. retrying, retry_s: rows that wait for their next try, and when the first of them is tried.
+    paused_s: all leases of the task fail, and it is tried again after so long. worker_deaths: rows of leases ended by
+    death or expiry of a worker.
     """
 
     pending: int
@@ -91,8 +93,8 @@ class TableStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One weight channel. By session: applied: the version it generates with; applied_age_s: since when; publish_lag_s: how long
-    after its publication (None: unknown); turns: who changes weights now, and for how long it may.
+    """One weight channel. By session: applied: the version it generates with; applied_age_s: since when; publish_lag_s:
+    how long after its publication (None: unknown); turns: who changes weights now, and for how long it may.
     """
 
     newest: int
@@ -119,8 +121,9 @@ class Waiting(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
-    """Blocks of rows that went to a disk: those there now, at most `bytes_max`; counts since the arena spills. load_waits_s: how long requests
-    waited for their blocks, each while it was the first in line. paused: why nothing goes to the disk now; "": nothing hinders it."""
+    """Blocks of rows that went to a disk: those there now, at most `bytes_max`; counts since the arena spills.
+    load_waits_s: how long requests waited for their blocks, each while it was the first in line. paused: why nothing
+    goes to the disk now; "": nothing hinders it."""
 
     bytes_max: int
     blocks: int
@@ -135,8 +138,8 @@ class SpillStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
-    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read from it and written by
-    carrier."""
+    """A remote shard: its number, what people call it, its arena, whether it is to leave, and what clients have read
+    from it and written by carrier."""
 
     shard: int
     label: str
@@ -149,10 +152,11 @@ class ShardStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
-    """How long one kind of turns of the server's loop took. counts: of turns up to each of `bounds_s`, and one more for those above.
+    """How long one kind of turns of the server's loop took. counts: of turns up to each of `bounds_s`, and one more for
+    those above.
 
-    longest_of: what the longest was for. busiest: the longest by processor time, of those above 20 ms by the clock (0: there is
-    none). late: turns of more than 20 ms of processor time, by what they were for.
+    longest_of: what the longest was for. busiest: the longest by processor time, of those above 20 ms by the clock (0:
+    there is none). late: turns of more than 20 ms of processor time, by what they were for.
     """
 
     bounds_s: list[float]
@@ -166,7 +170,8 @@ class TurnStats(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ServerStats(msgspec.Struct, frozen=True, kw_only=True):
-    """The process that answers, its arena, and what befell it. busy_poll_s: for how long it polls after a request before it sleeps."""
+    """The process that answers, its arena, and what befell it. busy_poll_s: for how long it polls after a request
+    before it sleeps."""
 
     address: str
     version: str
@@ -206,7 +211,8 @@ def parse(what: str, value: object, into: type[_T]) -> _T:
         return msgspec.convert(value, into)
     except msgspec.ValidationError as error:
         raise ProtocolError(
-            f"the server's answer to {what} cannot be read: {error}; install the same version of TransferQueue on both sides"
+            f"the server's answer to {what} cannot be read: {error}; install the same version of TransferQueue on both "
+            "sides"
         ) from error
 
 

@@ -27,7 +27,8 @@ class Section(msgspec.Struct, frozen=True):
 
 def check_machine(*, runtime: Path, arena_bytes: int | None = None, memory: Path = SHARED_MEMORY) -> list[Section]:
     """Look at everything. arena_bytes: the ceiling that an arena is wanted with, None for the default. Takes
-    about a tenth of a second (seconds where columns are to cross by NIXL, which is loaded), leaves nothing behind, raises nothing."""
+    about a tenth of a second (seconds where columns are to cross by NIXL, which is loaded), leaves nothing behind,
+    raises nothing."""
     if platform.system() != "Linux":
         return [
             Section("kernel", kernel_checks(memory=memory, runtime=runtime)),

@@ -13,8 +13,8 @@ _SUBJECT: Final = "columns cross by"
 
 
 def network_checks(devices: Path | None = None) -> list[Check]:
-    """The RDMA devices of this machine, and what a server or client with this environment would use. devices: as the kernel lists them;
-    None: where it does."""
+    """The RDMA devices of this machine, and what a server or client with this environment would use. devices: as the
+    kernel lists them; None: where it does."""
     try:
         from transferqueue.transport.bulk.carriers import BYTES_VARIABLE, STREAM
         from transferqueue.transport.system.rdma import DEVICES, rdma_devices

@@ -11,7 +11,8 @@ Verdict = Literal["ok", "warn", "fail"]
 
 
 class Check(msgspec.Struct, frozen=True, kw_only=True):
-    """The result of one check. found: the state of the subject. remedy: what to do; empty if and only if the verdict is ok."""
+    """The result of one check. found: the state of the subject. remedy: what to do; empty if and only if the verdict is
+    ok."""
 
     subject: str
     verdict: Verdict

@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 EVERY: Final = 64
 """One row in so many is followed, unless another share is asked for: of 10,000 rows a second, 156 traces."""
 ANSWERS_MAX: Final = 16
-"""Answers that one look takes from a table: four times what the server remembers, so a look ends though events go on."""
+"""Answers that one look takes from a table: four times what the server remembers, so a look ends though events go
+on."""
 NAMES_MAX: Final = 16_384
 """Names of sessions that are remembered: four times as many as may be connected at once."""
 UNKNOWN_END: Final = "unknown"
@@ -38,10 +39,12 @@ class _FollowedTable:
 
 
 class RowFollower:
-    """Follows one row in `every` of all tables of `queue`, from now on, and calls `export` with each one's trace when the row has ended.
+    """Follows one row in `every` of all tables of `queue`, from now on, and calls `export` with each one's trace when
+    the row has ended.
 
-    Call `look` at least once a second: the server remembers about 4,096 requests of a table. Where events were missed, or the server
-    was started again, the rows in flight end as ``unknown``. `close` ends those that are still followed, likewise.
+    Call `look` at least once a second: the server remembers about 4,096 requests of a table. Where events were missed,
+    or the server was started again, the rows in flight end as ``unknown``. `close` ends those that are still followed,
+    likewise.
     """
 
     def __init__(
@@ -51,7 +54,8 @@ class RowFollower:
         self._tables: dict[str, _FollowedTable] = {}
         self._names: dict[int, str] = {}
         self._begin_at = -1
-        """Where a table's history is read from: the first look takes none of it, and a table that a later look finds is new."""
+        """Where a table's history is read from: the first look takes none of it, and a table that a later look finds is
+        new."""
         self.exported = 0
 
     @property
@@ -98,7 +102,8 @@ class RowFollower:
             self._give(table.traces.add(event, table.ahead_s + answer.now_s - event.ago_s))
 
     def _learn_names(self, table: str, sessions: set[int]) -> None:
-        """Ask who is connected when a session appears that has no name yet. One that is gone by then keeps its number."""
+        """Ask who is connected when a session appears that has no name yet. One that is gone by then keeps its
+        number."""
         if not sessions - self._names.keys() - {0}:
             return
         home = by_coordinator(self._queue.address, self._queue.sessions(), parse_sessions)[

@@ -1,4 +1,5 @@
-"""Row traces as OpenTelemetry spans. The SDK does the rest: sampling, batches, export, and its settings by ``OTEL_`` variables.
+"""Row traces as OpenTelemetry spans. The SDK does the rest: sampling, batches, export, and its settings by ``OTEL_``
+variables.
 
 Needs the extra ``[tracing]``.
 """
@@ -24,8 +25,9 @@ Attributes = dict[str, str | int]
 def tracer_provider(*, console: bool) -> TracerProvider:
     """A provider that sends spans over OTLP/HTTP, or with `console` prints them to standard output.
 
-    Where to, and with which headers, name and sampler, say ``OTEL_EXPORTER_OTLP_ENDPOINT`` (default ``http://localhost:4318``) and the
-    other variables of the SDK. The service is called ``transferqueue`` unless they call it otherwise.
+    Where to, and with which headers, name and sampler, say ``OTEL_EXPORTER_OTLP_ENDPOINT`` (default
+    ``http://localhost:4318``) and the other variables of the SDK. The service is called ``transferqueue`` unless they
+    call it otherwise.
     """
     resource = Resource.create({"service.name": "transferqueue"}).merge(OTELResourceDetector().detect())
     provider = TracerProvider(resource=resource)

@@ -2,9 +2,10 @@
 
 Rules:
 
-- A trace begins with the put of its row and ends with the row: done, or dropped. A row whose put was not seen has no trace.
-- ``leased`` begins a lease span of its task. The next event of the row for that task ends it: an ack, a release, or why the lease was
-  taken from its worker. The end of the row ends what is still open.
+- A trace begins with the put of its row and ends with the row: done, or dropped. A row whose put was not seen has no
+  trace.
+- ``leased`` begins a lease span of its task. The next event of the row for that task ends it: an ack, a release, or why
+  the lease was taken from its worker. The end of the row ends what is still open.
 - Every other event is a mark on the trace: columns that came, a requeue, a checkpoint.
 - All is bounded: rows that are followed at once, and spans and marks of one row. What is beyond is counted.
 """
@@ -40,7 +41,8 @@ class Mark(NamedTuple):
 
 @dataclass(slots=True)
 class LeaseSpan:
-    """One lease of the row. worker: number of the session that held it. outcome: the event that ended it, in the server's words, "" before."""
+    """One lease of the row. worker: number of the session that held it. outcome: the event that ended it, in the
+    server's words, "" before."""
 
     task: str
     worker: int
@@ -61,7 +63,8 @@ class LeaseSpan:
 
 @dataclass(slots=True)
 class RowTrace:
-    """One row from its put to its end. put_by: number of a session. state: done, dropped, or why its end is not known, "" before.
+    """One row from its put to its end. put_by: number of a session. state: done, dropped, or why its end is not known,
+    "" before.
 
     omitted: leases and marks beyond the bounds.
     """
@@ -120,7 +123,8 @@ class TableTraces:
         self._open: dict[int, RowTrace] = {}
 
     def add(self, event: RowsEvent, at_s: float) -> list[RowTrace]:
-        """Record an event of this table; returns the traces that it ended. at_s: when it happened, seconds since 1970."""
+        """Record an event of this table; returns the traces that it ended. at_s: when it happened, seconds since
+        1970."""
         if event.what == "put":
             return self._begin(event, at_s)
         followed = [self._open[row] for row in event.rows if row in self._open]

@@ -2,12 +2,14 @@
 
 The rules:
 
-1. A disk that is full, over its quota, or gives errors when it is read or written damages nothing: what was committed is whole. Such an
-   error is `DiskFailed`, never `Corruption`. It may end the server, which goes on from its journal when the disk does.
-2. A server keeps a file of `DISK_RESERVE_BYTES` beside its journal (less for a small arena or disk). When a commit finds the disk full, the
-   server gives the file up in slices and commits again.
-3. From the first slice on the server is *short*: it refuses requests that add work, with `Full`, and carries out those that end work. It looks
-   once in `DISK_CHECK_S` whether the reserve fits the disk twice. Then it takes the reserve again, and is not short any more.
+1. A disk that is full, over its quota, or gives errors when it is read or written damages nothing: what was committed
+   is whole. Such an error is `DiskFailed`, never `Corruption`. It may end the server, which goes on from its journal
+   when the disk does.
+2. A server keeps a file of `DISK_RESERVE_BYTES` beside its journal (less for a small arena or disk). When a commit
+   finds the disk full, the server gives the file up in slices and commits again.
+3. From the first slice on the server is *short*: it refuses requests that add work, with `Full`, and carries out those
+   that end work. It looks once in `DISK_CHECK_S` whether the reserve fits the disk twice. Then it takes the reserve
+   again, and is not short any more.
 4. When the reserve is used up, a commit that finds the disk full ends the server.
 """
 
@@ -62,14 +64,15 @@ def disk_error(error: BaseException | None) -> OSError | sqlite3.Error | None:
 
 
 def disk_failed(subject: str, directory: Path, cause: OSError | sqlite3.Error) -> DiskFailed:
-    """The error of a server whose disk failed. subject: what could not be done, such as ``journal FILE cannot be written``."""
+    """The error of a server whose disk failed. subject: what could not be done, such as
+    ``journal FILE cannot be written``."""
     is_full = getattr(cause, "errno", None) in _FULL or getattr(cause, "sqlite_errorcode", 0) in _FULL_CODES
     said = cause.strerror if isinstance(cause, OSError) else str(cause)
     state = f"its disk is full ({said})" if is_full else f"its disk gives errors ({said})"
     remedy = "free some space there" if is_full else "have the disk looked at (dmesg, mount)"
     return DiskFailed(
-        f"{subject}: {state}; {room(directory)}. Nothing is damaged, and no answered request is lost: {remedy}, and start the server again, "
-        "which one under --supervise does by itself",
+        f"{subject}: {state}; {room(directory)}. Nothing is damaged, and no answered request is lost: {remedy}, and "
+        "start the server again, which one under --supervise does by itself",
         is_full=is_full,
     )
 
@@ -89,9 +92,11 @@ def disk_failures(subject: str, directory: Path) -> Iterator[None]:
 
 
 class DiskReserve:
-    """The reserve in `directory` (rule 2), or as much of it as has room. arena_bytes: of the rows that the journal is about.
+    """The reserve in `directory` (rule 2), or as much of it as has room. arena_bytes: of the rows that the journal is
+    about.
 
-    `shortage`: why requests that add work are refused now; "" if they are not. `due_at`: when to `look` next; None: at no time.
+    `shortage`: why requests that add work are refused now; "" if they are not. `due_at`: when to `look` next; None: at
+    no time.
     """
 
     def __init__(self, directory: Path, arena_bytes: int) -> None:
@@ -106,7 +111,8 @@ class DiskReserve:
         self.due_at: float | None = None
 
     def begin(self) -> None:
-        """Take the reserve, or what half of the free bytes hold of it. `DiskFailed` if not even a slice of it has room."""
+        """Take the reserve, or what half of the free bytes hold of it. `DiskFailed` if not even a slice of it has
+        room."""
         if self._fits() or self._has == self._wanted:
             self._take(self._wanted)
         if self._has != self._wanted:
@@ -150,8 +156,9 @@ class DiskReserve:
     def _be_short(self) -> None:
         needed, began = 2 * self._wanted - self._has, not self.shortage
         self.shortage = (
-            f"the disk of this server's state is full: {room(self._directory)}, and new rows need {needed:,}. What ends work (ack, release, "
-            "drop) goes on. Free some space there, and put again: the server looks every second"
+            f"the disk of this server's state is full: {room(self._directory)}, and new rows need {needed:,}. What "
+            "ends work (ack, release, drop) goes on. Free some space there, and put again: the server looks every "
+            "second"
         )
         if began:
             self.due_at = 0.0

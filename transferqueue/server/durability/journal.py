@@ -2,21 +2,23 @@
 
 The rules:
 
-1. A journal is an *image* (one complete state) and a *tail* (the records after it, in order). Replaying the tail on the image gives
-   the state. The journal does not interpret either.
-2. `append` only buffers. `commit` makes everything buffered durable at once and atomically: after a crash either all records of a
-   commit are found or none, and no commit without those before it.
-3. `checkpoint` replaces image and tail by a new image, atomically: after a crash either the old pair is found or the new image.
-4. A failed write raises `JournalFailed`. The server must end without answering, since whatever it did after the last commit is undone by the
-   restart. After `DiskFailed` of a full disk nothing was written, and the same call may be made again once there is room.
-5. Each commit is a *turn*, counted from 1. A turn, records or image, is stored with its number, the digest of the turn before it, and
-   the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a random identity. So a reader finds
-   a changed bit, and a turn that is missing, doubled or from another time. The head (`Head`, `journal_head`) finds what a reader
-   cannot: a missing end, and an older copy of the whole journal.
+1. A journal is an *image* (one complete state) and a *tail* (the records after it, in order). Replaying the tail on the
+   image gives the state. The journal does not interpret either.
+2. `append` only buffers. `commit` makes everything buffered durable at once and atomically: after a crash either all
+   records of a commit are found or none, and no commit without those before it.
+3. `checkpoint` replaces image and tail by a new image, atomically: after a crash either the old pair is found or the
+   new image.
+4. A failed write raises `JournalFailed`. The server must end without answering, since whatever it did after the last
+   commit is undone by the restart. After `DiskFailed` of a full disk nothing was written, and the same call may be made
+   again once there is room.
+5. Each commit is a *turn*, counted from 1. A turn, records or image, is stored with its number, the digest of the turn
+   before it, and the digest (xxh3) of all three. The first turn follows the *origin*: who wrote the journal, and a
+   random identity. So a reader finds a changed bit, and a turn that is missing, doubled or from another time. The head
+   (`Head`, `journal_head`) finds what a reader cannot: a missing end, and an older copy of the whole journal.
 6. `read_journal` changes no byte. A server writes only to a journal that was read and checked completely.
 
-The `Level` says how durable a commit is: ``process`` hands it to the operating system, so it survives the crash of any process;
-``disk`` waits until the device has it, so it survives a power failure.
+The `Level` says how durable a commit is: ``process`` hands it to the operating system, so it survives the crash of any
+process; ``disk`` waits until the device has it, so it survives a power failure.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ SECRET_BYTES: Final = 32
 
 
 class Level(enum.StrEnum):
-    """What the state survives: nothing; the crash of any process; a reboot. A new level goes last: heads store its number."""
+    """What the state survives: nothing; the crash of any process; a reboot. A new level goes last: heads store its
+    number."""
 
     MEMORY = "memory"
     PROCESS = "process"
@@ -74,7 +77,8 @@ class Level(enum.StrEnum):
 
     @property
     def in_shared_memory(self) -> bool:
-        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file of the directory."""
+        """Whether the rows of a state directory lie in shared memory, if it has room, and not in a file of the
+        directory."""
         return self is Level.PROCESS
 
 
@@ -111,23 +115,27 @@ class Journal(Protocol):
         """Buffer a record for the next `commit`."""
 
     def commit(self) -> None:
-        """Make all appended records durable, as the level requires. Blocks until they are. `JournalFailed` if the write fails."""
+        """Make all appended records durable, as the level requires. Blocks until they are. `JournalFailed` if the write
+        fails."""
 
     def checkpoint(self, image: bytes) -> None:
-        """Replace image and tail, and all appended records, by `image`. Atomic and durable. `JournalFailed` if the write fails; then a `commit`
-        of the records may follow."""
+        """Replace image and tail, and all appended records, by `image`. Atomic and durable. `JournalFailed` if the
+        write fails; then a `commit` of the records may follow."""
 
     def load(self) -> tuple[bytes | None, Iterable[bytes]]:
-        """The image (None: there is none yet) and the records after it, in order. `Corruption` if the journal cannot be read."""
+        """The image (None: there is none yet) and the records after it, in order. `Corruption` if the journal cannot be
+        read."""
 
     def close(self) -> None:
         """Close the journal. Records that were not committed are dropped. Closing twice is allowed."""
 
 
 class Origin(msgspec.Struct, frozen=True, array_like=True):
-    """Who began a journal. identity: random; names the journal in the head and in about.json. secret: random; the key of tickets.
+    """Who began a journal. identity: random; names the journal in the head and in about.json. secret: random; the key
+    of tickets.
 
-    version: of this package. state: fingerprint of the classes in image and records, which another version may have changed.
+    version: of this package. state: fingerprint of the classes in image and records, which another version may have
+    changed.
     """
 
     identity: bytes
@@ -175,8 +183,8 @@ class _Blank(Exception):
 def read_journal(path: Path) -> JournalContents | None:
     """Read the journal at `path`. None if it does not exist, or nothing was ever written to it.
 
-    Reads and checks everything, and changes nothing. `Corruption` for a file that is damaged or no journal; `UsageError` for a
-    journal of an earlier format.
+    Reads and checks everything, and changes nothing. `Corruption` for a file that is damaged or no journal;
+    `UsageError` for a journal of an earlier format.
     """
     log = path.with_name(path.name + "-wal")
     with _corrupt(path):
@@ -194,8 +202,8 @@ def read_journal(path: Path) -> JournalContents | None:
 
 @contextmanager
 def _reading(path: Path, log: Path) -> Iterator[sqlite3.Connection]:
-    """Open the database for reading. "immutable" opens a database without a log, and makes none. A database with a log needs an
-    index of the log, which is removed again."""
+    """Open the database for reading. "immutable" opens a database without a log, and makes none. A database with a log
+    needs an index of the log, which is removed again."""
     logged = log.is_file() and log.stat().st_size > 0
     index = _index(path)
     made = logged and not index.exists()
@@ -251,13 +259,14 @@ def _origin(database: sqlite3.Connection, path: Path) -> tuple[Origin, bytes]:
         raise _Blank
     if version == 1:
         raise UsageError(
-            f"journal {path} has format 1, which earlier builds of asyncflow-transferqueue 0.1.0 wrote and this one does not read; "
-            "start that build, drain its tables or take a snapshot there, and begin with an empty state directory"
+            f"journal {path} has format 1, which earlier builds of asyncflow-transferqueue 0.1.0 wrote and this one "
+            "does not read; start that build, drain its tables or take a snapshot there, and begin with an empty "
+            "state directory"
         )
     if version != FORMAT:
         raise Corruption(
-            f"journal {path} has format {version}, this version reads {FORMAT}: a later version wrote it, or it is damaged; "
-            "start the version that wrote it, or name another state directory"
+            f"journal {path} has format {version}, this version reads {FORMAT}: a later version wrote it, or it is "
+            "damaged; start the version that wrote it, or name another state directory"
         )
     facts, digest = database.execute("SELECT facts, digest FROM origin").fetchone()
     if xxhash.xxh3_64_digest(facts) != digest:
@@ -278,9 +287,9 @@ def _image_digest(turn: int, before: bytes, image: bytes) -> bytes:
 class SqliteJournal:
     """A journal in one SQLite database in WAL mode. See `Journal`.
 
-    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the device, ``DISK`` always. origin: for a new
-    journal; None: a random one. head: notes each commit. An existing journal is not read completely here: see `read_journal`.
-    `JournalFailed` if it cannot be opened, `Corruption` if it is no journal.
+    path: the database, created (0600) if missing. level: ``PROCESS`` never waits for the device, ``DISK`` always.
+    origin: for a new journal; None: a random one. head: notes each commit. An existing journal is not read completely
+    here: see `read_journal`. `JournalFailed` if it cannot be opened, `Corruption` if it is no journal.
     """
 
     def __init__(self, path: Path, level: Level, *, origin: Origin | None = None, head: Head | None = None) -> None:
@@ -308,7 +317,8 @@ class SqliteJournal:
         self._database.execute(f"PRAGMA synchronous={synchronous}")
 
     def _open_origin(self, origin: Origin | None) -> Origin:
-        """Read the origin, or write it to a new journal. Writes in any case, so that an unwritable file is found now."""
+        """Read the origin, or write it to a new journal. Writes in any case, so that an unwritable file is found
+        now."""
         with self._database:
             self._database.execute("BEGIN IMMEDIATE")
             try:
@@ -324,7 +334,8 @@ class SqliteJournal:
 
     def _last(self) -> tuple[int, bytes]:
         for table in ("tail", "image"):
-            last = self._database.execute(f"SELECT turn, digest FROM {table} ORDER BY turn DESC LIMIT 1").fetchone()  # noqa: S608
+            query = f"SELECT turn, digest FROM {table} ORDER BY turn DESC LIMIT 1"  # noqa: S608
+            last = self._database.execute(query).fetchone()
             if last is not None:
                 return last[0], last[1]
         return 0, self._database.execute("SELECT digest FROM origin").fetchone()[0]
@@ -391,7 +402,11 @@ class SqliteJournal:
 
 _TABLES: Final = (
     "origin (only INTEGER PRIMARY KEY, facts BLOB NOT NULL, digest BLOB NOT NULL)",
-    "image (only INTEGER PRIMARY KEY, turn INTEGER NOT NULL, before BLOB NOT NULL, state BLOB NOT NULL, digest BLOB NOT NULL)",
+    (
+        "image (only INTEGER PRIMARY KEY, turn INTEGER NOT NULL, before BLOB NOT NULL, state BLOB NOT NULL, digest "
+        "BLOB "
+        "NOT NULL)"
+    ),
     "tail (turn INTEGER PRIMARY KEY, records BLOB NOT NULL, digest BLOB NOT NULL)",
 )
 

@@ -1,16 +1,16 @@
 """The head of a journal: a note of its latest commit, stored outside of the journal.
 
-A journal proves that its contents were written, in that order. It cannot prove that its end is not missing, or that it is not an
-older copy of itself. So each commit is also noted in the *head*: two slots in the margin of the arena's file, which the server maps, so
-a note costs no system call. The rules:
+A journal proves that its contents were written, in that order. It cannot prove that its end is not missing, or that it
+is not an older copy of itself. So each commit is also noted in the *head*: two slots in the margin of the arena's file,
+which the server maps, so a note costs no system call. The rules:
 
-1. The slot *begun* is written before a commit, the slot *done* after it. A note contains the journal's identity, the turn and its
-   digest, the level, the boot of the machine and the size of the arena's file, and has a checksum.
-2. A process may die between any two of these steps, so the last turn of the journal is that of *begun* or that of *done*. While
-   the machine runs nothing else is accepted (`check`). That finds a journal or an arena that was replaced by an older one, and a
-   journal whose end is missing.
-3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages when it likes. It is
-   never newer than the last commit, and never older than the last image (`SqliteJournal.checkpoint`).
+1. The slot *begun* is written before a commit, the slot *done* after it. A note contains the journal's identity, the
+   turn and its digest, the level, the boot of the machine and the size of the arena's file, and has a checksum.
+2. A process may die between any two of these steps, so the last turn of the journal is that of *begun* or that of
+   *done*. While the machine runs nothing else is accepted (`check`). That finds a journal or an arena that was replaced
+   by an older one, and a journal whose end is missing.
+3. After a reboot at level ``disk`` the head may be older than the journal, since the system writes mapped pages when it
+   likes. It is never newer than the last commit, and never older than the last image (`SqliteJournal.checkpoint`).
 4. An unreadable slot is ignored; the other one is enough.
 """
 
@@ -104,12 +104,13 @@ def check(notes: Notes, journal: JournalContents, *, rebooted: bool) -> None:
     for note in (begun, done):
         if note is not None and note.identity != journal.identity:
             raise Corruption(
-                f"journal {journal.path} is not the one of its arena: it is journal {journal.identity.hex()}, and the arena belongs "
-                f"to journal {note.identity.hex()}"
+                f"journal {journal.path} is not the one of its arena: it is journal {journal.identity.hex()}, and the "
+                f"arena belongs to journal {note.identity.hex()}"
             )
         if note is not None and journal.digest_of(note.turn) not in (None, note.digest):
             raise Corruption(
-                f"journal {journal.path} differs at turn {note.turn} from what the arena notes of it: one of the two was replaced"
+                f"journal {journal.path} differs at turn {note.turn} from what the arena notes of it: one of the two "
+                "was replaced"
             )
     known = done.turn if done is not None else begun.turn - 1 if begun is not None else None
     if known is None:
@@ -119,13 +120,14 @@ def check(notes: Notes, journal: JournalContents, *, rebooted: bool) -> None:
     latest = begun.turn if begun is not None else known + 1
     if journal.turn < known:
         raise Corruption(
-            f"journal {journal.path} ends at turn {journal.turn}, but turn {known} was committed: its end is missing, or it is an "
-            "older copy"
+            f"journal {journal.path} ends at turn {journal.turn}, but turn {known} was committed: its end is missing, "
+            "or it is an older copy"
         )
     oldest = journal.base - 1 if rebooted else journal.turn
     if max(known, latest) < oldest:
         raise Corruption(
-            f"journal {journal.path} ends at turn {journal.turn}, but its arena is of turn {latest}: the arena is an older copy"
+            f"journal {journal.path} ends at turn {journal.turn}, but its arena is of turn {latest}: the arena is an "
+            "older copy"
         )
 
 

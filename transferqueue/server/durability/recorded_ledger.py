@@ -1,12 +1,13 @@
 """A ledger that records every change in a journal, and the replay of such a journal.
 
-The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments, the time, and its outcome. A call
-that was refused, that must wait, or that only reads changed nothing and is not recorded. Nor is one that tore the ledger: the server ends, and the
-next run continues as if it had not come. Events that were due before a call are recorded before it. Nothing may be told to a client before `commit`.
+The ledger is deterministic, so its history is the sequence of the calls that changed it, each with its arguments, the
+time, and its outcome. A call that was refused, that must wait, or that only reads changed nothing and is not recorded.
+Nor is one that tore the ledger: the server ends, and the next run continues as if it had not come. Events that were due
+before a call are recorded before it. Nothing may be told to a client before `commit`.
 
-A restart loads the image and replays the tail on it (`replay_journal`). It compares the outcome of each call (the ids that it gave, the number of
-rows that it ended) with the record, and stops at the first that differs. To bound its duration, `commit` writes a new image when the tail has
-outgrown the last one.
+A restart loads the image and replays the tail on it (`replay_journal`). It compares the outcome of each call (the ids
+that it gave, the number of rows that it ended) with the record, and stops at the first that differs. To bound its
+duration, `commit` writes a new image when the tail has outgrown the last one.
 """
 
 from __future__ import annotations
@@ -130,7 +131,8 @@ _Any = (
 STATE: Final = blake2b(
     image.FINGERPRINT + repr([(one.__name__, one.__struct_fields__) for one in get_args(_Any)]).encode(), digest_size=16
 ).digest()
-"""Fingerprint of the classes in images and records. A journal with another fingerprint was written by another version."""
+"""Fingerprint of the classes in images and records. A journal with another fingerprint was written by another
+version."""
 _CHANGES: Final[dict[str, type[_Record]]] = {
     "opened": _Opened,
     "closed": _Closed,
@@ -203,7 +205,8 @@ class RecordedLedger(Ledger):
     # ------------------------------------------------------------ commits
 
     def commit(self) -> None:
-        """Return when all changes so far are durable. After `JournalFailed` the server must end without sending answers."""
+        """Return when all changes so far are durable. After `JournalFailed` the server must end without sending
+        answers."""
         if self._needs_image:
             self.checkpoint()
         elif self._tail.outgrown:
@@ -259,7 +262,8 @@ _OUTCOMES: Final[dict[type, Callable[[Any], list[int]]]] = {
 
 
 def outcome_of(reply: m.Reply | MustWait) -> list[int]:
-    """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it concerned."""
+    """What a request did, for a comparison of its replay with its record: the ids that it gave, or how many rows it
+    concerned."""
     outcome = _OUTCOMES.get(type(reply))
     return [crc32(type(reply).__name__.encode())] if outcome is None else outcome(reply)
 
@@ -274,7 +278,8 @@ def _replay(ledger: Ledger, number: int, data: bytes) -> None:
     except (TransferQueueError, LedgerTorn) as error:
         if isinstance(error.__cause__, MemoryError):
             raise OutOfMemory(
-                f"record {number} of the journal cannot be replayed: {error}. Nothing was changed: start the server with more memory"
+                f"record {number} of the journal cannot be replayed: {error}. Nothing was changed: start the server "
+                "with more memory"
             ) from error
         raise _differs(number, record, "an acceptance", f"{type(error).__name__}: {error}") from error
     if recorded != replayed:
@@ -284,8 +289,9 @@ def _replay(ledger: Ledger, number: int, data: bytes) -> None:
 def _differs(number: int, record: _Any, recorded: object, replayed: object) -> Corruption:
     what = m.tag_of(record.request) if isinstance(record, _Applied) else type(record).__name__.strip("_")
     return Corruption(
-        f"record {number} of the journal ({what}) has another outcome now: recorded was {recorded}, its replay gives {replayed}; another version "
-        "wrote it, or it is damaged: start the version that wrote it, or restore a snapshot"
+        f"record {number} of the journal ({what}) has another outcome now: recorded was {recorded}, its replay gives "
+        f"{replayed}; another version wrote it, or it is damaged: start the version that wrote it, or restore a "
+        "snapshot"
     )
 
 

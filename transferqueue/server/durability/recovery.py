@@ -2,13 +2,13 @@
 
 The rules:
 
-1. If anything shows that a server ran here (``about.json``, the link ``arena``, or an arena whose head notes commits), there must be a
-   journal that can be read and that the head accepts (`journal_head`). Otherwise the result is `Corruption`, with a text that says what
-   was found, and nothing is changed.
-2. A directory in which nothing was ever committed is new: no client was told anything. So a server that dies while it makes its
-   files leaves a new directory; it makes the link last.
-3. `about.json` is for the case that the arena is missing. At level ``process``, in another boot of the machine, that is expected
-   (`LostAtReboot`) and no damage. If the arena exists, the head contains everything that `about.json` does.
+1. If anything shows that a server ran here (``about.json``, the link ``arena``, or an arena whose head notes commits),
+   there must be a journal that can be read and that the head accepts (`journal_head`). Otherwise the result is
+   `Corruption`, with a text that says what was found, and nothing is changed.
+2. A directory in which nothing was ever committed is new: no client was told anything. So a server that dies while it
+   makes its files leaves a new directory; it makes the link last.
+3. `about.json` is for the case that the arena is missing. At level ``process``, in another boot of the machine, that is
+   expected (`LostAtReboot`) and no damage. If the arena exists, the head contains everything that `about.json` does.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ ARENAS: Final = "arena-*"
 
 
 class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The contents of ``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests wrote it. arena:
-    the target of the link."""
+    """The contents of ``about.json``. identity: of the journal, in hexadecimal digits; "": a build without digests
+    wrote it. arena: the target of the link."""
 
     level: Level
     boot: str
@@ -62,7 +62,8 @@ class PreviousState:
 
 @dataclass(frozen=True)
 class LostAtReboot:
-    """A state directory from before a reboot, of a level that survives none: its rows are gone. lost: what they were."""
+    """A state directory from before a reboot, of a level that survives none: its rows are gone. lost: what they
+    were."""
 
     lost: str
 
@@ -75,8 +76,9 @@ def examine(path: Path, level: Level) -> PreviousState | LostAtReboot | None:
     about, problem = read_about(path)
     if about is not None and not about.identity:
         raise UsageError(
-            f"state directory {path} was written by an earlier build of asyncflow-transferqueue 0.1.0, whose journals have no "
-            "digests; start that build, drain its tables or take a snapshot there, and begin with an empty state directory"
+            f"state directory {path} was written by an earlier build of asyncflow-transferqueue 0.1.0, whose journals "
+            "have no digests; start that build, drain its tables or take a snapshot there, and begin with an empty "
+            "state directory"
         )
     link = path / LINK
     if not link.is_symlink():
@@ -104,7 +106,8 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
     note = notes.any
     if note is None or note.nbytes != size:
         raise Corruption(
-            f"state directory {path}: {file} is not the arena it was, or was cut: its last page does not note the latest commit"
+            f"state directory {path}: {file} is not the arena it was, or was cut: its last page does not note the "
+            "latest commit"
         )
     _check_level(path, note.level, level)
     rebooted = any(note is not None and note.boot != journal_head.boot_digest() for note in (notes.begun, notes.done))
@@ -113,7 +116,8 @@ def _with_arena(path: Path, level: Level, file: Path) -> PreviousState | LostAtR
     journal = _journal(path)
     if journal is None:
         raise Corruption(
-            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of turn {note.turn}"
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though its arena {file} tells of "
+            f"turn {note.turn}"
         )
     journal_head.check(notes, journal, rebooted=rebooted)
     ledger, tail = replay_journal(journal)
@@ -133,15 +137,18 @@ def _without_link(path: Path, level: Level, about: About | None, problem: str) -
             f"{ABOUT} is {'unreadable' if problem else 'missing'} too"
         )  # fmt: skip
         raise Corruption(
-            f"state directory {path} has a journal, but the link {LINK}, which says where its arena is, is missing; {where}"
+            f"state directory {path} has a journal, but the link {LINK}, which says where its arena is, is missing; "
+            f"{where}"
         )
     if strays:
         raise Corruption(
-            f"state directory {path} has the arena {strays[0].name} of an earlier life, but no journal ({JOURNAL}) of it"
+            f"state directory {path} has the arena {strays[0].name} of an earlier life, but no journal ({JOURNAL}) of "
+            "it"
         )
     if problem or (about is not None and journal is None):
         raise Corruption(
-            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} tells of an earlier life"
+            f"state directory {path} has no journal ({JOURNAL} is missing or empty), though {ABOUT} tells of an "
+            "earlier life"
         )
     return None
 
@@ -163,8 +170,9 @@ def _journal(path: Path) -> JournalContents | None:
     journal = read_journal(path / JOURNAL)
     if journal is not None and journal.origin.state != STATE:
         raise UsageError(
-            f"state directory {path} was written by asyncflow-transferqueue {journal.origin.version} with another state than this "
-            "version's; start that version, drain its tables or take a snapshot there, and begin with an empty state directory"
+            f"state directory {path} was written by asyncflow-transferqueue {journal.origin.version} with another "
+            "state than this version's; start that version, drain its tables or take a snapshot there, and begin with "
+            "an empty state directory"
         )
     return journal
 

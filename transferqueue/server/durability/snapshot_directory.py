@@ -2,14 +2,15 @@
 
 The rules:
 
-- ``PATH/000007/`` is one snapshot: Arrow IPC files, ``MANIFEST.json``, and the manifest's own checksum beside it. The manifest
-  contains the size and the xxh3-64 of every file. It is written last.
-- A snapshot is written in ``PATH/.new-…``; every file and directory is synced, and then the directory is renamed. So it exists
-  completely or not at all. Only after that are older ones removed, if there are more than `keep`.
+- ``PATH/000007/`` is one snapshot: Arrow IPC files, ``MANIFEST.json``, and the manifest's own checksum beside it. The
+  manifest contains the size and the xxh3-64 of every file. It is written last.
+- A snapshot is written in ``PATH/.new-…``; every file and directory is synced, and then the directory is renamed. So it
+  exists completely or not at all. Only after that are older ones removed, if there are more than `keep`.
 - All checksums are compared before anything is read. A difference is `Corruption`, with the name of the file.
-- Files are untrusted input. A file is read only if it is a regular file inside the snapshot, reached over no link, of the size in the
-  manifest, with the columns that its reader expects. Arrow checks each of its buffers (offsets, lengths, UTF-8, indices) before a
-  value is used. Anything else is `Corruption`, with the name of the file and the problem.
+- Files are untrusted input. A file is read only if it is a regular file inside the snapshot, reached over no link, of
+  the size in the manifest, with the columns that its reader expects. Arrow checks each of its buffers (offsets,
+  lengths, UTF-8, indices) before a value is used. Anything else is `Corruption`, with the name of the file and the
+  problem.
 - Directories are 0700 and files 0600, whatever the umask; so are parent directories that have to be made.
 """
 
@@ -38,7 +39,8 @@ MANIFEST: Final = "MANIFEST.json"
 DIGEST: Final = "MANIFEST.xxh3"
 FORMAT: Final = 1
 MANIFEST_BYTES_MAX: Final = 256 * MIB
-"""The largest manifest that is read. 4,096 tables with 65,536 spans of ordinals each would need more; no table has so many."""
+"""The largest manifest that is read. 4,096 tables with 65,536 spans of ordinals each would need more; no table has so
+many."""
 _NUMBER: Final = re.compile(r"[0-9]{6,}")
 _NAME: Final = re.compile(r"[a-z0-9-]+(?:/[a-z0-9-]+)*\.arrow")
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -100,8 +102,8 @@ class _Hashed:
 class SnapshotWriter:
     """Writes a snapshot under `parent`. `publish` completes it, `abandon` removes it.
 
-    progress: called with the number of bytes just written; an exception that it raises ends the job. All methods raise `OutOfMemory`
-    if the disk is full, and `UsageError` if it cannot be written to.
+    progress: called with the number of bytes just written; an exception that it raises ends the job. All methods raise
+    `OutOfMemory` if the disk is full, and `UsageError` if it cannot be written to.
     """
 
     def __init__(self, parent: Path, progress: Callable[[int], None]) -> None:
@@ -139,7 +141,8 @@ class SnapshotWriter:
         self._files[name] = FileEntry(hashed.nbytes, rows, hashed.hexdigest())
 
     def publish(self, about: msgspec.Struct, keep: int) -> Path:
-        """Complete the snapshot, and keep only the newest `keep` of all (0: all). about: the contents of the manifest beside the files."""
+        """Complete the snapshot, and keep only the newest `keep` of all (0: all). about: the contents of the manifest
+        beside the files."""
         manifest = msgspec.json.format(
             msgspec.json.encode(_Manifest(FORMAT, msgspec.Raw(msgspec.json.encode(about)), self._files)), indent=1
         )
@@ -174,8 +177,8 @@ class SnapshotReader:
     def open(
         cls, path: Path, progress: Callable[[int], None], started: Callable[[int], None] = lambda _: None
     ) -> SnapshotReader:
-        """Open the snapshot at `path`, or the newest under it. started: called with the size of all files, before they are read.
-        progress: called with the number of bytes just compared.
+        """Open the snapshot at `path`, or the newest under it. started: called with the size of all files, before they
+        are read. progress: called with the number of bytes just compared.
 
         `NotFound` if there is none; `Corruption` names the file that differs from what was written.
         """
@@ -264,7 +267,8 @@ def is_number(name: str) -> bool:
 
 
 def remove_older(path: Path, keep: int) -> None:
-    """Remove the snapshots that are older than this one, but for the newest `keep` - 1 of them. Raises as `SnapshotWriter`."""
+    """Remove the snapshots that are older than this one, but for the newest `keep` - 1 of them. Raises as
+    `SnapshotWriter`."""
     with writing_to(path.parent):
         older = [other for other in numbered(path.parent) if int(other.name) < int(path.name)]
         for old in older[: max(0, len(older) + 1 - keep)]:
@@ -279,7 +283,8 @@ def snapshots_at(path: Path) -> list[Path]:
 
 
 def about(path: Path) -> bytes:
-    """What the manifest of the snapshot at `path` says beside its list of files. Compares the manifest's checksum, and no other."""
+    """What the manifest of the snapshot at `path` says beside its list of files. Compares the manifest's checksum, and
+    no other."""
     return bytes(_read_manifest(path).about)
 
 
@@ -303,8 +308,8 @@ def _read_manifest(path: Path) -> _Manifest:
     for name, entry in manifest.files.items():
         if not _NAME.fullmatch(name) or entry.bytes < 0 or entry.rows < 0:
             raise Corruption(
-                f"snapshot {path}: {MANIFEST} names a file {name[:200]!r} of {entry.bytes} bytes and {entry.rows} rows, which "
-                "no snapshot has; restore another"
+                f"snapshot {path}: {MANIFEST} names a file {name[:200]!r} of {entry.bytes} bytes and {entry.rows} "
+                "rows, which no snapshot has; restore another"
             )
     return manifest
 
@@ -347,16 +352,16 @@ def _compare(snapshot: Path, name: str, entry: FileEntry, progress: Callable[[in
         size = os.fstat(file.fileno()).st_size
         if size != entry.bytes:
             raise Corruption(
-                f"snapshot file {path} is not as it was written: {size} bytes instead of {entry.bytes}; restore the snapshot "
-                "before it"
+                f"snapshot file {path} is not as it was written: {size} bytes instead of {entry.bytes}; restore the "
+                "snapshot before it"
             )
         while data := file.read(_CHUNK):
             digest.update(data)
             progress(len(data))
     if digest.hexdigest() != entry.xxh3:
         raise Corruption(
-            f"snapshot file {path} is not as it was written: its checksum is {digest.hexdigest()} instead of {entry.xxh3}; "
-            "restore the snapshot before it"
+            f"snapshot file {path} is not as it was written: its checksum is {digest.hexdigest()} instead of "
+            f"{entry.xxh3}; restore the snapshot before it"
         )
 
 
@@ -372,7 +377,8 @@ def writing_to(path: Path) -> Iterator[None]:
     except OSError as error:
         if error.errno in _FULL:
             raise OutOfMemory(
-                f"snapshot in {path} does not fit its disk ({error.strerror}): {room(path)}; those before it are whole: free some space"
+                f"snapshot in {path} does not fit its disk ({error.strerror}): {room(path)}; those before it are "
+                "whole: free some space"
             ) from error
         if error.errno is None:
             raise

@@ -1,9 +1,10 @@
-"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns; `transferqueue docs snapshots` tells users.
+"""Writes the snapshot of a ledger as Arrow files, and reads it back. Defines which file has which columns;
+`transferqueue docs snapshots` tells users.
 
-Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and ``tables/N/forming-M.arrow``
-have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once even if several rows share it. The column
-``at/<field>`` of the rows file says which value a row has. ``weights/N/V.arrow`` is a version of weights: one row, with a column for
-each tensor, or each slice of one.
+Of each table, ``tables/N/rows.arrow`` has one row for each resident row; ``tables/N/groups.arrow`` and
+``tables/N/forming-M.arrow`` have the groups; ``tables/N/field-M.arrow`` has the values of a field, each stored once
+even if several rows share it. The column ``at/<field>`` of the rows file says which value a row has.
+``weights/N/V.arrow`` is a version of weights: one row, with a column for each tensor, or each slice of one.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ Memory = Callable[[BlockLocation], U8]
 
 
 class TableManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A table in the manifest. directory: of its files. placed: the fields that have a file, in order. gatherers: the tasks with groups."""
+    """A table in the manifest. directory: of its files. placed: the fields that have a file, in order. gatherers: the
+    tasks with groups."""
 
     name: str
     directory: str
@@ -138,7 +140,8 @@ def _write_table(
 
 
 class _Values:
-    """The distinct values of a field: the block and slot of each, and for each row the index of its value (-1: none)."""
+    """The distinct values of a field: the block and slot of each, and for each row the index of its value (-1:
+    none)."""
 
     def __init__(self, blocks: IntArray, slots: AnyArray) -> None:
         present = blocks > 0
@@ -258,7 +261,8 @@ def _write_channel(
 
 
 class ValueChunk:
-    """A record batch of values that becomes one block. number: of the block in the snapshot. file: that it was read from."""
+    """A record batch of values that becomes one block. number: of the block in the snapshot. file: that it was read
+    from."""
 
     def __init__(self, number: int, file: str, fields: list[Field], batch: Any) -> None:
         self.number, self.file, self.fields, self.batch = number, file, fields, batch
@@ -578,8 +582,8 @@ class _Rows:
         return column
 
     def numbers(self, name: str, dtype: Any, *, missing: int | None = None, nulls: bool = False) -> AnyArray:
-        """The numbers of a column. nulls: whether values may be null; null values are arbitrary. missing: the value of all rows if an
-        older snapshot lacks the column."""
+        """The numbers of a column. nulls: whether values may be null; null values are arbitrary. missing: the value of
+        all rows if an older snapshot lacks the column."""
         if missing is not None and self._table is not None and name not in self._table.column_names:
             return np.full(self._table.num_rows, missing, dtype)
         column, dtype = self._column(name, nulls=nulls), np.dtype(dtype)

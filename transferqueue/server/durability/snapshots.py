@@ -1,20 +1,22 @@
-"""Snapshots and restores: the state is copied in one turn of the loop, and a thread beside the loop reads or writes the files.
+"""Snapshots and restores: the state is copied in one turn of the loop, and a thread beside the loop reads or writes the
+files.
 
 The rules:
 
-- A snapshot is of one moment: the ledger copies its columns (`Ledger.take_snapshot`) between two requests. No client waits for the
-  files.
-- The extents of the snapshot are held until its files are written: memory that is freed meanwhile is not granted again. The ledger is
-  not told of it, so a server that dies during a snapshot leaves nothing pinned.
-- Blocks that lie only in remote shards are fetched first (`shards.block_fetches`), into a file without a name beside the snapshot's
-  (`spool`). So the coordinator's memory holds a few orders of them at a time, and each crosses the network once.
-- The server writes, not the client: it has the memory, and paths stay under `root`, which only the operator can choose. One job runs
-  at a time.
-- A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is checked before
-  memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list of extents that are freed
-  when the job fails, so memory to which a table refers is never freed.
-- A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with a deadline. What
-  the loop has not begun by then it never does.
+- A snapshot is of one moment: the ledger copies its columns (`Ledger.take_snapshot`) between two requests. No client
+  waits for the files.
+- The extents of the snapshot are held until its files are written: memory that is freed meanwhile is not granted again.
+  The ledger is not told of it, so a server that dies during a snapshot leaves nothing pinned.
+- Blocks that lie only in remote shards are fetched first (`shards.block_fetches`), into a file without a name beside
+  the snapshot's (`spool`). So the coordinator's memory holds a few orders of them at a time, and each crosses the
+  network once.
+- The server writes, not the client: it has the memory, and paths stay under `root`, which only the operator can choose.
+  One job runs at a time.
+- A restore writes into memory that nobody else has. Its tables become visible in one turn, or not at all: everything is
+  checked before memory is taken, and the ledger changes by one assignment. The turn that does so also empties the list
+  of extents that are freed when the job fails, so memory to which a table refers is never freed.
+- A thread touches neither ledger nor allocator. It posts what the loop must do (`turn`), and waits for the result with
+  a deadline. What the loop has not begun by then it never does.
 """
 
 from __future__ import annotations
@@ -90,9 +92,10 @@ Arrivals = queue.SimpleQueue[ArrivedBlocks | TransferQueueError]
 class SnapshotJobs:
     """The snapshot jobs of one server. Used by the loop's thread, except for `_post` and `_call_loop`.
 
-    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards. spilling: has the
-    blocks that are on the disk; None: none ever is. wake: makes the requests due that wait on a key. stir: has
-    the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is not restored.
+    root: the directory of all snapshots; paths of clients are relative to it. fetches: brings blocks of remote shards.
+    spilling: has the blocks that are on the disk; None: none ever is. wake: makes the requests due that wait on a key.
+    stir: has the loop call `turn` soon. index: of this coordinator; a snapshot of tables that belong to another one is
+    not restored.
     """
 
     def __init__(
@@ -151,8 +154,8 @@ class SnapshotJobs:
         resolved = (self.root / path).resolve() if "\0" not in path else Path("/")
         if not resolved.is_relative_to(self.root.resolve()):
             raise UsageError(
-                f"snapshot path {path!r} is outside {self.root}, where this server keeps snapshots; name one under it, or "
-                "start the server with another --snapshots"
+                f"snapshot path {path!r} is outside {self.root}, where this server keeps snapshots; name one under it, "
+                "or start the server with another --snapshots"
             )
         return resolved
 
@@ -185,7 +188,8 @@ class SnapshotJobs:
                 self._posted.get_nowait()(now)
 
     def stop(self) -> None:
-        """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or writes."""
+        """Cancel the running job. Blocks until its thread has ended, which it does at the next piece that it reads or
+        writes."""
         for job in self._jobs.values():
             job.give_up(Disconnected(f"{job.path} was given up: the server stops"))
         self._fetches.fail(Disconnected("the snapshot was given up: the server stops"))
@@ -265,8 +269,8 @@ class SnapshotJobs:
     def _snapshot(self, path: Path, keep: int, now: float) -> SnapshotJob:
         if any(map(is_number, path.relative_to(self.root.resolve()).parts)):
             raise UsageError(
-                f"snapshot path {path} has a number for a name, and would be a part of the snapshot of that number; name a directory, in which snapshots "
-                "get their numbers"
+                f"snapshot path {path} has a number for a name, and would be a part of the snapshot of that number; "
+                "name a directory, in which snapshots get their numbers"
             )
         contents = self._ledger.take_snapshot(now)
         spilled = self._spilling.hold()
@@ -395,7 +399,8 @@ class SnapshotJobs:
             raise
 
     def _restore_tables(self, contents: LedgerSnapshot, extents: list[tuple[int, int]], now: float) -> None:
-        """Restore the tables. An extent then belongs to a table, or, if this fails, stays in the list: never both, never neither."""
+        """Restore the tables. An extent then belongs to a table, or, if this fails, stays in the list: never both,
+        never neither."""
         owned = extents.copy()
         try:
             extents.clear()
@@ -428,15 +433,17 @@ class SnapshotJobs:
         extent = self._memory.take(max(nbytes, 1))
         if extent is None:
             raise OutOfMemory(
-                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes: {nbytes:,} are wanted, and the largest free piece "
-                f"has {self._memory.allocator.largest:,}; start a server with a larger --arena-bytes"
+                f"snapshot {job.path} does not fit an arena of {self._memory.arena.capacity:,} bytes: {nbytes:,} are "
+                f"wanted, and the largest free piece has {self._memory.allocator.largest:,}; start a server with a "
+                "larger --arena-bytes"
             )
         extents.append(extent)
         return extent[0]
 
 
 def _take_own_copies(contents: LedgerSnapshot) -> list[m.BlockLocation]:
-    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from shards."""
+    """Name each block at its copy in the server's own memory, if it has one. Returns those that are to be fetched from
+    shards."""
     for number, at in contents.blocks.items():
         if own := [copy for copy in at.copies if copy.shard == SHARD]:
             others = [

@@ -1,4 +1,5 @@
-"""Blocks of remote shards on their way into a snapshot: a file without a name, so that nothing of it outlives the process."""
+"""Blocks of remote shards on their way into a snapshot: a file without a name, so that nothing of it outlives the
+process."""
 
 from __future__ import annotations
 

@@ -2,21 +2,22 @@
 
 The rules:
 
-1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``, the link
-   ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is missing. The arena's last page
-   is the head of the journal (`journal_head`).
-2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state directory at
-   level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
-3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on the device; at
-   both levels its records are in the journal. Blocks in an arena in the state directory have checksums. The client that writes a block
-   computes its checksum and commits both: so the server hashes nothing while it serves, and a client with a wrong checksum loses only its
-   own rows. Each start compares all checksums, reports blocks that differ, and drops their rows as lost.
+1. A state directory (0700) belongs to one server at a time, which holds its ``lock``. It contains ``journal.sqlite``,
+   the link ``arena`` to the memory that the journal describes, and ``about.json``, for the case that the arena is
+   missing. The arena's last page is the head of the journal (`journal_head`).
+2. The arena is on shared memory at level ``process`` (in the state directory if that has no room), and in the state
+   directory at level ``disk``. The link is made last: an arena to which no link leads belongs to nobody.
+3. The changes of a turn are told to clients only after `commit`. At level ``disk`` the bytes of its blocks are then on
+   the device; at both levels its records are in the journal. Blocks in an arena in the state directory have checksums.
+   The client that writes a block computes its checksum and commits both: so the server hashes nothing while it serves,
+   and a client with a wrong checksum loses only its own rows. Each start compares all checksums, reports blocks that
+   differ, and drops their rows as lost.
 4. Time stands still while no server runs: the clock continues from the last time in the journal.
-5. Everything is read and checked before anything is changed, freed or given back (`recovery`). Damage is `Corruption`. With
-   `accept_loss` the files are moved to ``lost-N`` in the state directory, and the server starts with an empty queue. An arena on
-   shared memory is not moved: its memory is given back.
-6. A reboot loses the state of level ``process``, which was in memory. The next server says so, and starts as in rule 5 without
-   being asked.
+5. Everything is read and checked before anything is changed, freed or given back (`recovery`). Damage is `Corruption`.
+   With `accept_loss` the files are moved to ``lost-N`` in the state directory, and the server starts with an empty
+   queue. An arena on shared memory is not moved: its memory is given back.
+6. A reboot loses the state of level ``process``, which was in memory. The next server says so, and starts as in rule 5
+   without being asked.
 7. A disk that is full, or gives errors, is no damage: see `disk`.
 """
 
@@ -63,7 +64,8 @@ from transferqueue.wire import messages as m
 
 _log: Final = logging.getLogger("transferqueue.server")
 HEAD_SYNC_S: Final = 0.25
-"""At level disk the head is flushed to the device this often while commits continue. A flush for each would double their cost."""
+"""At level disk the head is flushed to the device this often while commits continue. A flush for each would double
+their cost."""
 
 
 class Durability(Protocol):
@@ -75,7 +77,8 @@ class Durability(Protocol):
 
     @property
     def keeps_own_copy(self) -> bool:
-        """Whether each block must have a copy in the coordinator's own memory, since what further shards have is lost sooner."""
+        """Whether each block must have a copy in the coordinator's own memory, since what further shards have is lost
+        sooner."""
 
     @property
     def checksums(self) -> bool:
@@ -93,7 +96,8 @@ class Durability(Protocol):
         """Look whether the shortage has ended."""
 
     def commit(self) -> None:
-        """Return when all changes so far are durable: answers may be sent then. `DiskFailed` if the disk is full, or gives errors."""
+        """Return when all changes so far are durable: answers may be sent then. `DiskFailed` if the disk is full, or
+        gives errors."""
 
 
 def without_checksum(request: m.Request) -> UsageError | None:
@@ -104,24 +108,28 @@ def without_checksum(request: m.Request) -> UsageError | None:
     for block in columns.blocks:
         if block.checksum == UNCHECKED:
             return UsageError(
-                f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on a disk, and compares each block "
-                "when it starts; commit blocks with the xxh3-64 of their bytes, as Welcome.checksums asks"
+                f"block of {', '.join(block.fields[:12])} has no checksum: this server keeps rows on a disk, and "
+                "compares each block when it starts; commit blocks with the xxh3-64 of their bytes, as "
+                "Welcome.checksums asks"
             )
     return None
 
 
 def without_own_copy(request: m.Request, shard_of: Callable[[int], int | None]) -> UsageError | None:
-    """Why a server that keeps a copy of each block in its own memory refuses a request: it has none of a block. None if the request is fine.
+    """Why a server that keeps a copy of each block in its own memory refuses a request: it has none of a block. None if
+    the request is fine.
 
-    shard_of: the shard of an extent; None: there is no such extent, which the ledger refuses, or the block refers to another one.
+    shard_of: the shard of an extent; None: there is no such extent, which the ledger refuses, or the block refers to
+    another one.
     """
     columns = request if isinstance(request, m.Publish) else getattr(request, "columns", None)
     for block in getattr(columns, "blocks", ()):
         shards = {shard_of(extent) for extent in (block.extent, *(copy.extent for copy in block.copies))}
         if not shards & {SHARD, None}:
             return UsageError(
-                f"block of {', '.join(block.fields[:12])} lies in remote shards alone ({listing(shards)}): this server survives a reboot, and "
-                "they do not; write it into a grant of the server's own memory too, in a table with replicas"
+                f"block of {', '.join(block.fields[:12])} lies in remote shards alone ({listing(shards)}): this server "
+                "survives a reboot, and they do not; write it into a grant of the server's own memory too, in a table "
+                "with replicas"
             )
     return None
 
@@ -145,10 +153,11 @@ class NoDurability:
 class StateDirectory:
     """The state directory at `path`, locked until `close`, with what a server needs to continue from it.
 
-    `ledger`, `allocator`, `arena`: as the last run left them, or new. `rebooted`: whether the machine was rebooted since. `secret`: the key
-    of tickets, the same in all runs. path: created if missing. accept_loss: where `Corruption` would be raised, move the files
-    aside and start with an empty queue. `UsageError` for a directory or level that cannot be used, `AddressInUse` if another server
-    has it, `DiskFailed` if its disk is full or gives errors, `Corruption` if it cannot be read completely; then nothing is changed.
+    `ledger`, `allocator`, `arena`: as the last run left them, or new. `rebooted`: whether the machine was rebooted
+    since. `secret`: the key of tickets, the same in all runs. path: created if missing. accept_loss: where `Corruption`
+    would be raised, move the files aside and start with an empty queue. `UsageError` for a directory or level that
+    cannot be used, `AddressInUse` if another server has it, `DiskFailed` if its disk is full or gives errors,
+    `Corruption` if it cannot be read completely; then nothing is changed.
     """
 
     def __init__(
@@ -168,7 +177,8 @@ class StateDirectory:
         self.level: Final = level
         if level.survives_reboot and (kind := memory_file_system(self.path)):
             _log.warning(
-                "state directory %s is in memory (%s): nothing in it survives a reboot, as durability %s promises; name a directory on a disk",
+                "state directory %s is in memory (%s): nothing in it survives a reboot, as durability %s promises; "
+                "name a directory on a disk",
                 self.path,
                 kind,
                 level,
@@ -251,14 +261,16 @@ class StateDirectory:
 
     @contextmanager
     def _unwritten(self) -> Iterator[None]:
-        """Around a flush. One that failed is not tried again: the system may then say that it wrote what it has dropped."""
+        """Around a flush. One that failed is not tried again: the system may then say that it wrote what it has
+        dropped."""
         try:
             yield
         except OutOfMemory as error:
             raise DiskFailed(f"{error}; {room(self.path)}. Start the server again", is_full=False) from error
 
     def checkpoint(self) -> None:
-        """Commit, and write an image, so that the next start is quick. A disk without room for the image keeps the records instead."""
+        """Commit, and write an image, so that the next start is quick. A disk without room for the image keeps the
+        records instead."""
         self.commit()
         try:
             self.ledger.checkpoint()
@@ -268,11 +280,13 @@ class StateDirectory:
             _log.warning("no new image, so the next start takes longer: %s", error)
 
     def close(self) -> None:
-        """Close everything. The state on disk and in shared memory stays as at the last commit. Closing twice is allowed."""
+        """Close everything. The state on disk and in shared memory stays as at the last commit. Closing twice is
+        allowed."""
         self._made.close()
 
     def damaged(self) -> list[int]:
-        """The numbers of blocks whose bytes do not match their checksum, if the arena is in the state directory. Reads all blocks."""
+        """The numbers of blocks whose bytes do not match their checksum, if the arena is in the state directory. Reads
+        all blocks."""
         if Path(self.arena.arena.path).parent != self.path:
             return []
         return [block.block for block in self.ledger.blocks_of(SHARD) if not self._matches(block)]
@@ -285,7 +299,8 @@ class StateDirectory:
     def _open(
         self, arena_bytes: int | None, shared: Path, accept_loss: bool, made: ExitStack
     ) -> tuple[PreviousState | LostAtReboot | None, SqliteJournal]:
-        """Read the state of the previous run, and continue it or begin anew. Reading needs some room too: it may cost slices of the reserve."""
+        """Read the state of the previous run, and continue it or begin anew. Reading needs some room too: it may cost
+        slices of the reserve."""
         while True:
             with ExitStack() as opened:
                 try:
@@ -302,7 +317,8 @@ class StateDirectory:
                         raise
 
     def _examine(self, accept_loss: bool) -> PreviousState | LostAtReboot | None:
-        """Read the state of the previous run; None to start anew. A state that cannot be used is moved aside, if that is allowed."""
+        """Read the state of the previous run; None to start anew. A state that cannot be used is moved aside, if that
+        is allowed."""
         try:
             previous = recovery.examine(self.path, self.level)
         except Corruption as error:
@@ -311,8 +327,9 @@ class StateDirectory:
             if not accept_loss:
                 memory = " and gives the shared memory of its rows back" if self.level.in_shared_memory else ""
                 raise Corruption(
-                    f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they held, "
-                    f"which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state {self.path} --accept-loss"
+                    f"{error}. Nothing was changed. Put the files back as they were; or begin anew without what they "
+                    f"held, which keeps the files aside{memory}: transferqueue serve --durability {self.level} --state "
+                    f"{self.path} --accept-loss"
                 ) from error
             _log.error(
                 "state directory %s: %s. The loss is accepted: files kept in %s", self.path, error, self._set_aside()
@@ -320,8 +337,8 @@ class StateDirectory:
             return None
         if isinstance(previous, LostAtReboot):
             _log.error(
-                "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, files kept in "
-                "%s. %s",
+                "state directory %s: its rows were in shared memory, which is gone with a reboot; beginning anew, "
+                "files kept in %s. %s",
                 self.path,
                 self._set_aside(),
                 previous.lost,
@@ -329,8 +346,8 @@ class StateDirectory:
         return previous
 
     def _set_aside(self) -> Path:
-        """Move all files of earlier runs to a new directory, and return it. The link and about.json go last: as long as they
-        are here, a server that was interrupted is noticed."""
+        """Move all files of earlier runs to a new directory, and return it. The link and about.json go last: as long as
+        they are here, a server that was interrupted is noticed."""
         aside = _new_directory(self.path, "lost")
         arenas = [file.name for file in self.path.glob(recovery.ARENAS)]
         for name in (recovery.JOURNAL, *_beside(recovery.JOURNAL), *arenas, recovery.LINK, recovery.ABOUT):
@@ -362,8 +379,8 @@ class StateDirectory:
         self.arena, self.allocator = self._attach(previous), previous.allocator
         if arena_bytes is not None and align(arena_bytes, PAGE_BYTES) != self.allocator.capacity:
             _log.warning(
-                "state directory %s: its arena stays at %d bytes, and arena_bytes=%d changes nothing; for another size restore a snapshot into a "
-                "new state directory",
+                "state directory %s: its arena stays at %d bytes, and arena_bytes=%d changes nothing; for another size "
+                "restore a snapshot into a new state directory",
                 self.path,
                 self.allocator.capacity,
                 arena_bytes,
@@ -394,7 +411,8 @@ class StateDirectory:
         return ArenaDirectory(arena, file.parent, lock, stays=True)
 
     def _write_about(self, journal: SqliteJournal, arena: str) -> None:
-        """Write about.json, which repeats the head for the case that the arena is lost. Then make the link, if there is none."""
+        """Write about.json, which repeats the head for the case that the arena is lost. Then make the link, if there is
+        none."""
         about = recovery.About(self.level, boot_name(), journal.origin.identity.hex(), arena)
         existing, _ = recovery.read_about(self.path)
         if about != existing:

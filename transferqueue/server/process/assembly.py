@@ -35,17 +35,19 @@ from transferqueue.wire.versions import VERSION
 
 
 class ServerProcess:
-    """A server: listens from the moment it is made, answers while `run` runs, and has removed its files once `run` returns.
+    """A server: listens from the moment it is made, answers while `run` runs, and has removed its files once `run`
+    returns.
 
-    address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is closed with
-    this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a keyring; with a keyring every
-    tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only a client with a ticket, given over the
-    encrypted control connection, gets any, but anyone who can listen to the network can read them. carrier: what
-    columns may cross by, besides the stream; `UsageError` if it cannot work here, or if columns are to be encrypted or
-    lie on a disk. snapshots: the directory of all snapshots; None: `SNAPSHOTS_VARIABLE`, else "snapshots" in the
-    working directory. index: which of the coordinators of its deployment it is. busy_poll_s: for how long its loop
-    polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`. spill: where cold blocks go when the arena
-    fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no file is left.
+    address: of the socket file, in a private directory. storage: its memory, or the state of an earlier server. It is
+    closed with this server, also if the constructor fails. tcp: more addresses to listen at. Any but loopback needs a
+    keyring; with a keyring every tcp address demands keys. plain_bytes: columns travel unencrypted even with keys. Only
+    a client with a ticket, given over the encrypted control connection, gets any, but anyone who can listen to the
+    network can read them. carrier: what columns may cross by, besides the stream; `UsageError` if it cannot work here,
+    or if columns are to be encrypted or lie on a disk. snapshots: the directory of all snapshots; None:
+    `SNAPSHOTS_VARIABLE`, else "snapshots" in the working directory. index: which of the coordinators of its deployment
+    it is. busy_poll_s: for how long its loop polls after a request before it sleeps, at most `limits.BUSY_POLL_S_MAX`.
+    spill: where cold blocks go when the arena fills; None: nowhere. Raises `AddressInUse` and `UsageError`; then no
+    file is left.
     """
 
     def __init__(
@@ -124,9 +126,9 @@ class ServerProcess:
     def _spill(self, made: ExitStack, policy: SpillPolicy, wakeup: Wakeup) -> None:
         if isinstance(self._storage, StateDirectory):
             raise UsageError(
-                f"spill directory {policy.directory} refused: spilled blocks end with the process, and the rows of {self._storage.path} do not; "
-                "leave --spill-dir out (at --durability disk the arena is a file on that disk, and may be larger than memory), or serve with "
-                "--durability memory"
+                f"spill directory {policy.directory} refused: spilled blocks end with the process, and the rows of "
+                f"{self._storage.path} do not; leave --spill-dir out (at --durability disk the arena is a file on that "
+                "disk, and may be larger than memory), or serve with --durability memory"
             )
         memory = self.coordinator.memory
         space = SpillFile(
@@ -136,8 +138,8 @@ class ServerProcess:
         self.coordinator.spilling.begin(memory, space, policy.nbytes)
 
     def run(self, woken_by: Descriptor | None = None) -> None:
-        """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once. woken_by: see
-        `Loop.run`."""
+        """Serve until `stop`, then close everything and remove the files that do not outlive the server. Call it once.
+        woken_by: see `Loop.run`."""
         with self._files:
             self.loop.run(woken_by)
             if isinstance(self._storage, StateDirectory):
@@ -156,8 +158,8 @@ def _check_carrier(carrier: Carrier, storage: ArenaDirectory | StateDirectory, k
         )
     if isinstance(storage, StateDirectory) and storage.checksums:
         raise UsageError(
-            f"bytes={str(carrier)!r} refused: the rows lie in {storage.path}, and devices register memory, not files of a disk; serve with "
-            "--durability process, or --bytes stream"
+            f"bytes={str(carrier)!r} refused: the rows lie in {storage.path}, and devices register memory, not files "
+            "of a disk; serve with --durability process, or --bytes stream"
         )
 
 

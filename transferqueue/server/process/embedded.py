@@ -43,18 +43,20 @@ class EmbeddedServer:
         _running[os.getpid(), self.address] = self
 
     def times_ready(self, table: str, task: str) -> tuple[object, int] | None:
-        """How often rows became ready to a task, or returned to it; None if table or task do not exist. Callable from any thread; asks none.
+        """How often rows became ready to a task, or returned to it; None if table or task do not exist. Callable from
+        any thread; asks none.
 
-        The number, which is the second, only grows, and counts whatever a call made ready that was answered before. The first stands for the life of the
-        table. So between two equal answers nothing became ready.
+        The number, which is the second, only grows, and counts whatever a call made ready that was answered before. The
+        first stands for the life of the table. So between two equal answers nothing became ready.
         """
         return self._ledger.times_ready(table, task)
 
     def stop(self) -> None:
-        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in a forked child.
+        """Tell all clients, close, and remove all files. Returns when that is done. Does nothing the second time, or in
+        a forked child.
 
-        `DeadlineExceeded` if the server's thread does not end in one and a half minutes, such as in a call of a file system that does not answer: it
-        says where the thread is.
+        `DeadlineExceeded` if the server's thread does not end in one and a half minutes, such as in a call of a file
+        system that does not answer: it says where the thread is.
         """
         self._end()
 
@@ -91,5 +93,6 @@ def _stop(server: ServerProcess, thread: threading.Thread, pid: int) -> None:
         server.stop()
         if thread is not threading.current_thread() and (where := still_runs(thread)):
             raise DeadlineExceeded(
-                f"the embedded server at {server.address} did not end within {STOP_S:g} s; it ends with this process. Its thread is at {where}"
+                f"the embedded server at {server.address} did not end within {STOP_S:g} s; it ends with this process. "
+                f"Its thread is at {where}"
             )

@@ -50,18 +50,20 @@ def serve(
     spill_bytes: int | None = None,
     on_ready: Callable[[list[str]], object],
 ) -> None:
-    """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in `state`.
+    """Serve in the calling thread, which must be the main thread, until SIGINT or SIGTERM. Leaves no file, except in
+    `state`.
 
-    address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime directory.
-    tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands; None: the user's directory if an
-    address is not loopback, since such an address is refused without keys. plain_bytes, snapshots: see `ServerProcess`.
-    carrier: of columns, see `transport.bulk.carriers.chosen_carrier`; None: what the environment says.
-    durability, state: what outlives this process, and the directory that contains it (see `StateDirectory`). accept_loss: if `state`
-    cannot be read completely, move its files aside and start with an empty queue. coordinator: its index among several coordinators,
-    ``K/N`` or ``NAME:K/N`` (see `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls
-    after each request before it sleeps; 0: not at all. spill_dir, spill_bytes: the directory on a disk that cold blocks go to when the arena
-    fills, and the most bytes there; None: they stay in memory, and producers wait. on_ready: called once with all
-    addresses, when the server listens.
+    address: ipc or tcp; None: the user's own. A server at a tcp address also has a socket file in the user's runtime
+    directory. tcp: more addresses, ``host:port``. keys: the directory of keys that every tcp address then demands;
+    None: the user's directory if an address is not loopback, since such an address is refused without keys.
+    plain_bytes, snapshots: see `ServerProcess`. carrier: of columns, see `transport.bulk.carriers.chosen_carrier`;
+    None: what the environment says. durability, state: what outlives this process, and the directory that contains it
+    (see `StateDirectory`). accept_loss: if `state` cannot be read completely, move its files aside and start with an
+    empty queue. coordinator: its index among several coordinators, ``K/N`` or ``NAME:K/N`` (see
+    `transferqueue.wire.home_coordinator`); None: it is the only one. busy_poll_s: for how long the server polls after
+    each request before it sleeps; 0: not at all. spill_dir, spill_bytes: the directory on a disk that cold blocks go to
+    when the arena fills, and the most bytes there; None: they stay in memory, and producers wait. on_ready: called once
+    with all addresses, when the server listens.
     """
     _check_busy_poll(busy_poll_s)
     socket_file, ports = _addresses(address, tcp)
@@ -111,15 +113,16 @@ def _noted(address: IpcAddress) -> Iterator[None]:
 def _check_busy_poll(busy_poll_s: float) -> None:
     if not 0 <= busy_poll_s <= BUSY_POLL_S_MAX:
         raise UsageError(
-            f"busy polling for {busy_poll_s * 1e6:g} microseconds is out of range; give 0 (never poll) to {BUSY_POLL_S_MAX * 1e6:g}: after each "
-            "request the server keeps a core busy for that long"
+            f"busy polling for {busy_poll_s * 1e6:g} microseconds is out of range; give 0 (never poll) to "
+            f"{BUSY_POLL_S_MAX * 1e6:g}: after each request the server keeps a core busy for that long"
         )
 
 
 @contextmanager
 def _no_full_collections() -> Iterator[None]:
-    """Have Python look for garbage among young objects only. A full collection looks at every block in the ledger, 0.45 s for 400,000 of them,
-    while all clients wait; and it finds nothing, since what a server keeps for long has no cycles (`tests.cycles`)."""
+    """Have Python look for garbage among young objects only. A full collection looks at every block in the ledger, 0.45
+    s for 400,000 of them, while all clients wait; and it finds nothing, since what a server keeps for long has no
+    cycles (`tests.cycles`)."""
     gc.collect()
     gc.freeze()
     before = gc.get_threshold()
@@ -154,8 +157,8 @@ def _level(durability: Level | str, state: Path | None, ports: Iterable[TcpAddre
     level = Level(durability)
     if (state is not None) != level.survives_crash:
         raise UsageError(
-            f"durability {level} and state {state and str(state)!r} do not go together: memory keeps nothing, and process and "
-            "disk need a directory to keep it in; give both --durability and --state, or neither"
+            f"durability {level} and state {state and str(state)!r} do not go together: memory keeps nothing, and "
+            "process and disk need a directory to keep it in; give both --durability and --state, or neither"
         )
     if level.survives_crash and any(port.port == 0 for port in ports):
         raise UsageError(
@@ -178,8 +181,8 @@ def _check_without_tcp(keys: Path | None, carrier: Carrier | None) -> None:
     """Refuse what is about tcp addresses alone."""
     if keys is not None:
         raise UsageError(
-            f"keys {str(keys)!r} refused: clients at tcp addresses need them, and this server has none (its socket file is for its user "
-            "alone); give --tcp too, or leave --keys out"
+            f"keys {str(keys)!r} refused: clients at tcp addresses need them, and this server has none (its socket "
+            "file is for its user alone); give --tcp too, or leave --keys out"
         )
     if carrier is not None:
         raise UsageError(
@@ -197,8 +200,8 @@ def _keyring(directory: Path | None, ports: Iterable[TcpAddress]) -> Keyring | N
 
 
 class Signals:
-    """While entered, SIGINT and SIGTERM stop the server, or undo its start if that is not complete. SIGHUP wakes it, so that it reads
-    its keys again at once."""
+    """While entered, SIGINT and SIGTERM stop the server, or undo its start if that is not complete. SIGHUP wakes it, so
+    that it reads its keys again at once."""
 
     def __init__(self) -> None:
         self.server: ServerProcess | None = None
@@ -206,8 +209,8 @@ class Signals:
         self._read_end, self._write_end = socket.socketpair()
 
     def fileno(self) -> int:
-        """Readable once a signal arrived. A handler alone would not wake a loop that is about to sleep: the interpreter runs
-        handlers between bytecodes, so only after the system call returns."""
+        """Readable once a signal arrived. A handler alone would not wake a loop that is about to sleep: the interpreter
+        runs handlers between bytecodes, so only after the system call returns."""
         return self._read_end.fileno()
 
     def __enter__(self) -> Self:

@@ -3,9 +3,10 @@
 The rules:
 
 - The server is a forked child. Modules are loaded once, in this process, so a restart takes milliseconds.
-- A crash is a death by a signal, an unexpected error, `EXIT_AGAIN`, or `EXIT_TORN`. A server that was stopped, or that ended for a reason that it
-  printed, is not started again.
-- A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to `DISK_RETRY_S_MAX`, for as long as it takes.
+- A crash is a death by a signal, an unexpected error, `EXIT_AGAIN`, or `EXIT_TORN`. A server that was stopped, or that
+  ended for a reason that it printed, is not started again.
+- A server whose disk is full or fails (`EXIT_DISK`) is started again after a pause, which grows up to
+  `DISK_RETRY_S_MAX`, for as long as it takes.
 - After more than `RESTARTS_MAX` crashes within `RESTARTS_WITHIN_S` the supervisor gives up.
 - SIGTERM and SIGINT stop the server, and then this process. SIGHUP is passed on.
 """
@@ -31,7 +32,8 @@ EXIT_DISK: Final = 74
 EXIT_AGAIN: Final = 75
 """The cause may be temporary: EX_TEMPFAIL of sysexits.h."""
 EXIT_TORN: Final = 71
-"""An operation was interrupted between its writes, by a defect or for want of memory: EX_OSERR of sysexits.h. A durable server comes back whole."""
+"""An operation was interrupted between its writes, by a defect or for want of memory: EX_OSERR of sysexits.h. A durable
+server comes back whole."""
 EXIT_DEFECT: Final = 70
 """EX_SOFTWARE of sysexits.h."""
 
@@ -56,8 +58,8 @@ def exit_code(run: Callable[[], object]) -> int:
 
 
 def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monotonic) -> int:
-    """Run a server in a forked child, again after each crash. Returns the exit code of the last child, or 0 if it is told
-    to stop while it waits for a disk.
+    """Run a server in a forked child, again after each crash. Returns the exit code of the last child, or 0 if it is
+    told to stop while it waits for a disk.
 
     Call it in the main thread of a process that has no other thread and no server.
     """
@@ -79,8 +81,8 @@ def supervise(run: Callable[[], object], clock: Callable[[], float] = time.monot
                 continue
             if len(crashes) == RESTARTS_MAX and now - crashes[0] < RESTARTS_WITHIN_S:
                 sys.stderr.write(
-                    f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s, which is no "
-                    "accident; not started again. See what it told above, then start it anew\n"
+                    f"transferqueue: the server crashed {RESTARTS_MAX + 1} times within {RESTARTS_WITHIN_S:g} s, which "
+                    "is no accident; not started again. See what it told above, then start it anew\n"
                 )
                 return code
             crashes.append(now)

@@ -2,13 +2,13 @@
 
 The rules:
 
-- A client on the socket file, inside the process, or on loopback tcp of a server without keys belongs to the same user on the same
-  machine: its role is `admin`.
-- Any other client authenticated with a key. It has the role that the key file gives the key, looked up for each message. A withdrawn key
-  has no role: its sessions end, and it gets no answer.
+- A client on the socket file, inside the process, or on loopback tcp of a server without keys belongs to the same user
+  on the same machine: its role is `admin`.
+- Any other client authenticated with a key. It has the role that the key file gives the key, looked up for each
+  message. A withdrawn key has no role: its sessions end, and it gets no answer.
 - A session belongs to the key that opened it. For any other key it does not exist.
-- Each request declares how large its frame may be. A frame over `SMALL_FRAME_BYTES` is decoded only after its role and size are checked by its
-  envelope; a smaller one takes less than a millisecond to decode.
+- Each request declares how large its frame may be. A frame over `SMALL_FRAME_BYTES` is decoded only after its role and
+  size are checked by its envelope; a smaller one takes less than a millisecond to decode.
 - Each request declares the roles that may send it (`transferqueue.wire.messages`, `transferqueue.wire.roles`).
 """
 
@@ -43,7 +43,8 @@ class Authorizer:
 
 
 def check_lock(peer: Peer, hello: m.Hello) -> None:
-    """`UsageError` if a client with a key names a lock that is no session file. It could find out which files exist otherwise."""
+    """`UsageError` if a client with a key names a lock that is no session file. It could find out which files exist
+    otherwise."""
     if key_of(peer) and hello.lock and PurePath(hello.lock).parent.name != "sessions":
         raise UsageError(
             f"session refused: lock {hello.lock!r} is no session file; keep it in a directory named sessions"
@@ -84,8 +85,8 @@ def check_size(role: Role, head: CallHead, nbytes: int) -> None:
     declared = BY_TAG.get(head.tag)
     if declared is None:
         raise ProtocolError(
-            f"{nbytes:,} bytes are not a message: its request would be {head.tag!r}, which this server does not know; at most "
-            f"{SMALL_FRAME_BYTES:,} bytes are read of one"
+            f"{nbytes:,} bytes are not a message: its request would be {head.tag!r}, which this server does not know; "
+            f"at most {SMALL_FRAME_BYTES:,} bytes are read of one"
         )
     if role not in declared.roles:
         raise not_allowed(role, declared)
@@ -98,8 +99,8 @@ def check_size(role: Role, head: CallHead, nbytes: int) -> None:
 def check_owner(session: OpenSession, peer: Peer, *, by_client: bool = False) -> None:
     """`Disconnected` if `peer` has another key than the client that opened the session.
 
-    by_client: the peer named the session by its client id, which is secret. After a restart of the server that is enough, until the
-    client has said Hello again.
+    by_client: the peer named the session by its client id, which is secret. After a restart of the server that is
+    enough, until the client has said Hello again.
     """
     if key_of(peer) != key_of(session.peer) and not (by_client and session.peer == NOWHERE):
         raise Disconnected(f"session {session.number} is not open to this key; connect again")

@@ -1,7 +1,9 @@
-"""How a session ended: what the client sent, what the server saw, and what the kernel knows of the process. Nothing is guessed.
+"""How a session ended: what the client sent, what the server saw, and what the kernel knows of the process. Nothing is
+guessed.
 
-A server with a pidfd can read the exit status of a process: before the process is reaped only its parent can (`waitid`), afterwards
-everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it is read when a report needs it.
+A server with a pidfd can read the exit status of a process: before the process is reaped only its parent can
+(`waitid`), afterwards everybody, on kernels that have ``PIDFD_GET_INFO`` with ``PIDFD_INFO_EXIT`` (Linux 6.15). So it
+is read when a report needs it.
 """
 
 from __future__ import annotations
@@ -26,8 +28,8 @@ CUT: Final = "its connection ended"
 
 
 class SessionEnding:
-    """How one session ended. reason: what the server saw. pidfd: of its process (-1: none). A duplicate of it is kept until the
-    exit status is known, or until `close`."""
+    """How one session ended. reason: what the server saw. pidfd: of its process (-1: none). A duplicate of it is kept
+    until the exit status is known, or until `close`."""
 
     def __init__(self, reason: str, pidfd: int = -1) -> None:
         self._reason = reason

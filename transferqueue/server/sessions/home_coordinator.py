@@ -1,4 +1,5 @@
-"""Refuses requests for tables and channels whose home is another coordinator (see `transferqueue.wire.home_coordinator`)."""
+"""Refuses requests for tables and channels whose home is another coordinator (see
+`transferqueue.wire.home_coordinator`)."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from transferqueue.wire.requests import declaration
 
 
 def wrong_coordinator(index: CoordinatorIndex, request: m.Request) -> TransferQueueError | None:
-    """The refusal if a request makes or waits for a table or channel of another coordinator. None: it is for this one."""
+    """The refusal if a request makes or waits for a table or channel of another coordinator. None: it is for this
+    one."""
     home = declaration(request).home
     if home is None:
         return None

@@ -3,8 +3,8 @@
 The rules (docs/decisions/0004):
 
 - A *pidfd* wakes the server when the process has ended. Only a process in the same pid namespace has one.
-- A *lock* tells whether any process can still see the arena through this session: the client, a child that it forked, or arrays
-  that outlived its queue. Memory is used again only when the lock is free.
+- A *lock* tells whether any process can still see the arena through this session: the client, a child that it forked,
+  or arrays that outlived its queue. Memory is used again only when the lock is free.
 - A session with neither is judged by its silence. It is told of no arena, so there is nothing that it could see.
 """
 
@@ -57,8 +57,8 @@ class ProcessHandle:
 
 
 def open_process(hello: m.Hello) -> ProcessHandle:
-    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does not exist, `OSError` if this
-    process may open no more files."""
+    """The process of a client that says Hello. `UsageError` if the client is on this host and its lock or process does
+    not exist, `OSError` if this process may open no more files."""
     shares_pids = hello.host == this_host()
     if shares_pids and hello.shard is not None and hello.shard.path:
         check_arena(hello.shard)
@@ -73,8 +73,9 @@ def open_process(hello: m.Hello) -> ProcessHandle:
 
 
 def check_arena(offer: m.ShardOffer) -> None:
-    """Check the arena that a shard on this host offers. `UsageError` unless it exists, belongs to this user, has the size that the
-    offer says, and is no larger than the file system (for a memfd: the machine's memory) that holds it."""
+    """Check the arena that a shard on this host offers. `UsageError` unless it exists, belongs to this user, has the
+    size that the offer says, and is no larger than the file system (for a memfd: the machine's memory) that holds
+    it."""
     subject = f"shard refused: its arena {offer.path[:200]!r}"
     try:
         file, system = os.stat(offer.path), os.statvfs(offer.path)
@@ -91,16 +92,16 @@ def check_arena(offer: m.ShardOffer) -> None:
     room = system.f_blocks * system.f_frsize or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if offer.capacity > room:
         raise UsageError(
-            f"{subject} of {offer.capacity:,} bytes is larger than what holds it, {room:,}; start the shard with a smaller "
-            "--arena-bytes"
+            f"{subject} of {offer.capacity:,} bytes is larger than what holds it, {room:,}; start the shard with a "
+            "smaller --arena-bytes"
         )
 
 
 def reopen_process(hello: m.Hello) -> tuple[ProcessHandle | None, bool]:
     """The process of a client that an earlier run of this server knew, and whether it is alive as far as is known.
 
-    None: the client is dead, and no process sees memory through it. A process and False: the client is dead, but a forked child
-    or a view still holds its lock.
+    None: the client is dead, and no process sees memory through it. A process and False: the client is dead, but a
+    forked child or a view still holds its lock.
     """
     lock = _lock_of(hello, must=False)
     if hello.host != this_host():

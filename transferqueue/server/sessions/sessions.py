@@ -1,20 +1,23 @@
-"""The sessions of a coordinator: who is connected, since when, and whether the client is still alive. Decides nothing by itself.
+"""The sessions of a coordinator: who is connected, since when, and whether the client is still alive. Decides nothing
+by itself.
 
 The rules:
 
-- Hello opens a session; later calls name it by its number. Numbers contain the epoch (the run of the server), so a call meant
-  for an earlier run never reaches another client's session.
+- Hello opens a session; later calls name it by its number. Numbers contain the epoch (the run of the server), so a call
+  meant for an earlier run never reaches another client's session.
 - A client that says Hello again continues its session.
 - A session whose process the kernel watches is never closed for silence. One that only has a lock is checked after
   `SESSION_SILENCE_S` of silence; one that has neither is taken for dead then.
-- A closed session whose lock is still held *lingers*: its memory stays until the lock is free. The kernel has no event for that,
-  so the lock is tried, soon at first and then every `LOCK_CHECK_S`, as long as there is such a session.
+- A closed session whose lock is still held *lingers*: its memory stays until the lock is free. The kernel has no event
+  for that, so the lock is tried, soon at first and then every `LOCK_CHECK_S`, as long as there is such a session.
 
-Which sessions work on which task, and which one left last, is kept for reports only (`Workers`); nothing that the queue does depends on it:
+Which sessions work on which task, and which one left last, is kept for reports only (`Workers`); nothing that the queue
+does depends on it:
 
-- A session works on a task from its first lease of it until it ends, and is a producer of a table from its first put or reservation. Its leases and waiting requests show whether it is busy.
-- For each task the last session that ended is remembered: its label, when, and how it ended. The exit status of a process may
-  be known only later than its end, so it is looked up when a report needs it.
+- A session works on a task from its first lease of it until it ends, and is a producer of a table from its first put or
+  reservation. Its leases and waiting requests show whether it is busy.
+- For each task the last session that ended is remembered: its label, when, and how it ended. The exit status of a
+  process may be known only later than its end, so it is looked up when a report needs it.
 - Open sessions bound the memory that this takes; of ended ones, the latest `GONE_MAX` tasks are remembered.
 """
 
@@ -36,8 +39,8 @@ from transferqueue.transport.control.zeromq import KeyedPeer
 from transferqueue.wire import messages as m
 
 Peer = UnixPeer | bytes | KeyedPeer | int
-"""Where answers go: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number of an in-process
-channel."""
+"""Where answers go: a connection to the socket file, a ZeroMQ routing id with or without a key, or the number of an
+in-process channel."""
 
 NOWHERE: Final = b""
 """The peer of a session whose client has not said Hello since the server was restarted."""
@@ -61,9 +64,9 @@ def decode_hello(session: int, stored: bytes) -> m.Hello:
 
 
 class OpenSession:
-    """One open session. `process`: tells whether its client is alive. `seen`: the client has all replies up to this call. `hello_call`:
-    the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `refused`: the refusals of calls that are not
-    carried out again, until the client has seen them."""
+    """One open session. `process`: tells whether its client is alive. `seen`: the client has all replies up to this
+    call. `hello_call`: the id of its latest Hello. `remote`: its bytes go over the bulk endpoint. `refused`: the
+    refusals of calls that are not carried out again, until the client has seen them."""
 
     __slots__ = (
         "hello",
@@ -107,15 +110,16 @@ class OpenSession:
             self.refused = {call: refused for call, refused in self.refused.items() if call > seen}
 
     def confirm_hello(self, peer: Peer, call: int, now: float) -> bool:
-        """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is ignored."""
+        """Record a Hello from `peer`. False if a later Hello came before it, on another connection: then this one is
+        ignored."""
         if call >= self.hello_call:
             self.hello_call = call
             self.message_received(peer, self.seen, now)
         return peer == self.peer
 
     def refuse(self, call: int, refused: m.Failed) -> None:
-        """Remember how `call` was refused. If its frame comes once more, the answer is the same: what the client was told has not happened does not
-        happen later."""
+        """Remember how `call` was refused. If its frame comes once more, the answer is the same: what the client was
+        told has not happened does not happen later."""
         self.refused[call] = refused
         if len(self.refused) > CALLS_PARKED_MAX:
             del self.refused[next(iter(self.refused))]
@@ -187,8 +191,8 @@ class SessionTable:
     def restore(
         self, number: int, hello: m.Hello, process: ProcessHandle, now: float, peer: Peer = NOWHERE
     ) -> OpenSession:
-        """Open a session under the number that it had in an earlier run. Its silence counts from now. Its peer is known once its
-        client says Hello."""
+        """Open a session under the number that it had in an earlier run. Its silence counts from now. Its peer is known
+        once its client says Hello."""
         session = OpenSession(number, hello, process, peer, now)
         self.by_number[number] = session
         self._by_client[hello.client] = session
@@ -215,7 +219,8 @@ class SessionTable:
         return [session for session in self.by_number.values() if session.peer == peer]
 
     def silent(self, now: float) -> list[OpenSession]:
-        """The open sessions to take for dead: they are silent, and neither a process nor a lock shows that they live."""
+        """The open sessions to take for dead: they are silent, and neither a process nor a lock shows that they
+        live."""
         if self._check_silence_at is None or now < self._check_silence_at:
             return []
         unwatched = [session for session in self.by_number.values() if session.process.pidfd < 0]

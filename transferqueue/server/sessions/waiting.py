@@ -2,17 +2,20 @@
 
 The rules:
 
-1. A request waits on the *wake keys* that the ledger named, such as ("task", "rollouts", "train"). `wake` makes all requests
-   under a key due. Due requests are tried in order of arrival.
-2. *Lanes are strictly first in, first out.* A lane holds the unconditional leases of one task, the puts without a reservation into
-   one table, or the reservations at the table's current policy version. Only the first request of a lane is tried. A new request joins
-   the end even if it could be served at once: otherwise a stream of small requests would starve a large one.
-3. Every other request is tried on its own, in order of arrival: a lease with `where`, `awaited` or `but_held`, with a share of a batch (`world`) or for
-   replicas, a reservation for a given version, a grant of memory. Whether one of them can be served says nothing about the next,
-   and a large grant at the head of a lane could block the very ack that would free memory for it.
+1. A request waits on the *wake keys* that the ledger named, such as ("task", "rollouts", "train"). `wake` makes all
+   requests under a key due. Due requests are tried in order of arrival.
+2. *Lanes are strictly first in, first out.* A lane holds the unconditional leases of one task, the puts without a
+   reservation into one table, or the reservations at the table's current policy version. Only the first request of a
+   lane is tried. A new request joins the end even if it could be served at once: otherwise a stream of small requests
+   would starve a large one.
+3. Every other request is tried on its own, in order of arrival: a lease with `where`, `awaited` or `but_held`, with a
+   share of a batch (`world`) or for replicas, a reservation for a given version, a grant of memory. Whether one of them
+   can be served says nothing about the next, and a large grant at the head of a lane could block the very ack that
+   would free memory for it.
 4. When the first request of a lane leaves, for whatever reason, the next one is due at once.
-5. Every wait ends: the request is served, is refused, reaches its deadline, or its session ends. Then no index refers to it
-   any more. A request that is sent again with a shorter wait gets an earlier deadline; with a longer one, it keeps its deadline.
+5. Every wait ends: the request is served, is refused, reaches its deadline, or its session ends. Then no index refers
+   to it any more. A request that is sent again with a shorter wait gets an earlier deadline; with a longer one, it
+   keeps its deadline.
 
 Cost: a wake tries one request a lane, plus those of rule 3 under the key, plus as many as it serves.
 """
@@ -101,7 +104,8 @@ class WaitQueue:
         return len(self._by_session.get(session, ()))
 
     def count_ahead(self, request: m.Request) -> int:
-        """The number of requests in the lane of `request`. If there are any, a new request must `join` without being tried."""
+        """The number of requests in the lane of `request`. If there are any, a new request must `join` without being
+        tried."""
         if not self._lanes or (lane := lane_of(request)) is None:
             return 0
         return len(self._lanes.get(lane, ()))
@@ -152,7 +156,8 @@ class WaitQueue:
         return bool(self._due)
 
     def next_due(self) -> WaitingRequest | None:
-        """Take the earliest due request; None if there is none. The caller tries it, then calls `wait_on` or `remove`."""
+        """Take the earliest due request; None if there is none. The caller tries it, then calls `wait_on` or
+        `remove`."""
         while self._due:
             order = heapq.heappop(self._due)
             self._is_due.discard(order)

@@ -1,16 +1,19 @@
 """Compares blocks of which a client reads a part with the checksums that they were written with, before the read ends.
 
-The receiver of a whole block compares its checksum. The receiver of a part cannot: the checksum covers bytes that do not cross. So it names the
-checksum, and the shard compares (docs/decisions/0066). Rules:
+The receiver of a whole block compares its checksum. The receiver of a part cannot: the checksum covers bytes that do
+not cross. So it names the checksum, and the shard compares (docs/decisions/0066). Rules:
 
-1. A part counts as read when its last frame has left, and that frame leaves only when every byte of the part's block that may be in the part was
-   compared *after* the checksum of the part's last frame was computed. So bytes that were damaged when they were read are found, however long
-   they lay there before: nothing is taken for whole because it was whole once.
-2. The first part of a block has all of it compared, and keeps a sum of each `CHECKED_PIECE_BYTES`. A later part has the pieces compared that
-   its range touches.
-3. Clocks are counts of comparisons and frames. Parts that are read at the same time share the comparisons: what was compared for one after the
-   bytes of another had been read counts for both. So the ranks of an engine, which read one tensor together, have it compared about once.
-4. A step compares at most `CHECK_STEP_BYTES`, so that transfers take turns. A read with `BACKLOG_BYTES_MAX` to compare sends no frame before.
+1. A part counts as read when its last frame has left, and that frame leaves only when every byte of the part's block
+   that may be in the part was compared *after* the checksum of the part's last frame was computed. So bytes that were
+   damaged when they were read are found, however long they lay there before: nothing is taken for whole because it was
+   whole once.
+2. The first part of a block has all of it compared, and keeps a sum of each `CHECKED_PIECE_BYTES`. A later part has the
+   pieces compared that its range touches.
+3. Clocks are counts of comparisons and frames. Parts that are read at the same time share the comparisons: what was
+   compared for one after the bytes of another had been read counts for both. So the ranks of an engine, which read one
+   tensor together, have it compared about once.
+4. A step compares at most `CHECK_STEP_BYTES`, so that transfers take turns. A read with `BACKLOG_BYTES_MAX` to compare
+   sends no frame before.
 5. What is known of at most `BLOCKS_MAX` blocks is kept. With more, all is forgotten, and compared whole again.
 
 No I/O. Used by one thread.
@@ -40,7 +43,8 @@ BLOCKS_MAX: Final = 1 << 14
 
 
 class CheckedBlock:
-    """What is known of one block. sums: of its pieces, once all of it matched `expected`. read_at: when each was last compared."""
+    """What is known of one block. sums: of its pieces, once all of it matched `expected`. read_at: when each was last
+    compared."""
 
     def __init__(self, nbytes: int, expected: int) -> None:
         self.expected: Final = expected
@@ -51,7 +55,8 @@ class CheckedBlock:
         self._whole = xxhash.xxh3_64()
 
     def take_next(self, memory: U8, now: int) -> bool | None:
-        """Compute the sum of the next piece of a block that is not known. Returns whether all of it matches; None: it is not done yet."""
+        """Compute the sum of the next piece of a block that is not known. Returns whether all of it matches; None: it
+        is not done yet."""
         at = len(self.sums)
         piece = _piece(memory, at)
         self._whole.update(piece)  # type: ignore[arg-type,unused-ignore]
@@ -81,7 +86,8 @@ def _piece(memory: U8, at: int) -> U8:
 
 
 class PartCheck:
-    """The comparisons that one part of a read needs of a block. span: the bytes of the block between which the part lies."""
+    """The comparisons that one part of a read needs of a block. span: the bytes of the block between which the part
+    lies."""
 
     def __init__(
         self, checks: BlockChecks, block: CheckedBlock, memory: U8, subject: str, span: tuple[int, int]
@@ -108,8 +114,8 @@ class PartCheck:
                 return True
             if self._compare_next() is False:
                 raise Corruption(
-                    f"{self._subject} does not match the checksum that it was written with: its bytes changed in the memory of this shard, and "
-                    "nothing of it counts as read; write it again"
+                    f"{self._subject} does not match the checksum that it was written with: its bytes changed in the "
+                    "memory of this shard, and nothing of it counts as read; write it again"
                 )
         return self._is_compared()
 

@@ -1,17 +1,19 @@
 """Has shards copy the blocks of a snapshot into the coordinator's memory, where a thread reads them. No I/O.
 
-The server connects to nobody, so a shard brings its blocks: it gets a copy order whose target is an extent of the coordinator's own memory
-(`CopyOrder`), and carries it out as it does for copies that were lost (`cluster.copier`). The rules (docs/decisions/0050):
+The server connects to nobody, so a shard brings its blocks: it gets a copy order whose target is an extent of the
+coordinator's own memory (`CopyOrder`), and carries it out as it does for copies that were lost (`cluster.copier`). The
+rules (docs/decisions/0050):
 
-1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as they were at the moment of the snapshot.
-2. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have `SNAPSHOT_FETCH_BYTES`, or are one. An order takes
-   memory as new rows do; one that is alone may take what is reserved for results.
+1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as they were at the moment of the
+   snapshot.
+2. A shard has one order at a time, of about `COPY_ORDER_BYTES`. All orders together have `SNAPSHOT_FETCH_BYTES`, or are
+   one. An order takes memory as new rows do; one that is alone may take what is reserved for results.
 3. The extent of a reported order is held until the thread has read it. Then the grant returns.
-4. A block that was not copied is ordered again, `FETCH_TRIES` times, then from a shard that has another copy. If there is none, the
-   snapshot ends with an error that names the shard.
+4. A block that was not copied is ordered again, `FETCH_TRIES` times, then from a shard that has another copy. If there
+   is none, the snapshot ends with an error that names the shard.
 5. A shard that neither reports nor gets an order for `SNAPSHOT_FETCH_S` is given up, and so is one whose session ends.
-6. The order of a shard that was given up stays, without blocks, until it is reported: the shard may still write into the extent. After a
-   restart a grant of a shard's session that belongs to no copy order is such an order.
+6. The order of a shard that was given up stays, without blocks, until it is reported: the shard may still write into
+   the extent. After a restart a grant of a shard's session that belongs to no copy order is such an order.
 """
 
 from __future__ import annotations
@@ -56,7 +58,8 @@ Deliver = Callable[[ArrivedBlocks | TransferQueueError], object]
 
 @dataclass(slots=True, eq=False)
 class _WantedBlock:
-    """A block that is wanted from shard `at.shard`. elsewhere: its other places. tries: orders in which it was not copied."""
+    """A block that is wanted from shard `at.shard`. elsewhere: its other places. tries: orders in which it was not
+    copied."""
 
     at: m.BlockLocation
     elsewhere: list[m.BlockLocation]
@@ -65,7 +68,8 @@ class _WantedBlock:
 
 @dataclass(slots=True, eq=False)
 class _FetchOrder:
-    """One order. session: of the shard; 0 once it has ended. blocks: by number, with the offset of each; empty: given up."""
+    """One order. session: of the shard; 0 once it has ended. blocks: by number, with the offset of each; empty: given
+    up."""
 
     session: int
     shard: int
@@ -74,7 +78,8 @@ class _FetchOrder:
 
 
 class BlockFetches:
-    """The blocks that one coordinator fetches from remote shards; for one snapshot at a time. Used by the loop's thread.
+    """The blocks that one coordinator fetches from remote shards; for one snapshot at a time. Used by the loop's
+    thread.
 
     wake: makes the requests due that wait on a key.
     """
@@ -101,7 +106,8 @@ class BlockFetches:
     # ------------------------------------------------------------ the snapshot's side
 
     def begin(self, blocks: Iterable[m.BlockLocation], deliver: Deliver, now: float) -> None:
-        """Fetch these blocks, of which none lies in the coordinator's own memory. Each is delivered once, or an error is.
+        """Fetch these blocks, of which none lies in the coordinator's own memory. Each is delivered once, or an error
+        is.
 
         `Impossible` if a block is larger than that memory; then nothing has begun.
         """
@@ -171,7 +177,8 @@ class BlockFetches:
         return True
 
     def order(self, session: int, shard: int, now: float) -> m.CopyOrder | MustWait | None:
-        """The order of a shard, which has no other; the same one until it is reported. None: it has nothing to fetch."""
+        """The order of a shard, which has no other; the same one until it is reported. None: it has nothing to
+        fetch."""
         order = self._orders.get(session) or self._left_by_earlier_run(session, shard)
         if order is None:
             if not (wanted := self._wanted.get(shard)):
@@ -213,7 +220,8 @@ class BlockFetches:
         return order
 
     def _choose(self, wanted: Mapping[int, _WantedBlock]) -> tuple[dict[int, int], int]:
-        """The blocks of one order, with the offset of each in its extent, and their bytes: as many as fit, at least one."""
+        """The blocks of one order, with the offset of each in its extent, and their bytes: as many as fit, at least
+        one."""
         most = min(COPY_ORDER_BYTES, self._room())
         chosen: dict[int, int] = {}
         nbytes = 0
@@ -306,22 +314,22 @@ _Reason = Callable[[m.BlockLocation], TransferQueueError]
 
 def _gone(at: m.BlockLocation) -> TransferQueueError:
     return ShardLost(
-        f"snapshot given up: shard {at.shard} is gone, and had the only copy of block {at.block}; its rows are lost or made again: "
-        "take another snapshot"
+        f"snapshot given up: shard {at.shard} is gone, and had the only copy of block {at.block}; its rows are lost or "
+        "made again: take another snapshot"
     )
 
 
 def _silent(at: m.BlockLocation) -> TransferQueueError:
     return Unreachable(
-        f"snapshot given up: shard {at.shard}, which has the only copy of block {at.block}, copied nothing for {SNAPSHOT_FETCH_S:g} s; "
-        "look whether its process runs, and take another snapshot"
+        f"snapshot given up: shard {at.shard}, which has the only copy of block {at.block}, copied nothing for "
+        f"{SNAPSHOT_FETCH_S:g} s; look whether its process runs, and take another snapshot"
     )
 
 
 def _no_room(at: m.BlockLocation) -> TransferQueueError:
     return OutOfMemory(
-        f"snapshot given up: for {SNAPSHOT_FETCH_S:g} s the coordinator's own memory had no room for block {at.block} of shard {at.shard}, "
-        f"of {at.nbytes:,} bytes; consume rows, or start the server with a larger --arena-bytes"
+        f"snapshot given up: for {SNAPSHOT_FETCH_S:g} s the coordinator's own memory had no room for block {at.block} "
+        f"of shard {at.shard}, of {at.nbytes:,} bytes; consume rows, or start the server with a larger --arena-bytes"
     )
 
 
@@ -333,5 +341,6 @@ def _not_copied(at: m.BlockLocation) -> TransferQueueError:
 
 def _damaged(at: m.BlockLocation) -> TransferQueueError:
     return Corruption(
-        f"snapshot given up: block {at.block}, copied from shard {at.shard}, does not match its checksum in {FETCH_TRIES} orders"
+        f"snapshot given up: block {at.block}, copied from shard {at.shard}, does not match its checksum in "
+        f"{FETCH_TRIES} orders"
     )

@@ -1,16 +1,16 @@
 """The bulk endpoint of a shard: reads and writes of sessions that cannot map its memory.
 
-`ShardTransfers` decides and does no I/O. Messages enter through the `PeerReceiver` of their peer and `receive`; answers leave through
-`outbox`, and `advance` adds one frame for each transfer, so that transfers take turns. `BulkEndpoint` is the thread around it. It runs
-beside the coordinator's thread; the two share the `Backing` and the `TicketIssuer`, nothing else. `transport.bulk` defines the
-protocol. In addition:
+`ShardTransfers` decides and does no I/O. Messages enter through the `PeerReceiver` of their peer and `receive`; answers
+leave through `outbox`, and `advance` adds one frame for each transfer, so that transfers take turns. `BulkEndpoint` is
+the thread around it. It runs beside the coordinator's thread; the two share the `Backing` and the `TicketIssuer`,
+nothing else. `transport.bulk` defines the protocol. In addition:
 
-- A peer (a connection) has one transfer; a new one replaces it. A session has at most `BULK_TRANSFERS_MAX`; the one silent for longest
-  is dropped for a new one.
-- Bytes of a write go straight from the connection into the extent. So when a write begins, an earlier write to the same bytes ends, and
-  what still arrives for it is dropped.
-- For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is clogged. The
-  transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
+- A peer (a connection) has one transfer; a new one replaces it. A session has at most `BULK_TRANSFERS_MAX`; the one
+  silent for longest is dropped for a new one.
+- Bytes of a write go straight from the connection into the extent. So when a write begins, an earlier write to the same
+  bytes ends, and what still arrives for it is dropped.
+- For a stalled reader the endpoint holds one window of frames, or one frame where the connection reports that it is
+  clogged. The transfer ends after `BULK_STALL_S`, with its session, or when its connection breaks.
 - A transfer that cannot be carried out is answered with `TransferFailed` and ends. Nothing else changes.
 - A carrier (`server.shards.carrier`) may move the bytes instead: of reads and writes by ranges of memory. While its
   clients read, it is called every `PROGRESS_MS`. Its writes move in steps, between the frames of others: for `EAGER_S`
@@ -76,7 +76,8 @@ GATHERED_KEPT_BYTES: Final = 16 * MIB
 TURN_BYTES: Final = 4 * MIB
 """Of a transfer that is alone, before the endpoint looks for messages: a look costs a tenth of a frame of 1 MiB."""
 TURN_S: Final = 0.003
-"""A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a look is cheap then."""
+"""A turn that has lasted so long sends no further frame: a frame of short rows takes ten times as long as others, and a
+look is cheap then."""
 JOIN_BUFFERS: Final = 2 * b.WINDOW_BYTES // JOINED_BYTES
 """Buffers of joined pieces that are kept: of two windows."""
 _TRIES: Final = 16
@@ -102,7 +103,8 @@ class PeerReceiver:
 
 
 class ShardTransfers:
-    """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it before each call.
+    """All transfers of one backing. Used by one thread. `outbox`: messages to send, with their peers. `now`: set it
+    before each call.
 
     carrier: moves bytes of reads and writes that name ranges; None: such transfers are refused.
     """
@@ -183,7 +185,8 @@ class ShardTransfers:
         self._refuse(peer, 0, error)
 
     def advance(self, clogged: Container[bytes] = ()) -> None:
-        """Send one more frame for each read whose window is open and whose connection is not clogged. One whose blocks are compared waits."""
+        """Send one more frame for each read whose window is open and whose connection is not clogged. One whose blocks
+        are compared waits."""
         self._for_reads(self._send_frame, clogged)
 
     def _send_frame(self, peer: bytes, read: ReadTransfer) -> None:
@@ -227,8 +230,8 @@ class ShardTransfers:
             self._end(peer)
 
     def prepare(self) -> None:
-        """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an earlier one
-        meanwhile."""
+        """Gather and hash the next frame of each read, also where the connection is clogged: the kernel sends an
+        earlier one meanwhile."""
         self._for_reads(_prepare, ())
 
     def _for_reads(self, work: Callable[[bytes, ReadTransfer], object], clogged: Container[bytes]) -> None:
@@ -398,7 +401,8 @@ class ShardTransfers:
         self._refuse(peer, number, InternalError(f"the bulk transfer failed: {error!r}; please report it"))
 
     def _refuse(self, peer: bytes, number: int, error: TransferQueueError) -> None:
-        """Answer with an error, and end the transfer. number: of the transfer; 0: the connection is damaged, so any transfer on it ends."""
+        """Answer with an error, and end the transfer. number: of the transfer; 0: the connection is damaged, so any
+        transfer on it ends."""
         transfer = self._transfers.get(peer)
         if transfer is not None and number in (0, transfer.number):
             self._end(peer)
@@ -429,7 +433,8 @@ class BulkEndpoint:
         self._thread = threading.Thread(target=self._run, name="transferqueue bulk", daemon=True)
 
     def listen(self, addresses: Iterable[str], port: int = 0) -> int:
-        """Listen on the hosts of all tcp `addresses` (at least one), all at one port; returns the port. port: 0: any free one."""
+        """Listen on the hosts of all tcp `addresses` (at least one), all at one port; returns the port. port: 0: any
+        free one."""
         hosts = list(dict.fromkeys(_host(address) for address in addresses))
         hosts = [host for host in hosts if host in _EVERYWHERE][:1] or hosts
         return self._port.listen_at_all(hosts, port, _TRIES)
@@ -454,8 +459,8 @@ class BulkEndpoint:
         self._thread.start()
 
     def stop(self) -> None:
-        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started. If the thread does not end, what it
-        uses stays open until the process ends."""
+        """Tell all peers, and close. Returns when that is done. Call it once, also if the thread was never started. If
+        the thread does not end, what it uses stays open until the process ends."""
         self._stopping = True
         self._wakeup.set()
         if where := still_runs(self._thread):
@@ -489,7 +494,8 @@ class BulkEndpoint:
         return max(0, math.ceil((min(deadlines) - time.monotonic()) * 1000)) if deadlines else None
 
     def _turn(self, now: float) -> None:
-        """One turn. If a part of it fails, which nobody foresaw, the others go on, and the next turn comes after a pause."""
+        """One turn. If a part of it fails, which nobody foresaw, the others go on, and the next turn comes after a
+        pause."""
         self._exchange.now = now
         is_whole = True
         for part in (self._exchange.tick, self._serve_readers, self._receive, self._advance):

@@ -1,13 +1,15 @@
-"""Gives shards their copy orders, so that blocks which lost a copy get another one, and a snapshot gets its blocks (`block_fetches`). No I/O.
+"""Gives shards their copy orders, so that blocks which lost a copy get another one, and a snapshot gets its blocks
+(`block_fetches`). No I/O.
 
-The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no state: a restart, a
-repeated request and a lost answer need nothing else. The rules (docs/decisions/0042):
+The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no
+state: a restart, a repeated request and a lost answer need nothing else. The rules (docs/decisions/0042):
 
-1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most `COPIES_IN_FLIGHT_BYTES`, or are one.
+1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most
+   `COPIES_IN_FLIGHT_BYTES`, or are one.
 2. A copy takes room as new rows do: the part of a shard that is reserved for results stays free.
 3. Room may lie in pieces that are smaller than an order. Then the order is halved until it fits.
-4. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without one may be a delayed
-   frame, and the shard may still write into the extent.
+4. An order that was not reported is given again. Only a report ends it while its session lasts: whoever asks without
+   one may be a delayed frame, and the shard may still write into the extent.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class CopyOrders:
             return None
 
     def _with_tickets(self, session: int, order: m.CopyOrder) -> m.CopyOrder:
-        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk endpoints."""
+        """The order with a ticket for each place, also where the session maps the memory: a shard copies over bulk
+        endpoints."""
         blocks = [self._shards.tickets_for(at.shard).block(session, at) for at in order.blocks]
         return replace(
             order, target=self._shards.tickets_for(order.target.shard).granted(session, order.target), blocks=blocks

@@ -2,12 +2,13 @@
 
 Rules:
 
-1. A checksum is kept when a frame of a write has arrived whole (its writer computed it), and when a frame was hashed to be sent. A read
-   whose frame is exactly that stretch sends the kept one. So bytes that changed in memory since do not match it, and the receiver finds
-   that; a checksum that is computed again would match them.
-2. Committed bytes never change, and extents are never used again under the same number. Bytes that were not committed may be written
-   again, perhaps cut otherwise: a write forgets all stretches that it touches.
-3. Only stretches of at least `DIGESTED_MIN_BYTES` are kept, at most `DIGESTS_MAX` of them; with more, all are forgotten.
+1. A checksum is kept when a frame of a write has arrived whole (its writer computed it), and when a frame was hashed to
+   be sent. A read whose frame is exactly that stretch sends the kept one. So bytes that changed in memory since do not
+   match it, and the receiver finds that; a checksum that is computed again would match them.
+2. Committed bytes never change, and extents are never used again under the same number. Bytes that were not committed
+   may be written again, perhaps cut otherwise: a write forgets all stretches that it touches.
+3. Only stretches of at least `DIGESTED_MIN_BYTES` are kept, at most `DIGESTS_MAX` of them; with more, all are
+   forgotten.
 
 No I/O. Used by one thread.
 """
@@ -43,7 +44,8 @@ class FrameDigests:
         return self._digests.get(stretch)
 
     def remember(self, stretch: Range, digest: bytes) -> None:
-        """Keep the checksum of a stretch of at most `FRAME_BYTES`. An earlier one that begins at the same byte is forgotten."""
+        """Keep the checksum of a stretch of at most `FRAME_BYTES`. An earlier one that begins at the same byte is
+        forgotten."""
         if stretch.nbytes < DIGESTED_MIN_BYTES:
             return
         if len(self._digests) >= DIGESTS_MAX:

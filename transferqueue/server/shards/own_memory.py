@@ -29,8 +29,8 @@ def check_size(nbytes: int, allocator: Allocator) -> None:
 
 
 class OwnShardMemory:
-    """An arena from which extents are granted; `extents` counts them. An extent is granted only after the file system reserved its
-    pages, and is freed whole. allocator, extents: of an earlier run of the server."""
+    """An arena from which extents are granted; `extents` counts them. An extent is granted only after the file system
+    reserved its pages, and is freed whole. allocator, extents: of an earlier run of the server."""
 
     number: Final = SHARD
 
@@ -73,8 +73,8 @@ class OwnShardMemory:
         check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there is no room now. `OutOfMemory` if
-        the file system has no pages for it."""
+        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there is no room now.
+        `OutOfMemory` if the file system has no pages for it."""
         self.check(nbytes)
         nbytes = align(nbytes, PAGE_BYTES)
         offset = self.allocator.allocate(nbytes)
@@ -112,7 +112,7 @@ class OwnShardMemory:
         if self._refusal:
             return f"{self._refusal}. Bytes that are in use are held by {holders}"
         return (
-            f"no extent of {nbytes:,} bytes is free: {self.used:,} of {self.allocator.capacity:,} bytes are in use, the "
-            f"largest free piece has {self.allocator.largest:,}. Held by {holders}. Consume or drop rows, collect views "
-            "that are no longer needed, or start the server with a larger --arena-bytes"
+            f"no extent of {nbytes:,} bytes is free: {self.used:,} of {self.allocator.capacity:,} bytes are in use, "
+            f"the largest free piece has {self.allocator.largest:,}. Held by {holders}. Consume or drop rows, collect "
+            "views that are no longer needed, or start the server with a larger --arena-bytes"
         )

@@ -1,15 +1,16 @@
-"""The coordinator's record of a remote shard: which bytes are granted, and which commands the shard has yet to carry out. No I/O.
+"""The coordinator's record of a remote shard: which bytes are granted, and which commands the shard has yet to carry
+out. No I/O.
 
 The rules (docs/decisions/0022):
 
-1. The coordinator decides which bytes are granted. The shard touches bytes and carries out commands, in order (`ShardCommands`). The
-   consequence of a command takes effect when the shard confirms it, and not before.
-2. An extent is granted only where pages exist. Missing pages are requested, if possible ahead of use; until they exist their range
-   counts as allocated. After a shard had no room for pages it is asked again once something was freed.
+1. The coordinator decides which bytes are granted. The shard touches bytes and carries out commands, in order
+   (`ShardCommands`). The consequence of a command takes effect when the shard confirms it, and not before.
+2. An extent is granted only where pages exist. Missing pages are requested, if possible ahead of use; until they exist
+   their range counts as allocated. After a shard had no room for pages it is asked again once something was freed.
 3. A range for which a ticket was given is granted again only when the shard no longer honours that ticket (`tickets`).
 4. Free pages are given back by the rule of `storage.memory.arena.surplus`. Their range needs pages again from then on.
-5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only the pages that
-   exist count. A shard may confirm only commands that it got.
+5. An offer is only a claim. It counts as room for rows in this shard alone, and once a request for pages failed, only
+   the pages that exist count. A shard may confirm only commands that it got.
 6. A shard that drains grants nothing more. When it is empty, it is told to shut down.
 """
 
@@ -51,10 +52,11 @@ def _nothing(_done: bool, _now: float) -> None:
 
 
 class RemoteShard:
-    """One remote shard. wake: makes the requests due that wait on a key. live_set: its live extents and sessions at this moment.
+    """One remote shard. wake: makes the requests due that wait on a key. live_set: its live extents and sessions at
+    this moment.
 
-    granted: the extents ``(offset, nbytes)`` by number that an earlier run of the coordinator granted; None: the shard joins now.
-    sessions: those that an earlier run may have given tickets.
+    granted: the extents ``(offset, nbytes)`` by number that an earlier run of the coordinator granted; None: the shard
+    joins now. sessions: those that an earlier run may have given tickets.
     """
 
     def __init__(
@@ -103,11 +105,13 @@ class RemoteShard:
 
     @property
     def grantable(self) -> int:
-        """The most that it can grant, as far as is known: after a failed request for pages, only the pages that exist."""
+        """The most that it can grant, as far as is known: after a failed request for pages, only the pages that
+        exist."""
         return self.used + self.allocator.warm if self._full else self.allocator.capacity
 
     def _continue(self, extents: Iterable[int], sessions: Iterable[int]) -> None:
-        """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that are not granted."""
+        """Which commands the shard had received is unknown. So send it the live set, and have it free all pages that
+        are not granted."""
         self.tickets.resume(sessions, extents)
         self._send(self._live_set())
         for offset, nbytes in self.allocator.free_ranges():
@@ -125,7 +129,8 @@ class RemoteShard:
         check_size(nbytes, self.allocator)
 
     def take(self, nbytes: int) -> tuple[int, int] | None:
-        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages now."""
+        """Take an extent of at least `nbytes` in whole pages. Returns offset and size; None if there are no such pages
+        now."""
         if self.draining or not self._ready:
             return None
         size = align(nbytes, PAGE_BYTES)
@@ -229,13 +234,15 @@ class RemoteShard:
     # ------------------------------------------------------------ commands
 
     def commands(self, request: m.PollCommands, now: float) -> m.ShardCommands | MustWait:
-        """The next commands, after the shard confirmed earlier ones. `ProtocolError` if it confirms a command that it never got."""
+        """The next commands, after the shard confirmed earlier ones. `ProtocolError` if it confirms a command that it
+        never got."""
         self.sent_bytes = dict(zip(self.sent_bytes, request.sent, strict=True))
         self.received_bytes = dict(zip(self.received_bytes, request.received, strict=True))
         if request.epoch == self._epoch:
             if request.done > self._last_sent:
                 raise ProtocolError(
-                    f"shard {self.number} says that it has carried out order {request.done}, and was told {self._last_sent} so far"
+                    f"shard {self.number} says that it has carried out order {request.done}, and was told "
+                    f"{self._last_sent} so far"
                 )
             self._confirm(request.done, frozenset(request.failed), now)
         if not self._commands:

@@ -1,18 +1,22 @@
-"""The shards of a deployment: which exist, which one grants the next extent, and which sessions need tickets for which. No I/O.
+"""The shards of a deployment: which exist, which one grants the next extent, and which sessions need tickets for which.
+No I/O.
 
 The rules (docs/decisions/0022):
 
-1. Shard 0 is the coordinator's own arena. A process whose Hello contains a `ShardOffer` is a remote shard for exactly as long as its
-   session lasts, so its death is detected like that of any session. The ledger then treats its contents as lost.
-2. A shard number is never used twice, not even by a later run of the coordinator: a client may still hold a reply that names it.
-3. An extent is granted from a near shard (on the session's host) if one has room, else from another one; the emptiest first.
-4. An offer is only a claim. The coordinator checks the arena of a shard on its own host (`liveness.check_arena`), and accepts no shard
-   larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for results, so a false claim gives no room in
-   another shard's memory.
-5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host: only then does the kernel tell
-   when memory that a client saw may be used again (decision 4). Bytes in all other shards travel, by ticket. Of a block with copies
-   the session is told one, if possible a copy that it maps. A shard that authenticated with a key is never mapped: no client opens a
-   file because a remote user names it.
+1. Shard 0 is the coordinator's own arena. A process whose Hello contains a `ShardOffer` is a remote shard for exactly
+   as long as its session lasts, so its death is detected like that of any session. The ledger then treats its contents
+   as lost.
+2. A shard number is never used twice, not even by a later run of the coordinator: a client may still hold a reply that
+   names it.
+3. An extent is granted from a near shard (on the session's host) if one has room, else from another one; the emptiest
+   first.
+4. An offer is only a claim. The coordinator checks the arena of a shard on its own host (`liveness.check_arena`), and
+   accepts no shard larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for results, so
+   a false claim gives no room in another shard's memory.
+5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host: only then does
+   the kernel tell when memory that a client saw may be used again (decision 4). Bytes in all other shards travel, by
+   ticket. Of a block with copies the session is told one, if possible a copy that it maps. A shard that authenticated
+   with a key is never mapped: no client opens a file because a remote user names it.
 """
 
 from __future__ import annotations
@@ -42,8 +46,9 @@ _KEY: Final = re.compile(r"[0-9A-Za-z.\-:+=^!/*?&<>()\[\]{}@%$#]{40}")
 
 
 class ShardRegistry:
-    """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block is in the own shard,
-    so an extent elsewhere is granted only for further copies. wake, live_set: see `RemoteShard`."""
+    """The own shard and all remote ones. last: the highest number given so far. own_first: the first copy of each block
+    is in the own shard, so an extent elsewhere is granted only for further copies. wake, live_set: see
+    `RemoteShard`."""
 
     def __init__(
         self,
@@ -80,8 +85,8 @@ class ShardRegistry:
     def assign_number(self, hello: m.Hello, *, keyed: bool) -> m.Hello:
         """The Hello with a number in its shard offer, if it contains one.
 
-        keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is dropped.
-        `UsageError` for an offer that cannot be used, `Full` past `SHARDS_MAX` shards.
+        keyed: the process authenticated with a key, so it may be any user on any machine: the path of its arena is
+        dropped. `UsageError` for an offer that cannot be used, `Full` past `SHARDS_MAX` shards.
         """
         if (offer := hello.shard) is None:
             return hello
@@ -93,15 +98,16 @@ class ShardRegistry:
             )
         if offer.capacity > SHARD_BYTES_MAX:
             raise UsageError(
-                f"shard refused: an arena of {offer.capacity:,} bytes is more than a process can map, {SHARD_BYTES_MAX:,}; offer what "
-                "there is"
+                f"shard refused: an arena of {offer.capacity:,} bytes is more than a process can map, "
+                f"{SHARD_BYTES_MAX:,}; offer what there is"
             )
         endpoint = parse_address(offer.endpoint)
         if not isinstance(endpoint, TcpAddress):
             raise UsageError(f"shard refused: endpoint {offer.endpoint!r} is none of tcp; offer tcp://host:port")
         if endpoint.port == 0 or endpoint.host == "*":
             raise UsageError(
-                f"shard refused: nobody can connect to endpoint {offer.endpoint!r}; offer the host and port that others reach"
+                f"shard refused: nobody can connect to endpoint {offer.endpoint!r}; offer the host and port that "
+                "others reach"
             )
         if offer.key and not _KEY.fullmatch(offer.key):
             raise UsageError(
@@ -173,8 +179,8 @@ class ShardRegistry:
     def take(
         self, session: OpenSession, nbytes: int, apart: Collection[int] = (), use: m.GrantPurpose = "results"
     ) -> tuple[int, int, int] | None:
-        """Take an extent of at least `nbytes` from a shard that is not in `apart`. Returns shard, offset and size; None if no shard
-        has room now. `Impossible` if no shard could ever have it; errors as in `OwnShardMemory.take`.
+        """Take an extent of at least `nbytes` from a shard that is not in `apart`. Returns shard, offset and size; None
+        if no shard has room now. `Impossible` if no shard could ever have it; errors as in `OwnShardMemory.take`.
         """
         candidates = [shard for shard in self._ranked(session, use) if shard.number not in apart]
         if self.own_first and SHARD not in apart:
@@ -183,8 +189,8 @@ class ShardRegistry:
             self._check_rows(nbytes, [self.own] if self.own_first else self._lending)
         if not candidates:
             raise Impossible(
-                f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start further "
-                "shards (transferqueue shard), or make the table with fewer replicas"
+                f"an extent apart from shards {listing(apart)} can never be granted: there are no others; start "
+                "further shards (transferqueue shard), or make the table with fewer replicas"
             )
         if all(nbytes > shard.allocator.capacity for shard in candidates):
             max(candidates, key=lambda shard: shard.allocator.capacity).check(nbytes)
@@ -233,8 +239,9 @@ class ShardRegistry:
         room, capacity = max((for_rows(shard), shard.allocator.capacity) for shard in lending)
         if nbytes > room:
             raise Impossible(
-                f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have {room:,}, the rest "
-                "is for results; put fewer rows at a time, or start the server with a larger --arena-bytes"
+                f"{nbytes:,} bytes for new rows can never be granted: of {capacity:,} bytes of memory these may have "
+                f"{room:,}, the rest is for results; put fewer rows at a time, or start the server with a larger "
+                "--arena-bytes"
             )
 
     def check_replicas(self, table: str, replicas: int) -> None:
@@ -247,7 +254,8 @@ class ShardRegistry:
             )
 
     def _ranked(self, session: OpenSession, use: m.GrantPurpose) -> list[OwnShardMemory | RemoteShard]:
-        """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the ledger."""
+        """The shards that grant memory, the best first. For weights that is the own shard: it lasts as long as the
+        ledger."""
         if not self.remote:
             return [self.own]
         ranked: list[tuple[bool, float, int, OwnShardMemory | RemoteShard]] = [
@@ -322,7 +330,8 @@ class ShardRegistry:
     # ------------------------------------------------------------ tickets
 
     def issue(self, session: OpenSession, reply: m.Reply) -> m.Reply:
-        """The reply, with tickets for what the session does not map. Needed only if the session is remote, or there are remote shards."""
+        """The reply, with tickets for what the session does not map. Needed only if the session is remote, or there are
+        remote shards."""
         if not session.remote and (not self.remote or all(_maps(session, shard) for shard in self.remote.values())):
             return reply
         near = {number for number, shard in self.remote.items() if _maps(session, shard)}
@@ -356,7 +365,8 @@ def for_loads(shard: OwnShardMemory | RemoteShard) -> int:
 
 
 def _has_room(shard: OwnShardMemory | RemoteShard, nbytes: int, use: m.GrantPurpose) -> bool:
-    """Whether the shard may grant so much now. Whether it can, its memory says. Weights are no rows: they neither leave nor come back."""
+    """Whether the shard may grant so much now. Whether it can, its memory says. Weights are no rows: they neither leave
+    nor come back."""
     if use == "rows" and shard.used + nbytes > for_rows(shard):
         return False
     backlog = _backlog_of(shard)

@@ -1,20 +1,21 @@
-"""Tickets: which bytes a session may touch over the bulk endpoint. The control plane issues them, the shard checks them.
+"""Tickets: which bytes a session may touch over the bulk endpoint. The control plane issues them, the shard checks
+them.
 
 The rules (docs/decisions/0013):
 
-1. A ticket is a keyed hash over what a reply named to a session: a block to read, or an extent to write. So the shard needs no
-   ledger, and a client can only ask for what a reply named to it. The key is new in each run of the server, unless its sessions
-   outlive it: then their tickets do too.
-2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from its first ticket until it is freed, and the
-   shard touches only admitted extents. A delayed frame, or a client that was paused until its session ended, never reaches bytes that
-   belong to others by then.
-3. `revoke` returns only when no byte of the extent can be written any more. Call it before the memory is granted again. It waits for
-   the copy of one frame at most.
+1. A ticket is a keyed hash over what a reply named to a session: a block to read, or an extent to write. So the shard
+   needs no ledger, and a client can only ask for what a reply named to it. The key is new in each run of the server,
+   unless its sessions outlive it: then their tickets do too.
+2. A hash cannot be taken back, but memory is used again. So an extent is *admitted* from its first ticket until it is
+   freed, and the shard touches only admitted extents. A delayed frame, or a client that was paused until its session
+   ended, never reaches bytes that belong to others by then.
+3. `revoke` returns only when no byte of the extent can be written any more. Call it before the memory is granted again.
+   It waits for the copy of one frame at most.
 
-A coordinator and its own shard share these tickets and the arena's pages, nothing else. For a remote shard the same calls are
-messages (`remote_shard`), and memory is freed when the shard confirms `Revoke`. There the first read may arrive before any message
-about its extent, so the shard is told which extents and sessions ended. Numbers only ascend: every number that has not ended is live
-(`LiveExtents`).
+A coordinator and its own shard share these tickets and the arena's pages, nothing else. For a remote shard the same
+calls are messages (`remote_shard`), and memory is freed when the shard confirms `Revoke`. There the first read may
+arrive before any message about its extent, so the shard is told which extents and sessions ended. Numbers only ascend:
+every number that has not ended is live (`LiveExtents`).
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _WRITE: Final = 1
 
 
 class LiveExtents:
-    """Ascending numbers, of extents or sessions, each live until it is discarded. Has the methods of a set that `TicketIssuer` uses."""
+    """Ascending numbers, of extents or sessions, each live until it is discarded. Has the methods of a set that
+    `TicketIssuer` uses."""
 
     def __init__(self) -> None:
         self._below: tuple[int, frozenset[int]] = (0, frozenset())
@@ -72,8 +74,8 @@ class LiveExtents:
 
 
 class TicketIssuer:
-    """Issues and checks tickets of one shard. The coordinator's thread (in a remote shard: the thread that carries out commands) calls
-    `issue`, `revoke` and `close`; the thread of the bulk endpoint calls the rest.
+    """Issues and checks tickets of one shard. The coordinator's thread (in a remote shard: the thread that carries out
+    commands) calls `issue`, `revoke` and `close`; the thread of the bulk endpoint calls the rest.
 
     extents, sessions: the live ones, in a remote shard; None: those for which this object issued tickets.
     """
@@ -88,7 +90,8 @@ class TicketIssuer:
         self.on_close: Callable[[], object] = lambda: None
         """Called when a session ended, so that the bulk endpoint checks its transfers."""
         self.revoked = 0
-        """How often an extent was revoked or a session ended. While it is unchanged, no transfer needs to be checked again."""
+        """How often an extent was revoked or a session ended. While it is unchanged, no transfer needs to be checked
+        again."""
 
     # ------------------------------------------------------------ for the coordinator
 
@@ -110,7 +113,8 @@ class TicketIssuer:
         self._admitted.update(extents)
 
     def revoke(self, extent: int) -> None:
-        """Refuse reads and writes of this extent from now on (rule 3). Costs nothing for an extent that was never admitted."""
+        """Refuse reads and writes of this extent from now on (rule 3). Costs nothing for an extent that was never
+        admitted."""
         if extent in self._admitted:
             with self._writing:
                 self._admitted.discard(extent)
@@ -203,7 +207,8 @@ class TicketIssuer:
 def issue(
     of: Callable[[int], TicketIssuer | None], session: int, reply: m.Reply, near: Collection[int] = frozenset()
 ) -> m.Reply:
-    """The reply, with a ticket for each block or extent that it names. of: the tickets of a shard; None: the session needs none.
+    """The reply, with a ticket for each block or extent that it names. of: the tickets of a shard; None: the session
+    needs none.
 
     near: shards to prefer where a block has copies. Only one copy of each block is named.
     """

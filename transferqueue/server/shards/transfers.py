@@ -1,4 +1,5 @@
-"""The two kinds of transfer of the bulk protocol, at the shard: rows gathered into frames, and frames written into an extent. No I/O."""
+"""The two kinds of transfer of the bulk protocol, at the shard: rows gathered into frames, and frames written into an
+extent. No I/O."""
 
 from __future__ import annotations
 
@@ -30,8 +31,8 @@ from transferqueue.wire.messages import BlockLocation
 
 
 class FrameContent(NamedTuple):
-    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see `b.RangesFrame`. compare: of the parts
-    that end with it."""
+    """A frame that has not been sent yet. digest: of its pieces in order. ranges: of a read of ranges, see
+    `b.RangesFrame`. compare: of the parts that end with it."""
 
     begun: list[b.PartHead]
     pieces: list[memoryview]
@@ -68,7 +69,8 @@ class ShardTransfer:
 
     @property
     def needs_memory(self) -> bool:
-        """Whether it, or its peer, will read or write bytes of its extents. If not, it matters to nobody that they are freed."""
+        """Whether it, or its peer, will read or write bytes of its extents. If not, it matters to nobody that they are
+        freed."""
         return True
 
     @property
@@ -135,7 +137,8 @@ class ReadTransfer(ShardTransfer):
 
     @property
     def needs_memory(self) -> bool:
-        """Whether frames are left to send. Often the rows are acked, and freed, before the last word about the last frame has come."""
+        """Whether frames are left to send. Often the rows are acked, and freed, before the last word about the last
+        frame has come."""
         return not self._ended
 
     named_bytes = 0
@@ -158,8 +161,8 @@ class ReadTransfer(ShardTransfer):
         self.window.took(frames)
 
     def prepare(self) -> None:
-        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one leaves. Compare some bytes of
-        blocks that are to be compared. Raises as `frame`."""
+        """Gather the next frame and compute its checksum, unless that is done or there is none: while an earlier one
+        leaves. Compare some bytes of blocks that are to be compared. Raises as `frame`."""
         if self._next is None and not self._ended:
             self._next = next(self._frames)
             for check in self._next.compare:
@@ -173,7 +176,8 @@ class ReadTransfer(ShardTransfer):
             raise
 
     def frame(self) -> b.Message | None:
-        """The next frame; None: none may leave yet. Raises as `check` and `Backing.read`, and `Corruption` for a block that is damaged."""
+        """The next frame; None: none may leave yet. Raises as `check` and `Backing.read`, and `Corruption` for a block
+        that is damaged."""
         if self._ended:
             raise ProtocolError("a bulk read has no frame after its last one")
         if self._next is None or self._checks:
@@ -225,7 +229,8 @@ class ExtentTransfer(ShardTransfer):
         return size
 
     def _commit(self, nbytes: int, digest: bytes) -> None:
-        """The last `nbytes` bytes have this checksum, which was compared. Raises as `fill` and `IncomingWrite.commit`."""
+        """The last `nbytes` bytes have this checksum, which was compared. Raises as `fill` and
+        `IncomingWrite.commit`."""
         with self._tickets.writing(self.session, self._extents):
             self._write.commit(last=self.done)
         start = self._range.offset + self._written - nbytes
@@ -247,8 +252,8 @@ class WriteTransfer(ExtentTransfer):
             raise Corruption(f"a bulk write of {self._range.nbytes} bytes has {more} more than it said")
 
     def frame_complete(self, nbytes: int, digest: bytes) -> b.FlowAck | None:
-        """A frame of `nbytes` bytes is complete, with this checksum. Returns the acknowledgement, if one is due. Raises as `fill` and
-        `IncomingWrite.commit`."""
+        """A frame of `nbytes` bytes is complete, with this checksum. Returns the acknowledgement, if one is due. Raises
+        as `fill` and `IncomingWrite.commit`."""
         self._commit(nbytes, digest)
         return self.progress() if self._window.due(last=self.done) else None
 
@@ -278,8 +283,8 @@ class SteppedWrite(ExtentTransfer):
 
 
 class ReadPart(NamedTuple):
-    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of all `pieces`. compare: what must
-    be compared before the read ends. full_at: a frame with so many bytes is sent."""
+    """A part of a read. stored: the memory of its only block, and where that lies; None if it has several. nbytes: of
+    all `pieces`. compare: what must be compared before the read ends. full_at: a frame with so many bytes is sent."""
 
     head: b.PartHead
     stored: tuple[int, Range] | None
@@ -327,7 +332,8 @@ def _compared(
     slices: Mapping[str, Slice],
     checks: BlockChecks,
 ) -> list[PartCheck]:
-    """The comparisons that the client asks for. Of one field of one block only the bytes that it may have are compared, once the block is known."""
+    """The comparisons that the client asks for. Of one field of one block only the bytes that it may have are compared,
+    once the block is known."""
     if not part.sums:
         return []
     if len(part.sums) != len(part.blocks):
@@ -446,7 +452,8 @@ def _stretch_of(stored: tuple[int, Range], piece: U8) -> Range | None:
 def frames_of(
     read: b.ReadColumns, parts: Iterator[ReadPart], new_frame: Callable[[], FrameBuilder]
 ) -> Iterator[FrameContent]:
-    """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is the last."""
+    """Cut all parts, in order, into full frames, each a list of pieces: no byte is copied. Ends with a frame that is
+    the last."""
     frame, part, owed = new_frame(), None, 0
     ended = list[PartCheck]()
 

@@ -2,14 +2,16 @@
 
 The rules:
 
-1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and takes at most as much of the disk as the operator
-   allows.
-2. Space is reserved before it is written: a full disk is an error of that write. The space of blocks that were freed is used again. It returns
-   to the disk when the thread has had nothing to do for `RETURN_AFTER_S`, in long pieces: a file system takes a millisecond for each.
-   The file is longer than what it may take, so that a large block finds a place though what was freed lies in small pieces: those return first.
-3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose, which nobody else writes
-   meanwhile. It answers each job once, in order.
-4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has that.
+1. The file has no name, so nothing of it outlives the process, however that ends. It is sparse, and takes at most as
+   much of the disk as the operator allows.
+2. Space is reserved before it is written: a full disk is an error of that write. The space of blocks that were freed is
+   used again. It returns to the disk when the thread has had nothing to do for `RETURN_AFTER_S`, in long pieces: a file
+   system takes a millisecond for each. The file is longer than what it may take, so that a large block finds a place
+   though what was freed lies in small pieces: those return first.
+3. The thread alone uses the file. It writes from the arena and reads into the arena, at places that the loop chose,
+   which nobody else writes meanwhile. It answers each job once, in order.
+4. A block is written with its checksum (computed here if the client computed none), and read back only if it still has
+   that.
 """
 
 from __future__ import annotations
@@ -78,8 +80,8 @@ def spill_policy(directory: Path | None, nbytes: int | None) -> SpillPolicy | No
         return None
     if directory is None or nbytes is None:
         raise UsageError(
-            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where cold blocks go, the other "
-            "how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
+            f"spill_dir {directory and str(directory)!r} and spill_bytes {nbytes} do not go together: one says where "
+            "cold blocks go, the other how many bytes of them; give both --spill-dir and --spill-bytes, or neither"
         )
     return SpillPolicy(directory.absolute(), nbytes)
 
@@ -94,7 +96,8 @@ class _Job(NamedTuple):
 class SpillFile:
     """The file of one server, of at most `nbytes`, in `directory`. arena: maps the arena for reading and writing, once.
 
-    `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after each answer.
+    `UsageError` if the directory cannot be used, or has less free space than `nbytes`. stir: called by the thread after
+    each answer.
     """
 
     def __init__(self, directory: Path, nbytes: int, arena: Callable[[], U8], stir: Callable[[], object]) -> None:
@@ -149,8 +152,8 @@ class SpillFile:
         return SpillAnswers(_taken(self._written), _taken(self._loaded))
 
     def stop(self) -> None:
-        """Close the file, after the job that runs; the others are not carried out. The system frees its space. A disk that does not answer for
-        `STOP_S` is left to the end of the process."""
+        """Close the file, after the job that runs; the others are not carried out. The system frees its space. A disk
+        that does not answer for `STOP_S` is left to the end of the process."""
         if self._arena is None:
             return
         with suppress(queue.Empty):  # the thread takes jobs meanwhile
@@ -223,8 +226,8 @@ class SpillFile:
         offset = self._allocator.allocate(nbytes) if fits else None
         if offset is None:
             raise OutOfMemory(
-                f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes allows, and {nbytes:,} more are wanted; allow more, or "
-                "consume rows"
+                f"the spilled blocks take {self._allocator.used:,} of the {self._nbytes:,} bytes that --spill-bytes "
+                f"allows, and {nbytes:,} more are wanted; allow more, or consume rows"
             )
         try:
             self._keep_bound()
@@ -251,8 +254,8 @@ class SpillFile:
         while self._allocator.warm and self._allocator.used + self._allocator.warm > self._nbytes:
             if not self._can_return:
                 raise OutOfMemory(
-                    f"what is free of the {self._nbytes:,} bytes that --spill-bytes allows lies in small pieces, and the disk of {self._directory} takes "
-                    "none back"
+                    f"what is free of the {self._nbytes:,} bytes that --spill-bytes allows lies in small pieces, and "
+                    f"the disk of {self._directory} takes none back"
                 )
             self._return_space()
 
@@ -261,7 +264,8 @@ class SpillFile:
             self._space.ensure(offset, nbytes)
         except OutOfMemory as error:
             raise OutOfMemory(
-                f"the disk of {self._directory} has no room for {nbytes:,} bytes ({error.__cause__}): {room(self._directory)}; free some space there"
+                f"the disk of {self._directory} has no room for {nbytes:,} bytes ({error.__cause__}): "
+                f"{room(self._directory)}; free some space there"
             ) from error
 
     def _load(self, job: int, blocks: Sequence[BlockToLoad]) -> BlocksLoaded:
@@ -312,7 +316,8 @@ def _check_space(directory: Path, nbytes: int) -> None:
     free = stat.f_bavail * stat.f_frsize
     if nbytes > free:
         raise UsageError(
-            f"--spill-bytes {nbytes:,} is more than the {free:,} bytes that are free in {directory}; give fewer, or another --spill-dir"
+            f"--spill-bytes {nbytes:,} is more than the {free:,} bytes that are free in {directory}; give fewer, or "
+            "another --spill-dir"
         )
 
 

@@ -34,7 +34,8 @@ class BlockToLoad(NamedTuple):
 
 
 class BlocksWritten(NamedTuple):
-    """The end of a write. places: where its blocks are, in order. error: why nothing of it was kept; "" if all blocks were written."""
+    """The end of a write. places: where its blocks are, in order. error: why nothing of it was kept; "" if all blocks
+    were written."""
 
     job: int
     places: list[SpilledBlock]

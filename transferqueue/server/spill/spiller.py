@@ -2,15 +2,16 @@
 
 The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
 
-1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for memory, or a load, finds
-   no room.
-2. Parts of the arena and of the disk are for loads, not for new rows (`shards.backlog`): these cannot fill both, so that nothing comes back. A
-   load does not take the share for results: a worker whose rows were loaded can write its results. While a load finds no memory, and something is under
-   way that may give it some, it is given to nobody else.
-3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling pauses: until a spilled
-   block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for memory waits on, as without spilling.
-4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at once: its rows are made
-   again or end as lost (`ledger.data_loss`). Its bytes are never given to anybody.
+1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for
+   memory, or a load, finds no room.
+2. Parts of the arena and of the disk are for loads, not for new rows (`shards.backlog`): these cannot fill both, so
+   that nothing comes back. A load does not take the share for results: a worker whose rows were loaded can write its
+   results. While a load finds no memory, and something is under way that may give it some, it is given to nobody else.
+3. If a block cannot be written (a full disk, a full file, an error of the disk), it stays in memory, and spilling
+   pauses: until a spilled block returns its space, or `SPILL_PAUSE_S` has passed. `paused` says why. Whoever waits for
+   memory waits on, as without spilling.
+4. A block that the disk does not give is read `LOAD_TRIES` times. Then it is lost, as one whose checksum differs is at
+   once: its rows are made again or end as lost (`ledger.data_loss`). Its bytes are never given to anybody.
 5. While a snapshot reads blocks on the disk, they keep their space.
 6. A disk is silent when it has work and has not answered for `SPILL_SILENT_S`, until it answers.
 """
@@ -64,8 +65,8 @@ class SpillCounters:
 
 
 class Spiller:
-    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the books.
-    wake_memory: makes the requests due that wait for memory. Used by the loop's thread; `read` by any."""
+    """Moves blocks between the arena and its disk. cold: the blocks. space: the disk, of which `backlog` keeps the
+    books. wake_memory: makes the requests due that wait for memory. Used by the loop's thread; `read` by any."""
 
     def __init__(
         self,
@@ -114,8 +115,8 @@ class Spiller:
         elif not self.paused:
             self._is_full = True
             self.paused = (
-                f"what lies in memory ({used:,} bytes) and on the disk ({backlog.on_disk:,} of {backlog.disk_bytes:,} bytes, --spill-bytes) is as much as can "
-                f"change places, with blocks of up to {backlog.largest:,} bytes"
+                f"what lies in memory ({used:,} bytes) and on the disk ({backlog.on_disk:,} of {backlog.disk_bytes:,} "
+                f"bytes, --spill-bytes) is as much as can change places, with blocks of up to {backlog.largest:,} bytes"
             )
 
     def turn(self, now: float) -> bool:
@@ -265,8 +266,8 @@ class Spiller:
                 return
 
     def _begins_load(self, numbers: list[int], nbytes: int, now: float) -> bool:
-        """Load a group of blocks: together or, if the free memory lies in pieces, or nothing can leave until some space on the disk is free, in parts.
-        Returns whether there was memory for all."""
+        """Load a group of blocks: together or, if the free memory lies in pieces, or nothing can leave until some space
+        on the disk is free, in parts. Returns whether there was memory for all."""
         if (offset := self._take(nbytes)) is None:
             in_parts = len(numbers) > 1 and (self.paused or self._fits(nbytes))
             return bool(in_parts) and all(self._begins_load(*half, now) for half in self.cold.halves(numbers))

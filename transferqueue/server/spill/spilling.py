@@ -29,7 +29,8 @@ from transferqueue.wire import messages as m
 
 
 class Spilling:
-    """Nothing is spilled until `begin`. wake: makes the requests due that wait on a key. Used by the loop's thread; `read` by any."""
+    """Nothing is spilled until `begin`. wake: makes the requests due that wait on a key. Used by the loop's thread;
+    `read` by any."""
 
     def __init__(self, ledger: Ledger, wake: Callable[[WakeKey], None] = lambda _: None) -> None:
         self._ledger: Final = ledger
@@ -111,8 +112,8 @@ class Spilling:
         if (spiller := self._spiller) is None or not spiller.loads.orders:
             return ""
         return (
-            f"blocks on the disk are being loaded for {len(spiller.loads.orders)} requests, one after the other; the first one lacks "
-            f"{_lacking(spiller) or 'nothing but its turn'}"
+            f"blocks on the disk are being loaded for {len(spiller.loads.orders)} requests, one after the other; the "
+            f"first one lacks {_lacking(spiller) or 'nothing but its turn'}"
         )
 
     def explain_memory(self) -> str:

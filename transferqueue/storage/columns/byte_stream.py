@@ -1,16 +1,17 @@
 """Serialises columns of the same rows as a stream of bytes, which a shard sends to another machine.
 
-The stream is a block of these columns and rows (`schema.layout`), so the receiver gets what a local reader maps. No byte is copied that
-need not be:
+The stream is a block of these columns and rows (`schema.layout`), so the receiver gets what a local reader maps. No
+byte is copied that need not be:
 
-- *All rows of one block, in its order*: the columns leave as they lie, with their padding; neighbours are one piece. Their offsets are not
-  read here: who receives them checks them, as a local reader does.
-- *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read, and checked; the
-  receiver checks those between. Offsets that do not begin with 0 are copied.
-- *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead. Offsets are read and
-  checked once for the counts, those of all columns together, and kept for the values, as far as `EDGES_KEPT` allows. A piece has rows of as many
-  columns as fit. Where the receiver reads this memory itself, each column is gathered by itself, and columns with rows of at least `ranges_from`
-  bytes in the mean are views where they lie.
+- *All rows of one block, in its order*: the columns leave as they lie, with their padding; neighbours are one piece.
+  Their offsets are not read here: who receives them checks them, as a local reader does.
+- *A run of one block*: the pieces are views of the block. Only the first and the last offset of each column are read,
+  and checked; the receiver checks those between. Offsets that do not begin with 0 are copied.
+- *Other rows* are gathered a piece at a time, so that a stalled reader makes a shard gather at most one piece ahead.
+  Offsets are read and checked once for the counts, those of all columns together, and kept for the values, as far as
+  `EDGES_KEPT` allows. A piece has rows of as many columns as fit. Where the receiver reads this memory itself, each
+  column is gathered by itself, and columns with rows of at least `ranges_from` bytes in the mean are views where they
+  lie.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ from transferqueue.storage.elements.dtypes import I64, U8
 EDGES_KEPT: Final = 1 << 18
 """Row edges of one stream that are kept (24 bytes each, with their offsets); those beyond are read twice."""
 BOUNDS_TOGETHER_ROWS_MAX: Final = 4096
-"""The places of the values of so few rows are computed for all columns at once, and kept, another 24 bytes each: between two frames, when little of the
-interpreter is in the cache, each step costs several times what it costs at the start."""
+"""The places of the values of so few rows are computed for all columns at once, and kept, another 24 bytes each:
+between two frames, when little of the interpreter is in the cache, each step costs several times what it costs at the
+start."""
 _ZEROS: Final = np.zeros(ALIGNMENT, np.uint8)
 
 Stream = tuple[list[int], Iterator[U8]]
@@ -84,12 +86,14 @@ def column_stream(
     room: Room | None = None,
     join: Join | None = None,
 ) -> Stream:
-    """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least 64.
+    """The block of these columns of these rows (at least one) as a stream. piece_bytes: of the largest piece, at least
+    64.
 
-    ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a block. 0: all are
-    gathered, where they do not lie together. room: gives memory for what is gathered, which may then be a piece that is a quarter longer, or as
-    long as one row; None: each gather makes its own. join: gathers pieces of `JOINED_BYTES` at once, but the last and what is gathered of many
-    short rows; for ``ranges_from=0``. Raises as `gather.load`, now or while the pieces are taken.
+    ranges_from: columns whose rows have at least so many bytes in the mean are not gathered: each piece is a view of a
+    block. 0: all are gathered, where they do not lie together. room: gives memory for what is gathered, which may then
+    be a piece that is a quarter longer, or as long as one row; None: each gather makes its own. join: gathers pieces of
+    `JOINED_BYTES` at once, but the last and what is gathered of many short rows; for ``ranges_from=0``. Raises as
+    `gather.load`, now or while the pieces are taken.
     """
     if placement.run is None:
         return _scattered(fields, placement, piece_bytes, ranges_from, room, join)
@@ -180,8 +184,8 @@ def _scattered(
 
 
 class _VaryingRows(NamedTuple):
-    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0. bounds: where the values lie, if that
-    was asked for together with those of other columns."""
+    """Rows of a column that is not dense. offsets: of the rows one after another, int64 ``[rows + 1]``, from 0. bounds:
+    where the values lie, if that was asked for together with those of other columns."""
 
     edges: RowEdges
     offsets: I64
@@ -313,8 +317,9 @@ def _scattered_shapes(field: Field, placement: RowPlacement, piece_bytes: int) -
 
 
 def _groups(ends: I64, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    """Runs of rows ``(start, stop)`` whose values fit a piece. A row that is longer is a run by itself; a rest of up to a quarter of a
-    piece joins the last run, since a gather costs 0.1 ms however little it copies. ends: cumulative bytes, from 0."""
+    """Runs of rows ``(start, stop)`` whose values fit a piece. A row that is longer is a run by itself; a rest of up to
+    a quarter of a piece joins the last run, since a gather costs 0.1 ms however little it copies. ends: cumulative
+    bytes, from 0."""
     start, rows = 0, len(ends) - 1
     while start < rows:
         stop = int(np.searchsorted(ends, ends[start] + piece_bytes, side="right")) - 1

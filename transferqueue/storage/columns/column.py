@@ -41,9 +41,9 @@ SHOWN_ROWS: Final = 4
 class Column(ProcessBound):
     """The values of one field for the rows of a batch, loaded at first use.
 
-    If the rows lie together in one block, the values are a view of shared memory and no byte is copied. Otherwise the first call gathers
-    them, and later calls give the same copy. In both cases changes in place are private to this process. Arrays, tensors and Arrow
-    arrays keep the memory alive as long as they live, also after the batch.
+    If the rows lie together in one block, the values are a view of shared memory and no byte is copied. Otherwise the
+    first call gathers them, and later calls give the same copy. In both cases changes in place are private to this
+    process. Arrays, tensors and Arrow arrays keep the memory alive as long as they live, also after the batch.
 
     =============  ==========================================================================================
     field          what fits
@@ -56,8 +56,8 @@ class Column(ProcessBound):
     any            `list()`, `arrow()`, `load()`, ``column[i]``, ``column[2:5]``, ``len(column)``, ``for row in column``
     =============  ==========================================================================================
 
-    A method that does not fit the field raises `UsageError`, which names those that do. After the batch has ended and released its
-    memory, values that were not taken before raise `BatchEnded`. Safe from several threads.
+    A method that does not fit the field raises `UsageError`, which names those that do. After the batch has ended and
+    released its memory, values that were not taken before raise `BatchEnded`. Safe from several threads.
     """
 
     _remedy: ClassVar[str] = "pass its values: .numpy(), .list() or .arrow()"
@@ -73,11 +73,12 @@ class Column(ProcessBound):
 
     @classmethod
     def of_inline(cls, field: Field, data: bytes | NDArray[Any]) -> Column:
-        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values, which is not. `UsageError` for other data, and for a
-        field of more than one number a row."""
+        """A column of an inline field. data: its little-endian bytes, which are copied, or an array of its values,
+        which is not. `UsageError` for other data, and for a field of more than one number a row."""
         if not isinstance(field, Field) or field.shape or field.dtype in ("str", "bytes", "value"):
             raise UsageError(
-                f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a shape"
+                f"field={shown(field)} is no field of one number a row; give a Field of a number's dtype, without a "
+                "shape"
             )
         if not isinstance(data, bytes | np.ndarray):
             raise UsageError(f'values of field "{field.name}" are {type(data).__name__}; give a numpy array, or bytes')
@@ -101,7 +102,10 @@ class Column(ProcessBound):
     def __repr__(self) -> str:
         """Name, dtype, shape and the first values. Reads only those rows, in memory that this process has."""
         shape = ", ".join("None" if size is None else str(size) for size in self.shape)
-        return f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), {self._first_values()})"
+        return (
+            f"Column({self.field.name!r}, {self.dtype}, shape=({shape}{',' * (len(self.shape) == 1)}), "
+            f"{self._first_values()})"
+        )
 
     @property
     def dtype(self) -> str:
@@ -152,8 +156,9 @@ class Column(ProcessBound):
     def __getitem__(self, rows: Any) -> Any:
         """The value of one row, or the column of some rows (by slice, indices or mask).
 
-        The value of one row is a Python number, str, bytes or plain value, or a numpy array that views the row (for bf16 and fp8 a torch
-        tensor, if ml_dtypes is not installed). `IndexError` for a row that the column does not have.
+        The value of one row is a Python number, str, bytes or plain value, or a numpy array that views the row (for
+        bf16 and fp8 a torch tensor, if ml_dtypes is not installed). `IndexError` for a row that the column does not
+        have.
         """
         if isinstance(rows, int | np.integer):
             at = int(rows) + (self._rows if rows < 0 else 0)
@@ -167,7 +172,8 @@ class Column(ProcessBound):
 
     @property
     def lengths(self) -> I64:
-        """The size of each row's first dimension, for text, bytes and values its bytes: int64 ``[rows]``. Reads no values."""
+        """The size of each row's first dimension, for text, bytes and values its bytes: int64 ``[rows]``. Reads no
+        values."""
         if self.field.dense:
             return np.full(self._rows, self.field.shape[0] if self.field.shape else 1, np.int64)
         if self.field.varied:
@@ -180,7 +186,8 @@ class Column(ProcessBound):
 
     @property
     def shapes(self) -> I64:
-        """The shape of each row: int64 ``[rows, dimensions]``. Reads no values. `UsageError` for text, bytes and values, which have none."""
+        """The shape of each row: int64 ``[rows, dimensions]``. Reads no values. `UsageError` for text, bytes and
+        values, which have none."""
         if self.field.blob:
             raise UsageError(
                 f'field "{self.field.name}" is {self.field.describe()}, whose rows have no shape; take lengths'
@@ -214,7 +221,8 @@ class Column(ProcessBound):
         return as_torch(self._dense(), self.field.dtype)  # type: ignore[no-any-return]
 
     def ragged(self) -> tuple[NDArray[Any], I64]:
-        """Ragged rows: the values ``[steps, *shape[1:]]`` of all rows in order, and offsets int64 ``[rows + 1]``. Row i is ``values[offsets[i]:offsets[i + 1]]``."""
+        """Ragged rows: the values ``[steps, *shape[1:]]`` of all rows in order, and offsets int64 ``[rows + 1]``. Row i
+        is ``values[offsets[i]:offsets[i + 1]]``."""
         if not self.field.ragged:
             raise self._unfit("ragged")
         placement, cut = self._placement, self._cut
@@ -236,10 +244,11 @@ class Column(ProcessBound):
         return cast("Tensor", as_jagged(as_torch(self._steps(loaded), self.field.dtype), offsets_of(loaded)))
 
     def padded(self, value: float = 0, multiple_of: int = 1, side: Literal["left", "right"] = "right") -> NDArray[Any]:
-        """The rows in one new array ``[rows, *longest]`` of the field's dtype, with `value` beyond the end of shorter rows.
+        """The rows in one new array ``[rows, *longest]`` of the field's dtype, with `value` beyond the end of shorter
+        rows.
 
-        multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: which side of the first dimension is
-        padded. ``torch.from_numpy`` takes the result without a copy. Of a dense field: as `numpy()`.
+        multiple_of: the size of each varying dimension is rounded up to a multiple of it. side: which side of the first
+        dimension is padded. ``torch.from_numpy`` takes the result without a copy. Of a dense field: as `numpy()`.
         """
         if self.field.blob:
             raise self._unfit("padded")
@@ -261,9 +270,10 @@ class Column(ProcessBound):
     def arrow(self) -> pa.Array:
         """The rows as an Arrow array, over the same memory where Arrow has the layout.
 
-        Scalars become their Arrow type (bool is packed, which copies), dense rows fixed-size lists, ragged rows large_list, varied rows a
-        struct of `shape` and `values`, str large_string, bytes and MessagePack values large_binary. Arrow lacks bf16 and fp8: these become
-        their bits in uint16 and uint8. Complex numbers become fixed-size lists of two floats.
+        Scalars become their Arrow type (bool is packed, which copies), dense rows fixed-size lists, ragged rows
+        large_list, varied rows a struct of `shape` and `values`, str large_string, bytes and MessagePack values
+        large_binary. Arrow lacks bf16 and fp8: these become their bits in uint16 and uint8. Complex numbers become
+        fixed-size lists of two floats.
         """
         return arrow_array(self.field, self._load())
 
@@ -299,7 +309,8 @@ class Column(ProcessBound):
         return load(self._whole, placement) if self._cut is None else load_cut(self._whole, self._cut, placement)
 
     def forget(self) -> None:
-        """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch ends."""
+        """Drop the loaded rows, so that their memory is freed when no view of it is left. Called when the batch
+        ends."""
         if self._placement is not None:
             self._cell.clear()
 

@@ -1,10 +1,12 @@
-"""Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from where the rows lie.
+"""Parts of rows: a range or a share of each row's steps, and ranges of its inner dimensions, gathered from where the
+rows lie.
 
-A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a smaller shape. The first
-dimension costs nothing that is not wanted: the edges of each row move, and only the steps between them are read. Inner dimensions lie side by
-side in each step. Of short rows whole steps are read, a piece at a time, and copied once more: inner dimensions save bytes that cross, not time. Of
-long rows, such as tensors of weights, the wanted bytes alone are read, once, a piece at a time; runs of a piece are views. Who reads this memory
-itself gets long runs as views where they lie: of whole steps, or within each step.
+A *cut* of a field (`schema.Slice`) makes a column of another field (`schema.cut_field`): the same name and dtype, a
+smaller shape. The first dimension costs nothing that is not wanted: the edges of each row move, and only the steps
+between them are read. Inner dimensions lie side by side in each step. Of short rows whole steps are read, a piece at a
+time, and copied once more: inner dimensions save bytes that cross, not time. Of long rows, such as tensors of weights,
+the wanted bytes alone are read, once, a piece at a time; runs of a piece are views. Who reads this memory itself gets
+long runs as views where they lie: of whole steps, or within each step.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ CutStream = tuple[int, Iterator[U8]]
 
 
 def cut_ranges(first: tuple[int, int] | Share | None, edges: RowEdges) -> tuple[I64, I64]:
-    """The wanted steps of each row: starts and ends int64 ``[rows, ranges]``, within its edges. A zigzag share has two ranges a row."""
+    """The wanted steps of each row: starts and ends int64 ``[rows, ranges]``, within its edges. A zigzag share has two
+    ranges a row."""
     lengths = edges.last - edges.first
     if first is None:
         low, high = np.zeros_like(lengths)[:, None], lengths[:, None]
@@ -61,7 +64,8 @@ def inner_slices(field: Field, cut: Slice) -> list[slice]:
 
 
 def dense_slices(field: Field, cut: Slice) -> list[slice] | None:
-    """The ranges of all dimensions of a dense row, for an index of numpy; None for a zigzag share, which is two ranges."""
+    """The ranges of all dimensions of a dense row, for an index of numpy; None for a zigzag share, which is two
+    ranges."""
     first = cut.first
     if isinstance(first, Share):
         if first.zigzag:
@@ -92,8 +96,9 @@ def cut_stream(
 ) -> CutStream:
     """A block with the cut column of these rows (at least one), as `byte_stream.column_stream` gives uncut ones.
 
-    At most `piece_bytes` are gathered at a time, of short rows at most `piece_bytes` of wanted steps and at least one row. Pieces are at most that
-    long. ranges_from, room: as of `column_stream`; inner ranges are gathered unless their runs are as long, of short rows in new memory.
+    At most `piece_bytes` are gathered at a time, of short rows at most `piece_bytes` of wanted steps and at least one
+    row. Pieces are at most that long. ranges_from, room: as of `column_stream`; inner ranges are gathered unless their
+    runs are as long, of short rows in new memory.
     """
     starts, ends = _wanted(field, cut, placement)
     offsets = _summed((ends - starts).sum(axis=1))
@@ -129,7 +134,8 @@ def cut_stream(
 
 
 def cut_span(field: Field, cut: Slice, placement: RowPlacement) -> tuple[int, int]:
-    """The bytes of the only block of these rows between which the cut column lies, counted from the start of the block."""
+    """The bytes of the only block of these rows between which the cut column lies, counted from the start of the
+    block."""
     starts, ends = _wanted(field, cut, placement)
     filled = ends > starts
     if not filled.any():
@@ -219,8 +225,8 @@ def _boxes(values: np.ndarray[Any, Any], most: int) -> Iterator[np.ndarray[Any, 
 def _long_views(
     field: Field, cut: Slice, placement: RowPlacement, starts: I64, ends: I64, least: int
 ) -> list[U8] | None:
-    """The wanted bytes of all rows, in order, as views of their blocks; those that touch are one view. None if they have fewer than `least` bytes
-    in the mean."""
+    """The wanted bytes of all rows, in order, as views of their blocks; those that touch are one view. None if they
+    have fewer than `least` bytes in the mean."""
     step, inside, run = _step_bytes(field), np.zeros(1, np.int64), 0
     if cut.inner is not None:
         inside, run = _runs_of_step(field, cut)
@@ -241,7 +247,8 @@ def _long_views(
 
 
 def _runs_of_step(field: Field, cut: Slice) -> tuple[I64, int]:
-    """Where the runs of wanted bytes begin in one step, counted from its start, and how many bytes each has; 0: the step has none."""
+    """Where the runs of wanted bytes begin in one step, counted from its start, and how many bytes each has; 0: the
+    step has none."""
     sizes = [size or 0 for size in field.shape[1:]]
     whole = [range(size)[part] for size, part in zip(sizes, inner_slices(field, cut), strict=False)]
     bounds = [(part.start, part.stop) for part in whole] + [(0, size) for size in sizes[len(whole) :]]

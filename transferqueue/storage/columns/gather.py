@@ -1,7 +1,7 @@
 """Gathers the rows of one column into contiguous memory.
 
-Rows that are consecutive slots of one block are not copied: the result is a view of the block. Other rows are copied once, in their
-order:
+Rows that are consecutive slots of one block are not copied: the result is a view of the block. Other rows are copied
+once, in their order:
 
 - dense rows of one block by numpy's ``take``;
 - many short rows of one block by Arrow's ``take``, as large binary values;
@@ -36,8 +36,8 @@ TAKEN_SHARE: Final = 4
 class LoadedColumn(NamedTuple):
     """Gathered rows of a column.
 
-    values: of all rows in order, one-dimensional, of the stored dtype. offsets: int64 ``[rows + 1]``, from 0, None for a dense field.
-    shapes: int64 ``[rows, dimensions]``, None unless the field is varied.
+    values: of all rows in order, one-dimensional, of the stored dtype. offsets: int64 ``[rows + 1]``, from 0, None for
+    a dense field. shapes: int64 ``[rows, dimensions]``, None unless the field is varied.
     """
 
     rows: int
@@ -158,7 +158,8 @@ def _gather_varying(field: Field, placement: RowPlacement, spans: ColumnOffsets)
 
 
 class RowEdges(NamedTuple):
-    """The first and last offset of each row in its block, in offset steps, checked against the block: int64 ``[rows]``."""
+    """The first and last offset of each row in its block, in offset steps, checked against the block: int64
+    ``[rows]``."""
 
     first: I64
     last: I64
@@ -173,8 +174,8 @@ def row_edges(field: Field, placement: RowPlacement) -> RowEdges:
 def gather_values(
     field: Field, placement: RowPlacement, edges: RowEdges, start: int, stop: int, room: Room | None = None
 ) -> U8:
-    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory, or in that of `room` where that is faster:
-    ``uint8``. edges: of all rows.
+    """The values of rows ``start`` to ``stop`` of a column that is not dense, in order, in new memory, or in that of
+    `room` where that is faster: ``uint8``. edges: of all rows.
 
     `Corruption`, `BatchEnded` as of `load`.
     """
@@ -203,8 +204,8 @@ def gather_dense(field: Field, placement: RowPlacement, room: Room | None = None
 
 
 class ValueBounds(NamedTuple):
-    """Where the values of rows lie, in order: ``memory[lows[i]:highs[i]]``; rows that touch are one range. ends: the bytes up to the end of each range.
-    All but the memory are int64 ``[ranges]``."""
+    """Where the values of rows lie, in order: ``memory[lows[i]:highs[i]]``; rows that touch are one range. ends: the
+    bytes up to the end of each range. All but the memory are int64 ``[ranges]``."""
 
     memory: U8
     lows: I64
@@ -213,7 +214,8 @@ class ValueBounds(NamedTuple):
 
 
 def value_bounds(field: Field, placement: RowPlacement, edges: RowEdges) -> ValueBounds:
-    """Of one column, with any edges in steps of `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of `load`."""
+    """Of one column, with any edges in steps of `Field.row_bytes` (of dense rows: their slots). `BatchEnded` as of
+    `load`."""
     return bounds_of_all([field], placement, RowEdges(edges.first[None], edges.last[None]))[0]
 
 
@@ -259,7 +261,8 @@ def _edges(field: Field, placement: RowPlacement, spans: ColumnOffsets) -> RowEd
 
 
 def edges_of_all(fields: Sequence[Field], placement: RowPlacement) -> RowEdges:
-    """`row_edges` of columns (at least one) of rows that are no run, in a few steps for all: each int64 ``[fields, rows]``."""
+    """`row_edges` of columns (at least one) of rows that are no run, in a few steps for all: each int64
+    ``[fields, rows]``."""
     placement.blocks.live_memory()
     spans = [placement.blocks.spans(field) for field in fields]
     low, stretch = placement.blocks.stretch()
@@ -297,7 +300,8 @@ def _summed(lengths: I64) -> I64:
 
 
 def _taken(field: Field, placement: RowPlacement, spans: ColumnOffsets, start: int, stop: int, count: int) -> U8 | None:
-    """Rows ``start`` to ``stop``, copied by Arrow, if they are many short rows and a good part of one block; else None."""
+    """Rows ``start`` to ``stop``, copied by Arrow, if they are many short rows and a good part of one block; else
+    None."""
     step, wanted, block_of_row = field.row_bytes, stop - start, placement.block_of_row[start:stop]
     block = int(block_of_row[0])
     rows = int(placement.blocks.rows[block])

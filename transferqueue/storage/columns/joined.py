@@ -1,4 +1,5 @@
-"""Cuts bytes that lie apart into pieces of one size, and joins each piece in memory of its own, across rows and columns."""
+"""Cuts bytes that lie apart into pieces of one size, and joins each piece in memory of its own, across rows and
+columns."""
 
 from __future__ import annotations
 
@@ -14,8 +15,9 @@ Join = Callable[[Sequence[memoryview]], U8]
 
 
 JOINED_BYTES: Final = 256 * KIB
-"""Size of a joined piece. What is read, what is written, and what the kernel makes of it when it is sent fit the cache of a core together, and leave room
-for the interpreter: with pieces of 1 MiB a read of random rows took 7 % longer, and the steps between two pieces several times as long."""
+"""Size of a joined piece. What is read, what is written, and what the kernel makes of it when it is sent fit the cache
+of a core together, and leave room for the interpreter: with pieces of 1 MiB a read of random rows took 7 % longer, and
+the steps between two pieces several times as long."""
 
 
 RANGES_AT_ONCE: Final = 1024
@@ -23,7 +25,8 @@ RANGES_AT_ONCE: Final = 1024
 
 
 class PieceJoiner:
-    """Takes bytes in order, and gives them as pieces of `piece_bytes`. What a call gives must be taken before the next call."""
+    """Takes bytes in order, and gives them as pieces of `piece_bytes`. What a call gives must be taken before the next
+    call."""
 
     def __init__(self, join: Join, piece_bytes: int) -> None:
         self._join: Final = join
@@ -44,8 +47,8 @@ class PieceJoiner:
                 self._left -= len(rest)
 
     def add_ranges(self, memory: memoryview, lows: I64, highs: I64, ends: I64) -> Iterator[U8]:
-        """The next bytes: ``memory[lows[i]:highs[i]]`` of all ranges in order. ends: the bytes up to the end of each. A few steps for each piece, and
-        one for each range."""
+        """The next bytes: ``memory[lows[i]:highs[i]]`` of all ranges in order. ends: the bytes up to the end of each. A
+        few steps for each piece, and one for each range."""
         before = 0
         for at in range(0, len(ends), RANGES_AT_ONCE):
             first, last, until = (each[at : at + RANGES_AT_ONCE].tolist() for each in (lows, highs, ends))

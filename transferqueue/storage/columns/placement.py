@@ -1,8 +1,8 @@
 """Where the rows of a batch lie: its blocks in memory, and the block and slot of each row.
 
-All blocks of a batch are addressed as one stretch of memory, from the lowest address to the highest. Only bytes inside blocks are ever
-touched. So a few numpy operations find the places of thousands of rows in hundreds of blocks, without a loop over blocks. Offsets that
-other processes wrote are checked against their block before they are used.
+All blocks of a batch are addressed as one stretch of memory, from the lowest address to the highest. Only bytes inside
+blocks are ever touched. So a few numpy operations find the places of thousands of rows in hundreds of blocks, without a
+loop over blocks. Offsets that other processes wrote are checked against their block before they are used.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class Releasable(Protocol):
 
 
 class ColumnOffsets(NamedTuple):
-    """Where the buffers of one column begin in each block, in bytes from the block's start; -1: the block has no such buffer.
+    """Where the buffers of one column begin in each block, in bytes from the block's start; -1: the block has no such
+    buffer.
 
     Each is int64 ``[blocks]``. counts: the last offset of the column, see `schema.layout`.
     """
@@ -70,8 +71,8 @@ class ColumnOffsets(NamedTuple):
 class MappedBlocks:
     """Blocks in this process's memory. This object keeps the memory alive until `end`.
 
-    shapes: the layout of each block. memory: ``uint8 [nbytes]`` of each block, in the same order. fields: all fields of the blocks,
-    by name.
+    shapes: the layout of each block. memory: ``uint8 [nbytes]`` of each block, in the same order. fields: all fields of
+    the blocks, by name.
     """
 
     def __init__(self, shapes: Sequence[BlockLayout], memory: Sequence[U8], fields: Mapping[str, Field]) -> None:
@@ -120,7 +121,8 @@ class MappedBlocks:
         return memory
 
     def spans(self, field: Field) -> ColumnOffsets:
-        """Where a column lies in each block. `Corruption` if a block is too small for its layout, or lacks the column."""
+        """Where a column lies in each block. `Corruption` if a block is too small for its layout, or lacks the
+        column."""
         offsets = self._spans.get(field.name)
         if offsets is None:
             self._lay_out()
@@ -130,14 +132,16 @@ class MappedBlocks:
         return offsets
 
     def values(self, field: Field, block: int) -> tuple[U8, int]:
-        """The memory of one block, and the offset in it of the values of a column. Errors as of `spans` and `live_memory`."""
+        """The memory of one block, and the offset in it of the values of a column. Errors as of `spans` and
+        `live_memory`."""
         memory, offsets = self.live_memory(), self._spans.get(field.name)
         if offsets is None or self._merged:
             offsets = self.spans(field)
         return memory[block], offsets.values.item(block)
 
     def stretch(self) -> tuple[int, U8]:
-        """The lowest address of all blocks, and the memory from there to the end of the highest block. Touch only bytes inside blocks."""
+        """The lowest address of all blocks, and the memory from there to the end of the highest block. Touch only bytes
+        inside blocks."""
         if self._stretch is None:
             low, high = int(self.addresses.min()), int((self.addresses + self.sizes).max())
             self._stretch = low, array_at(low, high - low)
@@ -153,8 +157,8 @@ class MappedBlocks:
             self._lay_out_alike(names, members)
 
     def _lay_out_dense(self, shape: BlockLayout) -> bool:
-        """Lay out one block of dense columns from a cache: training batches have the same layout step after step. False if the block
-        has other columns."""
+        """Lay out one block of dense columns from a cache: training batches have the same layout step after step. False
+        if the block has other columns."""
         names, rows = shape.fields, shape.rows
         if any(shape.counts) or len(shape.counts) != len(names) or not 1 <= rows <= BLOCK_ROWS_MAX:
             return False
@@ -223,7 +227,8 @@ def _layout_of_dense(fields: tuple[Field, ...], rows: int) -> tuple[dict[str, Co
 
 
 def layouts(fields: Sequence[Field], rows: I64, counts: I64) -> tuple[list[ColumnOffsets], I64]:
-    """`schema.layout` of many blocks at once: the offsets of each field, and the size of each block in bytes, int64 ``[blocks]``.
+    """`schema.layout` of many blocks at once: the offsets of each field, and the size of each block in bytes, int64
+    ``[blocks]``.
 
     rows: int64 ``[blocks]``. counts: int64 ``[blocks, fields]``.
     """
@@ -277,7 +282,8 @@ def aligned_copy(memory: U8) -> U8:
 class RowPlacement:
     """The block and slot of each row, for columns that share blocks. `Corruption` for a row outside its block.
 
-    block_of_row, slot_of_row: int32 ``[rows]``. run: (block, first slot) if the rows are consecutive slots of one block, else None.
+    block_of_row, slot_of_row: int32 ``[rows]``. run: (block, first slot) if the rows are consecutive slots of one
+    block, else None.
     """
 
     __slots__ = ("_block_of_row", "_slot_of_row", "blocks", "rows", "run")

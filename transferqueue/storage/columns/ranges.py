@@ -1,9 +1,9 @@
 """Copies many ranges of one stretch of memory into one array.
 
 Ranges that touch are joined first. Few or long ranges are copied one by one (0.3 µs each for a slice and its share of a
-``concatenate``). Many short ranges are copied by Arrow's ``take``, as rows of a large binary array (0.04 µs each; Arrow lists and index
-arithmetic in numpy are ten times slower). Where there is memory already, slices of a `memoryview` are copied into it, 0.2 µs each: what costs most
-of a larger copy is fresh pages.
+``concatenate``). Many short ranges are copied by Arrow's ``take``, as rows of a large binary array (0.04 µs each; Arrow
+lists and index arithmetic in numpy are ten times slower). Where there is memory already, slices of a `memoryview` are
+copied into it, 0.2 µs each: what costs most of a larger copy is fresh pages.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ FEW_RANGES: Final = 128
 LONG_RANGE_BYTES: Final = 16 * KIB
 """Ranges of at least this mean length are copied one by one: the copy costs more than the call."""
 PLACED_RANGES_MAX: Final = 512
-"""Up to this many ranges are copied by slices into given memory however short they are; more of them if they have `PLACED_RANGE_BYTES_MIN` in the
-mean. Of 256 ranges of 4 KiB, which lie apart and in no cache, this takes 105 µs, ``concatenate`` 143 and Arrow 195."""
+"""Up to this many ranges are copied by slices into given memory however short they are; more of them if they have
+`PLACED_RANGE_BYTES_MIN` in the mean. Of 256 ranges of 4 KiB, which lie apart and in no cache, this takes 105 µs,
+``concatenate`` 143 and Arrow 195."""
 PLACED_RANGE_BYTES_MIN: Final = 512
 SPARSE_BYTES_MAX: Final = 64 * MIB
 """Arrow reserves memory by the mean length of all entries, with the gaps: at most this much more than needed."""
@@ -52,7 +53,8 @@ def _pieces(memory: U8, starts: I64, ends: I64) -> list[U8]:
 
 
 def places_best(count: int, total: int) -> bool:
-    """Whether so many ranges of `total` bytes are copied fastest into memory that is there already: otherwise Arrow's own is better."""
+    """Whether so many ranges of `total` bytes are copied fastest into memory that is there already: otherwise Arrow's
+    own is better."""
     return total > 0 and (count <= PLACED_RANGES_MAX or total >= PLACED_RANGE_BYTES_MIN * count)
 
 
@@ -106,7 +108,8 @@ def _filled(starts: I64, ends: I64) -> tuple[I64, I64]:
 
 
 def _take_apart(memory: U8, starts: I64, ends: I64, total: int) -> U8 | None:
-    """Copy by Arrow: the ranges and the gaps between them, ascending, are the entries of one array, and ``take`` selects the ranges.
+    """Copy by Arrow: the ranges and the gaps between them, ascending, are the entries of one array, and ``take``
+    selects the ranges.
 
     None if ranges overlap without being equal, or if the gaps would make Arrow reserve too much memory.
     """

@@ -1,7 +1,7 @@
 """What the queue asks of a device that computes with columns.
 
-`HostDevice` is the host itself; `transferqueue.storage.devices.torch_device` has the devices that torch knows. Any object with these methods may be
-given as ``device=`` instead.
+`HostDevice` is the host itself; `transferqueue.storage.devices.torch_device` has the devices that torch knows. Any
+object with these methods may be given as ``device=`` instead.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ class CopyEvent(Protocol):
         """Whether it has passed. Does not block."""
 
     def wait(self) -> None:
-        """Block until it has passed, and let other threads run. Raises what the device reports if it fails; then no copy runs any more."""
+        """Block until it has passed, and let other threads run. Raises what the device reports if it fails; then no
+        copy runs any more."""
 
 
 @runtime_checkable
 class Accelerator(Protocol):
     """A device. Safe from any thread; copies are done in the order in which they are begun.
 
-    name: such as ``"cuda:0"``. registers: whether the device reads memory of this process faster, and without blocking, once `register` knows
-    it. Otherwise `register` is never called.
+    name: such as ``"cuda:0"``. registers: whether the device reads memory of this process faster, and without blocking,
+    once `register` knows it. Otherwise `register` is never called.
     """
 
     name: str
@@ -43,19 +44,23 @@ class Accelerator(Protocol):
         """Memory of the host that the device reads without blocking; None: it reads any memory equally well."""
 
     def load(self, into: Any, source: U8) -> None:
-        """Begin to copy `source` into `into`, a tensor ``uint8`` of its size on the device. Neither may change before a later `record` has passed."""
+        """Begin to copy `source` into `into`, a tensor ``uint8`` of its size on the device. Neither may change before a
+        later `record` has passed."""
 
     def store(self, into: U8, source: Any) -> None:
-        """Begin to copy `source`, a tensor ``uint8``, into memory of the host, after what the calling thread's stream has done to it."""
+        """Begin to copy `source`, a tensor ``uint8``, into memory of the host, after what the calling thread's stream
+        has done to it."""
 
     def record(self) -> CopyEvent:
         """The event of all copies begun so far."""
 
     def hand_over(self, tensors: Sequence[Any], event: CopyEvent) -> None:
-        """Let what the calling thread asks of the device from now on come after `event`, and keep the memory of `tensors` until that is done."""
+        """Let what the calling thread asks of the device from now on come after `event`, and keep the memory of
+        `tensors` until that is done."""
 
     def register(self, address: int, nbytes: int) -> bool:
-        """Register these whole pages of the process for copies, for all devices of this class. False if that cannot be."""
+        """Register these whole pages of the process for copies, for all devices of this class. False if that cannot
+        be."""
 
     def unregister(self, address: int, nbytes: int) -> None:
         """End the registration of exactly these pages. No copy may use them."""

@@ -1,14 +1,17 @@
-"""The fence between copies and memory: what a copy reads or writes is kept until the device has said that the copy has ended.
+"""The fence between copies and memory: what a copy reads or writes is kept until the device has said that the copy has
+ended.
 
 Rules:
 
-1. Whoever begins a copy passes its event and all memory of it to `InFlight.hold`: views of pinned blocks, staging memory, uses of registered pages.
-2. One thread for each device waits for the events in their order, and then drops the memory. So pins return after the event and at no other
-   time, whoever has let go of them before: the batch, the tensors, the queue.
-3. If the device reports an error instead, whatever its type, no copy of it runs any more, and the memory is dropped. An error of one copy is logged, and the
-   thread goes on to the next.
-4. The thread ends `DEVICE_IDLE_S` after the last copy, and then gives up idle registrations, so that the arena's owner can return their pages. A put waits for
-   its own copy; it passes the event that has passed, so that the thread does this for processes that only put, too.
+1. Whoever begins a copy passes its event and all memory of it to `InFlight.hold`: views of pinned blocks, staging
+   memory, uses of registered pages.
+2. One thread for each device waits for the events in their order, and then drops the memory. So pins return after the
+   event and at no other time, whoever has let go of them before: the batch, the tensors, the queue.
+3. If the device reports an error instead, whatever its type, no copy of it runs any more, and the memory is dropped. An
+   error of one copy is logged, and the thread goes on to the next.
+4. The thread ends `DEVICE_IDLE_S` after the last copy, and then gives up idle registrations, so that the arena's owner
+   can return their pages. A put waits for its own copy; it passes the event that has passed, so that the thread does
+   this for processes that only put, too.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ EXIT_S: Final = 5.0
 
 
 class InFlight:
-    """The copies of one device that have begun and not ended. Safe from any thread. idle: called after `idle_s` without a copy."""
+    """The copies of one device that have begun and not ended. Safe from any thread. idle: called after `idle_s` without
+    a copy."""
 
     def __init__(self, name: str, idle: Callable[[], object], idle_s: float = DEVICE_IDLE_S) -> None:
         self._name, self._idle, self._idle_s = name, idle, idle_s
@@ -57,7 +61,8 @@ class InFlight:
     def hold(self, event: CopyEvent, memory: list[object], ended: Sequence[Callable[[], object]] = ()) -> None:
         """Keep `memory`, a list that the caller gives away, until the event has passed. Then call each of `ended`.
 
-        If the system starts no further thread, a warning is logged, and the memory is kept until a thread starts at a later call.
+        If the system starts no further thread, a warning is logged, and the memory is kept until a thread starts at a
+        later call.
         """
         with self._guard:
             self._held += 1

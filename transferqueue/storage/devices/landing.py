@@ -3,11 +3,14 @@
 Where a column's bytes come from:
 
 1. Rows in up to `RUNS_MAX` runs of pinned blocks: a copy of each run, straight from the registered pages of the arena.
-2. Rows in more runs, or in memory that is not registered: they are gathered once into memory that the device reads without blocking, and copied
-   from there. So it is with the runs of a part of each dense row, such as the columns of a matrix.
-3. A device that reads any memory equally well (`HostDevice`) gets rule 1 from the views themselves, and rule 2 gathered once.
+2. Rows in more runs, or in memory that is not registered: they are gathered once into memory that the device reads
+   without blocking, and copied from there. So it is with the runs of a part of each dense row, such as the columns of a
+   matrix.
+3. A device that reads any memory equally well (`HostDevice`) gets rule 1 from the views themselves, and rule 2 gathered
+   once.
 
-Every copy's memory is held until the device says that it has ended (`in_flight`). Values are as they were put: what a caller changed in a view stays there.
+Every copy's memory is held until the device says that it has ended (`in_flight`). Values are as they were put: what a
+caller changed in a view stays there.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ RUNS_MAX: Final = 64
 
 
 def accelerator(device: Any) -> Accelerator:
-    """The device that a caller names: ``"cuda:0"``, an index, a ``torch.device``, or an `Accelerator`. Imports torch. `UsageError` if it is not here."""
+    """The device that a caller names: ``"cuda:0"``, an index, a ``torch.device``, or an `Accelerator`. Imports torch.
+    `UsageError` if it is not here."""
     if isinstance(device, Accelerator):
         return device
     require_torch("torch")
@@ -50,14 +54,17 @@ def accelerator(device: Any) -> Accelerator:
 
 
 def lands(column: Column) -> bool:
-    """Whether a column is a tensor, and so can be on a device. Texts, bytes, plain values and rows of varied shapes stay on the host."""
+    """Whether a column is a tensor, and so can be on a device. Texts, bytes, plain values and rows of varied shapes
+    stay on the host."""
     return column.field.dense or column.field.ragged
 
 
 def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column]:
-    """Begin to copy these columns to the device. Returns them by name: `DeviceColumn`, or the column itself where that stays on the host.
+    """Begin to copy these columns to the device. Returns them by name: `DeviceColumn`, or the column itself where that
+    stays on the host.
 
-    Does not wait for the device. Blocks while rows are gathered and while pages are registered, once each. `OutOfMemory` if the device has no room.
+    Does not wait for the device. Blocks while rows are gathered and while pages are registered, once each.
+    `OutOfMemory` if the device has no room.
     """
     landing = _Landing(device)
     try:
@@ -71,7 +78,8 @@ def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column
 
 
 class LandedColumn(NamedTuple):
-    """What a column became on a device. memory: ``uint8``, of which the others are views. offsets, ends: of a ragged one."""
+    """What a column became on a device. memory: ``uint8``, of which the others are views. offsets, ends: of a ragged
+    one."""
 
     memory: Any
     values: Any
@@ -233,8 +241,8 @@ def _typed(memory: Any, column: Column, steps: int) -> Any:
 
 
 class DeviceColumn(Column):
-    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are those of the host, as of any column, and
-    so are all of rows that are chosen from it (``column[2:5]``)."""
+    """A column whose tensors are on a device. Its other values (`numpy`, `list`, `arrow`, rows by index) are those of
+    the host, as of any column, and so are all of rows that are chosen from it (``column[2:5]``)."""
 
     __slots__ = ("_device", "_event", "_landed")
 
@@ -252,7 +260,8 @@ class DeviceColumn(Column):
         return self._device.name
 
     def torch(self) -> Tensor:
-        """Dense rows: a tensor ``[rows, *shape]`` of the field's dtype on the device. What the calling thread's stream does with it comes after the copy."""
+        """Dense rows: a tensor ``[rows, *shape]`` of the field's dtype on the device. What the calling thread's stream
+        does with it comes after the copy."""
         if not self.field.dense:
             raise self._unfit("torch")
         return cast("Tensor", self._taken().values)

@@ -16,12 +16,13 @@ from transferqueue.storage.memory.mapping import granted_place
 from transferqueue.storage.memory.private_pages import array_at
 
 REGISTERED_FROM: Final = MIB
-"""Bytes from which a copy is worth registered pages. A put of less goes to pages that many puts share, some of them fresh each time."""
+"""Bytes from which a copy is worth registered pages. A put of less goes to pages that many puts share, some of them
+fresh each time."""
 
 
 def pack(tensors: Sequence[Any]) -> Any:
-    """The values of the tensors (at least one), row after row, as one tensor ``uint8`` on their device. None if they are on several, or the device
-    has no room for it: then copy them one by one."""
+    """The values of the tensors (at least one), row after row, as one tensor ``uint8`` on their device. None if they
+    are on several, or the device has no room for it: then copy them one by one."""
     torch = require_torch("torch")
     if len({tensor.device for tensor in tensors}) > 1:
         return None
@@ -35,8 +36,8 @@ def pack(tensors: Sequence[Any]) -> Any:
 def store(device: Accelerator, packed: Any, out: U8) -> None:
     """Copy packed values into `out`, which has their size. Blocks until the device has copied.
 
-    If `out` is granted memory of a mapped arena, its pages are registered, and the copy goes there at the speed of the bus. Returns or raises only when
-    no copy can write there any more.
+    If `out` is granted memory of a mapped arena, its pages are registered, and the copy goes there at the speed of the
+    bus. Returns or raises only when no copy can write there any more.
     """
     registered = _registered(device, out)
     pieces = [out] if registered is None else [array_at(*piece) for piece in registered.pieces]

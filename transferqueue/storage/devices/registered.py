@@ -2,14 +2,15 @@
 
 Rules (docs/decisions/0051):
 
-1. A third mapping of the arena, shared, is made when the first device reads. Views are never registered: they are private, so registering would copy
-   every page and freeze it.
-2. Pages are registered once, in regions of at most `ARENA_STEP_BYTES`, and only pages that the file has: registering a sparse arena would back all of it. When
-   the arena grows, new pages become regions of their own.
-3. Before pages are registered this process holds them (`page_holds`), so the arena's owner does not return them to the system, and a region is never
-   stale. Where it cannot, such as while the owner returns them, nothing is registered, and the caller copies another way.
-4. A region that a copy uses stays. Others are given up, the longest unused first, when `DEVICE_REGISTERED_BYTES` would be passed, and all of them
-   when no copy came for `DEVICE_IDLE_S`.
+1. A third mapping of the arena, shared, is made when the first device reads. Views are never registered: they are
+   private, so registering would copy every page and freeze it.
+2. Pages are registered once, in regions of at most `ARENA_STEP_BYTES`, and only pages that the file has: registering a
+   sparse arena would back all of it. When the arena grows, new pages become regions of their own.
+3. Before pages are registered this process holds them (`page_holds`), so the arena's owner does not return them to the
+   system, and a region is never stale. Where it cannot, such as while the owner returns them, nothing is registered,
+   and the caller copies another way.
+4. A region that a copy uses stays. Others are given up, the longest unused first, when `DEVICE_REGISTERED_BYTES` would
+   be passed, and all of them when no copy came for `DEVICE_IDLE_S`.
 """
 
 from __future__ import annotations
@@ -53,7 +54,8 @@ class MappedArena(Protocol):
 
 
 class _Region:
-    """Bytes [start, end) of the arena, registered with `device`. uses: copies under way. used: when the last one began (monotonic)."""
+    """Bytes [start, end) of the arena, registered with `device`. uses: copies under way. used: when the last one began
+    (monotonic)."""
 
     __slots__ = ("device", "end", "start", "used", "uses")
 
@@ -100,8 +102,8 @@ class RegisteredPages:
         return sum(region.end - region.start for region in self._regions)
 
     def range(self, device: Accelerator, offset: int, nbytes: int) -> RegisteredRange | None:
-        """Registered memory that is exactly these bytes of the arena, which the caller has pinned or may write. Registers what is not yet. None
-        if some of it cannot be."""
+        """Registered memory that is exactly these bytes of the arena, which the caller has pinned or may write.
+        Registers what is not yet. None if some of it cannot be."""
         used: list[_Region] = []
         pieces: list[tuple[int, int]] = []
         start, end = offset, offset + nbytes
@@ -150,7 +152,8 @@ class RegisteredPages:
         return region if region is not None and start < region.end else None
 
     def _register(self, device: Accelerator, start: int, end: int) -> _Region | None:
-        """Register the pages from `start` on, with those around them that the file has, up to the next region and within one slice."""
+        """Register the pages from `start` on, with those around them that the file has, up to the next region and
+        within one slice."""
         if self._refused or self._fd < 0 or os.getpid() != self._pid:
             return None
         low, high = self._room(start)
@@ -224,7 +227,8 @@ _unused: Final[deque[RegisteredPages]] = deque()
 
 
 def registered_pages(arena: MappedArena, device: Accelerator) -> RegisteredPages:
-    """What this process has registered of the arena with this kind of device. `OutOfMemory` if the arena cannot be mapped once more."""
+    """What this process has registered of the arena with this kind of device. `OutOfMemory` if the arena cannot be
+    mapped once more."""
     close_unused()
     with _guard:
         of_arena = _known.setdefault(arena, {})
@@ -236,7 +240,8 @@ def registered_pages(arena: MappedArena, device: Accelerator) -> RegisteredPages
 
 
 def registered_range(place: ArenaPlace | None, device: Accelerator, nbytes: int) -> RegisteredRange | None:
-    """Registered memory for these bytes, which the caller has pinned or may write. None for memory of no arena, or if it cannot be registered."""
+    """Registered memory for these bytes, which the caller has pinned or may write. None for memory of no arena, or if
+    it cannot be registered."""
     if place is None:
         return None
     try:

@@ -1,4 +1,5 @@
-"""The devices that torch knows: any of its accelerators through ``torch.Stream`` and ``torch.Event``, CUDA with registered memory.
+"""The devices that torch knows: any of its accelerators through ``torch.Stream`` and ``torch.Event``, CUDA with
+registered memory.
 
 CUDA devices were written for without one: the page `transferqueue docs engines` says what was never run.
 """
@@ -28,7 +29,8 @@ _log: Final = logging.getLogger("transferqueue.client")
 
 
 def device_of(device: Any) -> Accelerator:
-    """The device that torch names so: ``"cuda:0"``, an index, a ``torch.device``. `UsageError` if there is none, or it holds no values."""
+    """The device that torch names so: ``"cuda:0"``, an index, a ``torch.device``. `UsageError` if there is none, or it
+    holds no values."""
     torch = require_torch("torch")
     try:
         place = torch.device(device)
@@ -87,7 +89,8 @@ def _opened(kind: str, index: int, pid: int) -> Accelerator:
 
 
 class TorchDevice:
-    """A device of torch, with a stream of its own for copies. Pageable memory is copied through page-locked memory of torch."""
+    """A device of torch, with a stream of its own for copies. Pageable memory is copied through page-locked memory of
+    torch."""
 
     registers = False
 
@@ -120,13 +123,14 @@ class TorchDevice:
                 memory: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.place)
         except self._torch.OutOfMemoryError as error:
             raise OutOfMemory(
-                f"device {self.name} has no room for a column of {nbytes:,} bytes; lease fewer rows, or name fewer fields"
+                f"device {self.name} has no room for a column of {nbytes:,} bytes; lease fewer rows, or name fewer "
+                "fields"
             ) from error
         return memory
 
     def staging(self, nbytes: int) -> U8 | None:
-        """Page-locked memory of torch, which lends none anew before the copies out of it are done. If there is no more of it, other memory, from
-        which a copy takes several times as long."""
+        """Page-locked memory of torch, which lends none anew before the copies out of it are done. If there is no more
+        of it, other memory, from which a copy takes several times as long."""
         try:
             locked: U8 = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True).numpy()
         except RuntimeError as error:
@@ -175,7 +179,8 @@ class TorchDevice:
 
 
 class CudaDevice(TorchDevice):
-    """A CUDA device, which copies from the queue's shared memory at the speed of its bus once the pages are registered."""
+    """A CUDA device, which copies from the queue's shared memory at the speed of its bus once the pages are
+    registered."""
 
     registers = True
 
@@ -207,7 +212,8 @@ class CudaDevice(TorchDevice):
                 self._absorb_error()
 
     def _absorb_error(self) -> None:
-        """A refused call leaves an error that the next kernel of this thread would report as its own: let a small one take it."""
+        """A refused call leaves an error that the next kernel of this thread would report as its own: let a small one
+        take it."""
         with suppress(RuntimeError):
             self._torch.zeros(1, device=self.place).add_(1)
 

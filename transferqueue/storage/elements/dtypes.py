@@ -33,12 +33,14 @@ _STORED: Final[dict[str, np.dtype[Any]]] = {
 
 
 def stored_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype in which a field's values are stored: the same dtype, or unsigned integers of its size if numpy lacks it."""
+    """The numpy dtype in which a field's values are stored: the same dtype, or unsigned integers of its size if numpy
+    lacks it."""
     return _STORED[dtype]
 
 
 def shown_dtype(dtype: str) -> np.dtype[Any]:
-    """The numpy dtype in which users see a field's values; for bf16 and fp8, that of ml_dtypes. `UsageError` if there is none."""
+    """The numpy dtype in which users see a field's values; for bf16 and fp8, that of ml_dtypes. `UsageError` if there
+    is none."""
     if dtype not in TORCH_ONLY_DTYPES:
         return stored_dtype(dtype)
     extension = ml_dtype(dtype)
@@ -65,7 +67,8 @@ def dtype_of_numpy(dtype: np.dtype[Any], subject: str) -> str:
     if name in ITEM_BYTES and name not in BLOB_DTYPES and dtype.names is None:
         return name
     raise SchemaError(
-        f"{subject}: numpy dtype {shortened(str(dtype), SHOWN_CHARS)} cannot be stored; {_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
+        f"{subject}: numpy dtype {shortened(str(dtype), SHOWN_CHARS)} cannot be stored; "
+        f"{_REMEDIES.get(dtype.kind if dtype.kind != 'V' or dtype.fields else '', _REMEDY)}"
     )
 
 
@@ -109,7 +112,8 @@ def torch_dtype(dtype: str, torch: Any) -> Any:
 
 
 def as_array(tensor: Any, dtype: str) -> np.ndarray[Any, Any]:
-    """An array of the field's stored dtype over the memory of a CPU tensor. Copies only a lazily conjugated or negated tensor."""
+    """An array of the field's stored dtype over the memory of a CPU tensor. Copies only a lazily conjugated or negated
+    tensor."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if dtype not in NUMPY_DTYPES:
         torch = sys.modules["torch"]

@@ -1,9 +1,9 @@
 """Stores Python numbers as the elements of a column.
 
-Python numbers have no dtype, so they take that of the field. A number fits dtypes of its own kind and of any later kind in the order
-bool < int < float < complex, if it is in the dtype's range. A float may be rounded to float32; it must not overflow.
-Without a field the dtype is bool, int64, float64 or complex128, or that of the numpy scalars among the numbers.
-Numpy scalars count as numbers.
+Python numbers have no dtype, so they take that of the field. A number fits dtypes of its own kind and of any later kind
+in the order bool < int < float < complex, if it is in the dtype's range. A float may be rounded to float32; it must not
+overflow. Without a field the dtype is bool, int64, float64 or complex128, or that of the numpy scalars among the
+numbers. Numpy scalars count as numbers.
 """
 
 from __future__ import annotations

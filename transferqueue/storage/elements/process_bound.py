@@ -8,7 +8,8 @@ from transferqueue.errors import UsageError
 
 
 class ProcessBound:
-    """A handle on memory, a lease or a connection of this process. Pickling or copying it raises `UsageError`, which names `_remedy`."""
+    """A handle on memory, a lease or a connection of this process. Pickling or copying it raises `UsageError`, which
+    names `_remedy`."""
 
     __slots__ = ()
 
@@ -16,5 +17,6 @@ class ProcessBound:
 
     def __getstate__(self) -> NoReturn:
         raise UsageError(
-            f"a {type(self).__name__} belongs to the process that has it, and cannot be pickled or copied; {self._remedy}"
+            f"a {type(self).__name__} belongs to the process that has it, and cannot be pickled or copied; "
+            f"{self._remedy}"
         )

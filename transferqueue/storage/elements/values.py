@@ -1,8 +1,8 @@
 """Checks, encodes and decodes plain nested values, which are stored as MessagePack.
 
-Plain values are None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts (with keys of str or int) of these, nested
-at most `VALUE_DEPTH_MAX` deep. A tuple is read back as a list. Everything else is refused, also types that an encoder would turn into
-something similar (dates, sets, enums, numpy scalars). Nothing is pickled.
+Plain values are None, bool, int (64 bits), float, str, bytes, and lists, tuples and dicts (with keys of str or int) of
+these, nested at most `VALUE_DEPTH_MAX` deep. A tuple is read back as a list. Everything else is refused, also types
+that an encoder would turn into something similar (dates, sets, enums, numpy scalars). Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class _Check:
             return
         if kind is not dict and kind is not list and kind is not tuple:
             raise SchemaError(
-                f"{self.subject}: a value holds {kind.__module__}.{kind.__qualname__}; plain values are None, bool, int, float, "
-                "str, bytes, and lists and dicts of these; give arrays as columns of their own"
+                f"{self.subject}: a value holds {kind.__module__}.{kind.__qualname__}; plain values are None, bool, "
+                "int, float, str, bytes, and lists and dicts of these; give arrays as columns of their own"
             )
         self._enter(value)
         children: Any = value

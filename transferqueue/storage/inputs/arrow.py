@@ -28,8 +28,8 @@ def is_arrow(value: object) -> bool:
 
 
 def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
-    """Parse an Arrow column. Structures, maps, and lists of them or of text are returned as a list of plain values, which
-    the caller parses."""
+    """Parse an Arrow column. Structures, maps, and lists of them or of text are returned as a list of plain values,
+    which the caller parses."""
     import pyarrow as pa
 
     array = _checked(chunked(value, subject), subject)
@@ -52,8 +52,9 @@ def parse_arrow(value: Any, subject: str) -> Parsed | list[Any]:
 
 
 def _checked(array: Any, subject: str) -> Any:
-    """The array, if its offsets and indices stay within their data: Arrow does not look, and a process that follows them may read other memory
-    or die. Text and binary are checked where their lengths are taken: Arrow would decode all text."""
+    """The array, if its offsets and indices stay within their data: Arrow does not look, and a process that follows
+    them may read other memory or die. Text and binary are checked where their lengths are taken: Arrow would decode all
+    text."""
     import pyarrow as pa
 
     return array if _is_flat(array.type, pa) else _valid(array, subject)
@@ -122,8 +123,8 @@ def chunked(value: Any, subject: str) -> Any:
     except Exception as error:
         kind = type(value)
         raise SchemaError(
-            f"{subject}: {kind.__module__}.{kind.__qualname__} cannot be read as an Arrow column: {shortened(str(error), SHOWN_CHARS)}; "
-            "convert it to numpy or a list"
+            f"{subject}: {kind.__module__}.{kind.__qualname__} cannot be read as an Arrow column: "
+            f"{shortened(str(error), SHOWN_CHARS)}; convert it to numpy or a list"
         ) from error
 
 
@@ -191,7 +192,8 @@ def _parse_blobs(array: Any, dtype: str, subject: str) -> Parsed:
 
 
 def _check_text(chunks: Sequence[Any], parts: Sequence[tuple[I64, Array]], subject: str) -> None:
-    """Refuse text that is not UTF-8: Arrow does not check it. The check costs a tenth of the copy for ASCII, and as much as the copy else."""
+    """Refuse text that is not UTF-8: Arrow does not check it. The check costs a tenth of the copy for ASCII, and as
+    much as the copy else."""
     chunks, first = [chunk for chunk in chunks if len(chunk)], 0
     for chunk, (offsets, data) in zip(chunks, parts, strict=True):
         if data[offsets[0] : offsets[-1]].max(initial=0) > _ASCII_MAX:
@@ -275,7 +277,8 @@ def _leaf(chunk: Any, subject: str) -> Array:
 
 
 def _refuse_nulls(chunks: Sequence[Any], subject: str, levels: Sequence[I64] = ()) -> None:
-    """Refuse nulls among values in lists nested ``len(levels)`` deep; ``levels[i]`` has the lengths of the lists of depth i."""
+    """Refuse nulls among values in lists nested ``len(levels)`` deep; ``levels[i]`` has the lengths of the lists of
+    depth i."""
     nulls = sum(chunk.null_count for chunk in chunks)
     if not nulls:
         return

@@ -21,8 +21,9 @@ from transferqueue.text import counted
 class BlockWriter:
     """The columns of one block, and its layout. Writes the block.
 
-    rows: of the request. stored_rows: of the block. fields, counts: as `WrittenBlock` gives them. slots: for each row of the request its
-    slot in the block, int32 ``[rows]``; None if they are the same. nbytes: the size of the block. sum: its checksum, after `take_checksum`.
+    rows: of the request. stored_rows: of the block. fields, counts: as `WrittenBlock` gives them. slots: for each row
+    of the request its slot in the block, int32 ``[rows]``; None if they are the same. nbytes: the size of the block.
+    sum: its checksum, after `take_checksum`.
     """
 
     content: bytes = b""
@@ -49,7 +50,8 @@ class BlockWriter:
         """Write all columns, each in one pass, into `out`: `nbytes` bytes on a 64-byte boundary. Padding becomes zeros.
 
         Raises:
-            SchemaError: a column that must be finite has NaN or infinity. The bytes are written, and must not be committed.
+            SchemaError: a column that must be finite has NaN or infinity. The bytes are written, and must not be
+                committed.
         """
         block = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
         if len(block) != self.nbytes:
@@ -75,7 +77,8 @@ class BlockWriter:
             parallel_copy(jobs, self.nbytes)
 
     def take_checksum(self, block: memoryview | U8) -> None:
-        """Compute the checksum of the written block once, while it is in the cache. Further copies have the same checksum."""
+        """Compute the checksum of the written block once, while it is in the cache. Further copies have the same
+        checksum."""
         if self.sum == UNCHECKED:
             self.sum = checksum(block)
 
@@ -83,9 +86,10 @@ class BlockWriter:
 class InternedBlock(BlockWriter):
     """The block of one interned column, which is made at once: whether the table has it already depends on its bytes.
 
-    content: xxh3-128 of the bytes. Two blocks of the same content and layout are taken for equal: of a billion different ones, no two have the
-    same with a probability of 1 - 1.5e-21 (the birthday bound for 128 bits), if nobody makes them for that purpose. members: the rows of the
-    request that have its one value, if the column lies in several blocks (`interned_blocks`).
+    content: xxh3-128 of the bytes. Two blocks of the same content and layout are taken for equal: of a billion
+    different ones, no two have the same with a probability of 1 - 1.5e-21 (the birthday bound for 128 bits), if nobody
+    makes them for that purpose. members: the rows of the request that have its one value, if the column lies in several
+    blocks (`interned_blocks`).
     """
 
     __slots__ = ("_bytes", "content", "members")
@@ -119,13 +123,14 @@ class _WrittenValue(ValueSource):
 
 
 def may_intern(column: Prepared, *, are_new: bool) -> bool:
-    """Whether the values of an interned column may be shared with those of other commits. are_new: its rows are; others share single values alone."""
+    """Whether the values of an interned column may be shared with those of other commits. are_new: its rows are; others
+    share single values alone."""
     return column.interned and (are_new or column.stored_rows == 1 or _lies_apart(column))
 
 
 def interned_blocks(column: Prepared, *, checksums: bool) -> list[InternedBlock]:
-    """The blocks of an interned column: one for each different value if it has few, large ones, so that commits which mix them otherwise find
-    them again; else one with all of them."""
+    """The blocks of an interned column: one for each different value if it has few, large ones, so that commits which
+    mix them otherwise find them again; else one with all of them."""
     if not _lies_apart(column):
         return [InternedBlock(column, checksums=checksums)]
     blocks: dict[tuple[bytes, int], InternedBlock] = {}
@@ -183,7 +188,8 @@ def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:
 def _check_rows(first: Prepared, column: Prepared) -> None:
     if column.rows != first.rows:
         raise SchemaError(
-            f'field "{column.field.name}" has {counted(column.rows, "row")}, but field "{first.field.name}" has {first.rows}; all columns of '
+            f'field "{column.field.name}" has {counted(column.rows, "row")}, but field "{first.field.name}" has '
+            f"{first.rows}; all columns of "
             "one call have the same rows"
         )
 

@@ -1,4 +1,5 @@
-"""Looks for NaN and infinity among written values (`Field.finite`): where they lie, before the commit, in pieces that stay in the cache."""
+"""Looks for NaN and infinity among written values (`Field.finite`): where they lie, before the commit, in pieces that
+stay in the cache."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Numbers = NDArray[Any]
 
 
 def first_infinite(values: U8, dtype: str) -> tuple[int, Any] | None:
-    """The index and the value of the first element that is not finite; None if all are. values: the bytes of a column."""
+    """The index and the value of the first element that is not finite; None if all are. values: the bytes of a
+    column."""
     stored = values.view(stored_dtype(dtype))
     for first, piece in _pieces(stored):
         if not _all_finite(piece, dtype):

@@ -27,7 +27,8 @@ _UNNAMED_INDEX: Final = re.compile(r"__index_level_\d+__")
 
 
 def column_of(name: str, value: Any) -> Any:
-    """The column as Arrow's own if another library holds it, or in the form that keeps a `Column`; anything else as it is.
+    """The column as Arrow's own if another library holds it, or in the form that keeps a `Column`; anything else as it
+    is.
 
     `SchemaError` if its library cannot give it, or if it is a whole table.
     """
@@ -56,7 +57,8 @@ def _of_column(column: Column) -> Any:
 
 
 def fact_of(name: str, value: Any) -> Any:
-    """A fact of rows as a list, if it is an Arrow column; anything else as it is. `SchemaError` for a null, with its row."""
+    """A fact of rows as a list, if it is an Arrow column; anything else as it is. `SchemaError` for a null, with its
+    row."""
     return plain_values(value, name) if type(value) not in _NOT_ARROW and is_arrow(value) else value
 
 
@@ -75,8 +77,8 @@ def arrow_columns(frame: Any) -> dict[str, Any] | None:
     except Exception as error:
         kind = type(frame)
         raise SchemaError(
-            f"{kind.__module__}.{kind.__qualname__} cannot be read as an Arrow table: {shortened(str(error), SHOWN_CHARS)}; give a data "
-            "frame, or a single column by its name: put(name=column)"
+            f"{kind.__module__}.{kind.__qualname__} cannot be read as an Arrow table: "
+            f"{shortened(str(error), SHOWN_CHARS)}; give a data frame, or a single column by its name: put(name=column)"
         ) from error
     columns = {name: table.column(at) for at, name in enumerate(table.column_names)}
     if len(columns) < table.num_columns:

@@ -1,8 +1,8 @@
 """Reads columns from the Arrow files of a snapshot: the inverse of `Column.arrow`.
 
-Unlike in `prepare`, the field is known, and dtypes that Arrow lacks are stored as bits. The files are foreign input. The caller has
-let Arrow validate them fully (offsets, lengths, UTF-8) and has checked that each array has the type of its field. `columns_from_arrow`
-checks what Arrow does not know: nulls, shapes and plain values.
+Unlike in `prepare`, the field is known, and dtypes that Arrow lacks are stored as bits. The files are foreign input.
+The caller has let Arrow validate them fully (offsets, lengths, UTF-8) and has checked that each array has the type of
+its field. `columns_from_arrow` checks what Arrow does not know: nulls, shapes and plain values.
 """
 
 from __future__ import annotations

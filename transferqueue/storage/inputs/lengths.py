@@ -1,8 +1,9 @@
-"""Compares the lengths of columns before a byte is written: a field may have as many elements in each row as another one (`Field.like`).
+"""Compares the lengths of columns before a byte is written: a field may have as many elements in each row as another
+one (`Field.like`).
 
-Known are the lengths of the columns of one call, and those of columns that a lease or a read brought of the same rows. A field with the rule
-by its name alone keeps one of two conventions: a value for each token of the response, or for each of prompt and response together, perhaps
-without the first.
+Known are the lengths of the columns of one call, and those of columns that a lease or a read brought of the same rows.
+A field with the rule by its name alone keeps one of two conventions: a value for each token of the response, or for
+each of prompt and response together, perhaps without the first.
 """
 
 from __future__ import annotations
@@ -71,5 +72,6 @@ def _whole(response: I64, lengths: Lengths) -> I64 | None:
 def _unlike(field: Field, own: I64, wanted: I64, remedy: str) -> SchemaError:
     row = int(np.flatnonzero(own != wanted)[0])
     return SchemaError(
-        f'field "{field.name}": row {row} has {counted(own[row], "value")}, and its "{field.has_lengths_of}" has {wanted[row]}; {remedy}'
+        f'field "{field.name}": row {row} has {counted(own[row], "value")}, and its "{field.has_lengths_of}" has '
+        f"{wanted[row]}; {remedy}"
     )

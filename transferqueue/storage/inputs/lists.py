@@ -77,8 +77,8 @@ def _flat(memory: memoryview) -> bytes | memoryview:
 def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, subject: str) -> Parsed:
     """Parse rows that are lists: rectangles of numbers, or plain values if the field is not declared otherwise.
 
-    Rows of mixed kinds, and None among rows of another kind, are plain values only if a row is a dict: a single None must not turn a
-    column of token ids into plain values.
+    Rows of mixed kinds, and None among rows of another kind, are plain values only if a row is a dict: a single None
+    must not turn a column of token ids into plain values.
     """
     undeclared = field is None
     if _all(classes, *_LISTS):
@@ -88,7 +88,8 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
         if undeclared:
             return parse_values(rows, subject)
         raise SchemaError(
-            f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain values'
+            f'{subject}: a row is a list that is not a rectangle of numbers; declare dtype "value" to store plain '
+            "values"
         )
     if undeclared and any(issubclass(cls, dict) for cls in classes):
         return parse_values(rows, subject)  # a dict is clearly a plain value, and None may be one beside it
@@ -96,7 +97,8 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
         raise _missing(subject, "is None", next(at for at, row in enumerate(rows) if row is None))
     names = ", ".join(sorted(f"{cls.__module__}.{cls.__qualname__}".removeprefix("builtins.") for cls in classes))
     raise SchemaError(
-        f"{subject}: rows of type {shortened(names, SHOWN_CHARS)} are not a column; give numbers, text, bytes, arrays, tensors or lists of "
+        f"{subject}: rows of type {shortened(names, SHOWN_CHARS)} are not a column; give numbers, text, bytes, arrays, "
+        "tensors or lists of "
         'numbers, all of one kind, or plain values (dicts, or lists of anything; or declare dtype "value")'
     )
 
@@ -104,8 +106,10 @@ def _parse_nested(rows: Sequence[Any], classes: set[type], field: Field | None, 
 def _missing(subject: str, what: str, row: int) -> SchemaError:
     """The error for a missing value."""
     return SchemaError(
-        f"{subject}: row {row} {what}; a column has a value in each row: fill in one of the others' kind, such as 0 or an empty "
-        'list, and say in a second column which rows have one (a mask of True and False), or declare dtype "value" for plain values'
+        f"{subject}: row {row} {what}; a column has a value in each row: fill in one of the others' kind, such as 0 or "
+        "an empty "
+        'list, and say in a second column which rows have one (a mask of True and False), or declare dtype "value" for '
+        "plain values"
     )
 
 
@@ -169,7 +173,8 @@ Array = np.ndarray[Any, Any]
 
 
 def parse_array(array: Array, subject: str) -> Parsed | list[Any]:
-    """Parse one array over all rows. Numpy's own text and byte strings are returned as a list, which the caller parses."""
+    """Parse one array over all rows. Numpy's own text and byte strings are returned as a list, which the caller
+    parses."""
     _refuse_masked(array, subject)
     if array.dtype.kind in "UST":
         return array.tolist()  # type: ignore[no-any-return]

@@ -58,10 +58,11 @@ def only_rank(ranks: set[int], subject: str) -> int:
 
 
 def rectangles(levels: Sequence[I64]) -> I64 | None:
-    """The shapes, int64 ``[rows, dimensions]``, of rows that are lists nested ``len(levels)`` deep. None if a row is not a rectangle.
+    """The shapes, int64 ``[rows, dimensions]``, of rows that are lists nested ``len(levels)`` deep. None if a row is
+    not a rectangle.
 
-    levels: ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of the rows, and so on. A dimension that no
-    element determines is `UNKNOWN`.
+    levels: ``levels[0]`` has the length of each row, ``levels[1]`` that of each element of the rows, and so on. A
+    dimension that no element determines is `UNKNOWN`.
     """
     rows = len(levels[0])
     shapes = np.full((rows, len(levels)), UNKNOWN, np.int64)

@@ -1,19 +1,21 @@
 """Prepares the columns that a caller puts: parses them and checks them against their fields, before a byte is written.
 
-The queue never pads, renames or re-types. An input has one dtype and one raggedness. If they are not those of its field, the put is
-refused:
+The queue never pads, renames or re-types. An input has one dtype and one raggedness. If they are not those of its
+field, the put is refused:
 
 - one array over all rows (numpy, torch, Arrow of fixed size) is dense, and fits only a dense field;
 - a nested tensor is ragged, and fits only a ragged field;
-- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `RowsOf`) fit a dense field if all have its shape;
+- rows given one by one (lists of arrays, tensors or lists, Arrow lists, `RowsOf`) fit a dense field if all have its
+  shape;
 - Python numbers have no dtype and take that of the field (see `numbers`);
 - a single value for all rows (a number, text, bytes, dict, or an array of no dimensions) is stored once.
 
-An undeclared field is inferred. Rows given one by one have a varying first dimension; another dimension varies if it differs in this
-put. Lists that are not rectangles of numbers are plain values.
+An undeclared field is inferred. Rows given one by one have a varying first dimension; another dimension varies if it
+differs in this put. Lists that are not rectangles of numbers are plain values.
 
-A column has a value in each row. None among numbers, texts, arrays or lists is refused, and so are Arrow's nulls and numpy's masks: fill
-them, and give a mask as a second column. None is a value only inside plain values, and as a row among dicts. NaN is a number.
+A column has a value in each row. None among numbers, texts, arrays or lists is refused, and so are Arrow's nulls and
+numpy's masks: fill them, and give a mask as a second column. None is a value only inside plain values, and as a row
+among dicts. NaN is a number.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 class Repeat:
     """A column whose rows share values: ``values[i]`` is stored once for `counts` (or ``counts[i]``) consecutive rows.
 
-    ``Repeat(prompts, 8)`` is a column for groups of eight rows. values: any column input, not copied here. counts: one positive number
-    for all values, or one for each value. `SchemaError` for other values or counts.
+    ``Repeat(prompts, 8)`` is a column for groups of eight rows. values: any column input, not copied here. counts: one
+    positive number for all values, or one for each value. `SchemaError` for other values or counts.
 
     >>> import transferqueue as tq
     >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
@@ -64,7 +66,8 @@ class Repeat:
             self.counts: I64 = np.asarray(counts)
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise SchemaError(
-                f"Repeat: counts are not whole numbers: {shortened(str(error), SHOWN_CHARS)}; give one, or one for each value"
+                f"Repeat: counts are not whole numbers: {shortened(str(error), SHOWN_CHARS)}; give one, or one for "
+                "each value"
             ) from error
         if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
             raise SchemaError(f"Repeat: counts {shown(counts)} are not whole numbers; give one, or one for each value")
@@ -79,7 +82,8 @@ class Repeat:
         """The index of the value of each row, int32 ``[rows]``."""
         if self.counts.ndim and len(self.counts) != stored_rows:
             raise SchemaError(
-                f"{subject}: Repeat of {counted(stored_rows, 'value')} with {counted(len(self.counts), 'count')}; give one for each"
+                f"{subject}: Repeat of {counted(stored_rows, 'value')} with {counted(len(self.counts), 'count')}; give "
+                "one for each"
             )
         # Python integers: a sum of int64 wraps around
         total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
@@ -88,12 +92,13 @@ class Repeat:
 
 
 class Interned:
-    """A column whose values other puts into the table have too: an image that each row of a group brings, one put a row.
+    """A column whose values other puts into the table have too: an image that each row of a group brings, one put a
+    row.
 
-    ``table.put(image=Interned([image]), ...)`` stores each value once for all puts, updates, acks and releases that give the same bytes. values: any
-    column input, also a `Repeat`. Each of up to `CONTENTS_MAX` different values is found alone, if they have `INTERNED_BYTES_MIN` bytes each in the
-    mean. More values in one call of put are found again if all of them come together again. Else they are stored as usual, as are calls with fewer
-    bytes.
+    ``table.put(image=Interned([image]), ...)`` stores each value once for all puts, updates, acks and releases that
+    give the same bytes. values: any column input, also a `Repeat`. Each of up to `CONTENTS_MAX` different values is
+    found alone, if they have `INTERNED_BYTES_MIN` bytes each in the mean. More values in one call of put are found
+    again if all of them come together again. Else they are stored as usual, as are calls with fewer bytes.
 
     >>> import transferqueue as tq
     >>> image = tq.Interned([b"the same in sixteen puts" * 1024])
@@ -113,7 +118,8 @@ class Interned:
 
 
 class RowsOf:
-    """The rows of an array or tensor ``[rows, ...]``: as ``list(values)``, at the cost of one array. Does not copy `values`.
+    """The rows of an array or tensor ``[rows, ...]``: as ``list(values)``, at the cost of one array. Does not copy
+    `values`.
 
     For a ragged field, if all rows of this put have the same size.
     """
@@ -157,12 +163,14 @@ _VALUE: Final = Field("plain", "value")
 
 
 class Prepared:
-    """A column that fits its field, ready to be written. Keeps the caller's buffers, which must not change until they are written.
+    """A column that fits its field, ready to be written. Keeps the caller's buffers, which must not change until they
+    are written.
 
-    field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots: then the stored row
-    of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes: of the values, without offsets and
-    padding. interned: other puts may have the same values (`Interned`). finite: NaN and infinity are refused when the values are written;
-    False here, since a snapshot's columns were checked when they were put.
+    field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots:
+    then the stored row of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes:
+    of the values, without offsets and padding. interned: other puts may have the same values (`Interned`). finite: NaN
+    and infinity are refused when the values are written; False here, since a snapshot's columns were checked when they
+    were put.
     """
 
     __slots__ = (
@@ -191,8 +199,8 @@ class Prepared:
         self.interned = self.finite = False
 
     def jobs(self, out: U8, span: Span) -> list[Job]:
-        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together with the jobs that
-        this returns. The jobs may run in any order and in any threads. Each byte is written once."""
+        """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together
+        with the jobs that this returns. The jobs may run in any order and in any threads. Each byte is written once."""
         if span.shapes >= 0 and self.shapes is not None:
             _place(out, span.shapes, self.shapes)
         if span.offsets >= 0 and self.offsets is not None:
@@ -214,7 +222,8 @@ class Prepared:
         if found is not None:
             at, value = found
             raise SchemaError(
-                f'field "{self.field.name}": row {self._row_of(at)} has {value}, and values of this field are finite; mask it or drop the '
+                f'field "{self.field.name}": row {self._row_of(at)} has {value}, and values of this field are finite; '
+                "mask it or drop the "
                 "row, or declare the field with finite=False"
             )
 
@@ -225,7 +234,8 @@ class Prepared:
         return stored_row if self.slots is None else int(np.flatnonzero(self.slots == stored_row)[0])
 
     def row_lengths(self) -> I64:
-        """Elements of the first dimension (bytes of a blob) of each row of the request: tokens, where rows are tokens."""
+        """Elements of the first dimension (bytes of a blob) of each row of the request: tokens, where rows are
+        tokens."""
         if self.shapes is not None:
             lengths = self.shapes[:, 0]
         elif self.offsets is not None:
@@ -240,9 +250,9 @@ def prepare(
 ) -> Prepared:
     """Check a column against its field (None: infer one) without copying bulk bytes.
 
-    rows: of the request; a single value is then given to all of them. share: store values that rows repeat once, also where the caller does
-    not say so with `Repeat` (see `repeats`). Raises `SchemaError` if the value is not a column, does not fit `field`, or has another number
-    of rows.
+    rows: of the request; a single value is then given to all of them. share: store values that rows repeat once, also
+    where the caller does not say so with `Repeat` (see `repeats`). Raises `SchemaError` if the value is not a column,
+    does not fit `field`, or has another number of rows.
     """
     if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
         found = find_repeats(value) if share and len(value) > 1 else None
@@ -298,7 +308,8 @@ def _shared(prepared: Prepared, slots: I32 | None) -> Prepared:
 
 
 def _is_plain(array: np.ndarray[Any, Any], field: Field) -> bool:
-    """Whether the rows of an array are exactly what the field stores: nothing else has to be checked then. The most common column."""
+    """Whether the rows of an array are exactly what the field stores: nothing else has to be checked then. The most
+    common column."""
     same_rows = array.ndim > 0 and 0 < len(array) <= ROWS_PER_REQUEST_MAX and array.shape[1:] == field.shape
     return same_rows and array.dtype == NUMPY_DTYPES.get(field.dtype)
 
@@ -348,8 +359,8 @@ def _parse_other(value: Any, subject: str) -> Parsed | list[Any]:
     if isinstance(value, Sequence) and not isinstance(value, _REFUSED):
         return list(value)
     raise SchemaError(
-        f"{subject}: {type(value).__module__}.{type(value).__qualname__} is not a column; give a list, a numpy array, a torch "
-        "tensor or an Arrow array with one value for each row"
+        f"{subject}: {type(value).__module__}.{type(value).__qualname__} is not a column; give a list, a numpy array, "
+        "a torch tensor or an Arrow array with one value for each row"
     )
 
 
@@ -363,7 +374,8 @@ def _check_rows(rows: int, subject: str) -> None:
 def _fit(name: str, parsed: Parsed, field: Field | None, subject: str) -> Prepared:
     if field is not None and parsed.dtype != field.dtype:
         raise SchemaError(
-            f"{subject} is {field.describe()}, but the values are {parsed.dtype}; convert them, the store never re-types"
+            f"{subject} is {field.describe()}, but the values are {parsed.dtype}; convert them, the store never "
+            "re-types"
         )
     if isinstance(parsed, DenseInput):
         return _fit_dense(name, parsed, field, subject)
@@ -438,8 +450,8 @@ def _check_shapes(shapes: I64, field: Field, subject: str) -> None:
         if wrong is not None and wrong.any():
             row = int(np.flatnonzero(wrong)[0])
             raise SchemaError(
-                f"{subject} is {field.describe()}, but row {row} has shape {shapes[row].tolist()}; rows of different sizes need a "
-                "field declared with None in those dimensions"
+                f"{subject} is {field.describe()}, but row {row} has shape {shapes[row].tolist()}; rows of different "
+                "sizes need a field declared with None in those dimensions"
             )
 
 

@@ -4,16 +4,19 @@
 
 1. An expanded array has a stride of zero over its rows: all of them are the same memory.
 2. A list may have an object more than once, in any order.
-3. A row of an array may equal the row before it (`repeat_interleave`, ``values[[0, 0, 1, 1]]``), compared from `COMPARED_BYTES` a row.
+3. A row of an array may equal the row before it (`repeat_interleave`, ``values[[0, 0, 1, 1]]``), compared from
+   `COMPARED_BYTES` a row.
 
-`share_rows` looks at the parsed rows: views of the same memory, and neighbours with the same bytes: from `COMPARED_BYTES` in flat memory and
-among byte strings, from `COMPARED_APART_BYTES` where each row is an array of its own, which costs more to look at.
+`share_rows` looks at the parsed rows: views of the same memory, and neighbours with the same bytes: from
+`COMPARED_BYTES` in flat memory and among byte strings, from `COMPARED_APART_BYTES` where each row is an array of its
+own, which costs more to look at.
 
-Rows are shared only if that spares at least half of the column and, where they are not one array, `SAVED_BYTES`, since a column whose rows share values lies in a block of
-its own, and readers gather its rows. So a few rows spread over the column are looked at first; then three short samples of all neighbours; and
-the search ends when too few rows can repeat, or when it was mistaken too often: more than `MISTAKES_MAX` rows had the samples of their neighbours
-and other bytes, besides one for each row that was equal. Of the first look, one mistake is enough if more
-than `_LARGE_BYTES` had to be compared for it. A column that repeats nothing costs little more than the first look, which touches no other row.
+Rows are shared only if that spares at least half of the column and, where they are not one array, `SAVED_BYTES`, since
+a column whose rows share values lies in a block of its own, and readers gather its rows. So a few rows spread over the
+column are looked at first; then three short samples of all neighbours; and the search ends when too few rows can
+repeat, or when it was mistaken too often: more than `MISTAKES_MAX` rows had the samples of their neighbours and other
+bytes, besides one for each row that was equal. Of the first look, one mistake is enough if more than `_LARGE_BYTES` had
+to be compared for it. A column that repeats nothing costs little more than the first look, which touches no other row.
 
 Equal means: the same bytes. So 0.0 and -0.0 differ, and NaNs of the same bits do not.
 """
@@ -338,7 +341,8 @@ def _is_promising(
     row_bytes: Callable[[int], Any],
     equal: Callable[[Any, Any], bool] = _same_bytes,
 ) -> bool:
-    """Whether one of a few rows equals the row after it. If every row had a neighbour like it, one of `_probed_pairs` would."""
+    """Whether one of a few rows equals the row after it. If every row had a neighbour like it, one of `_probed_pairs`
+    would."""
     mistakes = 0
     for row in pairs:
         one, other = row_bytes(row), row_bytes(row + 1)
@@ -356,7 +360,8 @@ def _firsts(
     row_bytes: Callable[[int], Any],
     equal: Callable[[Any, Any], bool] = _same_bytes,
 ) -> I64 | None:
-    """The rows that do not repeat the row before them; None if too few repeat it. alike: whether row i + 1 may be equal to row i."""
+    """The rows that do not repeat the row before them; None if too few repeat it. alike: whether row i + 1 may be equal
+    to row i."""
     rows = len(alike) + 1
     if 2 * (rows - int(alike.sum())) > rows:
         return None

@@ -1,7 +1,7 @@
 """Sources of a column's values: each writes them in one pass into their place in a block.
 
-A source holds no second copy of bulk bytes. It keeps the caller's objects and copies straight from them into shared memory. The values
-of a column lie row after row in row-major order, in every layout.
+A source holds no second copy of bulk bytes. It keeps the caller's objects and copies straight from them into shared
+memory. The values of a column lie row after row in row-major order, in every layout.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class ValueSource(Protocol):
         """Fill `out` (``uint8``), which has exactly the size of the values."""
 
     def jobs(self, out: U8) -> list[Job]:
-        """Fill `out` together with the jobs that this returns. The jobs may run in any order and in any threads. By default there are none."""
+        """Fill `out` together with the jobs that this returns. The jobs may run in any order and in any threads. By
+        default there are none."""
         self.write(out)
         return []
 
@@ -76,7 +77,8 @@ class Arrays(ValueSource):
 
 
 class DeviceTensors(ValueSource):
-    """Torch tensors in order that are on a device. They are packed there and copied once, after what the calling thread's stream did to them."""
+    """Torch tensors in order that are on a device. They are packed there and copied once, after what the calling
+    thread's stream did to them."""
 
     def __init__(self, tensors: Sequence[Any], dtype: str) -> None:
         self.tensors, self.dtype = tensors, dtype

@@ -16,8 +16,8 @@ from transferqueue.storage.inputs.sources import Arrays, DeviceTensors, TensorMe
 from transferqueue.text import counted
 
 LOW_ADDRESS: Final = 1 << 40
-"""The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its view is offset: rows with
-such an address are looked at one by one."""
+"""The memory of a tensor mostly lies above. That of one whose storage was freed begins at 0, or as far above as its
+view is offset: rows with such an address are looked at one by one."""
 
 
 def is_tensor(value: object) -> bool:
@@ -73,7 +73,8 @@ def parse_tensors(rows: Sequence[Any], subject: str) -> Parsed:
 
 
 def _parse_flat(rows: Sequence[Any], dtype: str, torch: Any) -> RaggedInput | None:
-    """Parse plain one-dimensional rows, in half a microsecond each. None for other rows, which the caller parses one by one."""
+    """Parse plain one-dimensional rows, in half a microsecond each. None for other rows, which the caller parses one by
+    one."""
     if not set(map(type, rows)) <= _plain_classes(torch) or set(map(torch.Tensor.dim, rows)) != {1}:
         return None
     try:
@@ -157,7 +158,8 @@ def _refuse_unstorable(tensor: Any, subject: str) -> None:
 
 
 def _refuse_freed(tensor: Any, subject: str) -> None:
-    """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer the tensor's."""
+    """Refuse a tensor whose storage ends before its last value. torch does not: it would read memory that is no longer
+    the tensor's."""
     try:
         storage = tensor.untyped_storage().nbytes()
         strides = tensor.stride()
@@ -167,6 +169,6 @@ def _refuse_freed(tensor: Any, subject: str) -> None:
     nbytes = (tensor.storage_offset() + last + 1) * tensor.element_size()
     if nbytes > storage:
         raise SchemaError(
-            f"{subject}: a tensor whose values end at byte {nbytes:,} of a storage of {storage:,}: its memory was freed, as FSDP does with "
-            "parameters between their uses; gather it first"
+            f"{subject}: a tensor whose values end at byte {nbytes:,} of a storage of {storage:,}: its memory was "
+            "freed, as FSDP does with parameters between their uses; gather it first"
         )

@@ -2,14 +2,16 @@
 
 Rules:
 
-1. Every extent begins and ends on a page. Free ranges never overlap. Two free neighbours of the same temperature are merged at once.
-2. A free range is *warm* if it was allocated before and still has its pages. It is *cold* if it was never allocated, or if its pages
-   were returned to the system (`chill`). Warm ranges are used first: a write into fresh pages costs about ten times a copy into
-   existing pages.
-3. Within a temperature, the smallest range that suffices is used (best fit). Among equals it is the one freed last, whose page-table
-   entries and cache lines are most likely alive.
+1. Every extent begins and ends on a page. Free ranges never overlap. Two free neighbours of the same temperature are
+   merged at once.
+2. A free range is *warm* if it was allocated before and still has its pages. It is *cold* if it was never allocated, or
+   if its pages were returned to the system (`chill`). Warm ranges are used first: a write into fresh pages costs about
+   ten times a copy into existing pages.
+3. Within a temperature, the smallest range that suffices is used (best fit). Among equals it is the one freed last,
+   whose page-table entries and cache lines are most likely alive.
 4. A range that spans both temperatures is used only if no other range suffices.
-5. An extent must be freed exactly as it was allocated. Anything else is refused as a defect: otherwise two writers could share a page.
+5. An extent must be freed exactly as it was allocated. Anything else is refused as a defect: otherwise two writers
+   could share a page.
 """
 
 from __future__ import annotations
@@ -108,8 +110,8 @@ class Allocator:
         for offset, nbytes in sorted(extents):
             if offset < end or offset % PAGE_BYTES or nbytes < 1 or offset + nbytes > allocator.capacity:
                 raise Corruption(
-                    f"extent at {offset} of {nbytes} bytes is none of an arena of {allocator.capacity}: extents begin on a page "
-                    f"and do not overlap, and one ends at {end}; restore a snapshot"
+                    f"extent at {offset} of {nbytes} bytes is none of an arena of {allocator.capacity}: extents begin "
+                    f"on a page and do not overlap, and one ends at {end}; restore a snapshot"
                 )
             if offset > end:
                 allocator._cold.add(end, offset - end, 0)
@@ -139,7 +141,8 @@ class Allocator:
         return max((size for _, size in self._free_runs()), default=0)
 
     def allocate(self, nbytes: int) -> int | None:
-        """Allocate an extent of `nbytes`, rounded up to pages, and return its offset; None if no free range is large enough."""
+        """Allocate an extent of `nbytes`, rounded up to pages, and return its offset; None if no free range is large
+        enough."""
         if nbytes < 1:
             raise UsageError(f"an extent of {nbytes} bytes is not one; ask for at least 1")
         size = align(nbytes, PAGE_BYTES)
@@ -166,7 +169,8 @@ class Allocator:
         return start
 
     def free(self, offset: int, nbytes: int) -> None:
-        """Free an extent with the offset and size of its allocation. Anything else raises `InternalError` and changes nothing."""
+        """Free an extent with the offset and size of its allocation. Anything else raises `InternalError` and changes
+        nothing."""
         size = self._allocated.get(offset)
         if size is None:
             raise InternalError(f"extent at {offset} of {nbytes} bytes is not lent: freed twice, or never lent")
@@ -185,7 +189,8 @@ class Allocator:
         return start, size
 
     def coldest(self) -> Iterator[tuple[int, int]]:
-        """The warm free ranges ``(offset, nbytes)``, the longest unused first. `chill` may be called between two of them."""
+        """The warm free ranges ``(offset, nbytes)``, the longest unused first. `chill` may be called between two of
+        them."""
         for _, start in sorted((stamp, start) for start, stamp in self._warm.stamps.items()):
             yield start, self._warm.sizes[start]
 

@@ -2,19 +2,22 @@
 
 Rules:
 
-1. An arena is one sparse file. It has its full length from the start, so a process maps it once. The arena of a served queue is a
-   file (0600) in a private directory on shared memory. That of an embedded queue is a memfd, which vanishes with its process and does
-   not count against `/dev/shm`; other processes of the same user open it through `/proc`.
-2. An extent is granted only after the file system has allocated its pages (`ensure`). So a full file system raises `OutOfMemory` here,
-   and never SIGBUS in a worker. The server's loop allocates pages ahead of use, a little at a time (`grow`).
-3. Free pages are kept, up to a bound: they are fast to write. `trim` returns the longest unused free pages to the system until at most
-   ``KEEP_RATIO x used + KEEP_BYTES`` have pages. It acts only above ``TRIM_RATIO x used + TRIM_BYTES``, so a steady flow of puts and
-   frees never pays for fresh pages. With the weight of a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
-4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must lie in the same
-   file as the bytes (see `server.durability.journal_head`). Clients do not map it.
-5. Memory that a device has registered keeps its pages: after `MADV_REMOVE` and a new write the device would read the old pages for ever. So
-   the owner's process sets `before_punch`, which gives the registration up or refuses. `guard` is held over that call and the removal of the
-   pages: nobody registers between the two. Other processes hold the pages that they have registered (`page_holds`), and these stay too.
+1. An arena is one sparse file. It has its full length from the start, so a process maps it once. The arena of a served
+   queue is a file (0600) in a private directory on shared memory. That of an embedded queue is a memfd, which vanishes
+   with its process and does not count against `/dev/shm`; other processes of the same user open it through `/proc`.
+2. An extent is granted only after the file system has allocated its pages (`ensure`). So a full file system raises
+   `OutOfMemory` here, and never SIGBUS in a worker. The server's loop allocates pages ahead of use, a little at a time
+   (`grow`).
+3. Free pages are kept, up to a bound: they are fast to write. `trim` returns the longest unused free pages to the
+   system until at most ``KEEP_RATIO x used + KEEP_BYTES`` have pages. It acts only above
+   ``TRIM_RATIO x used + TRIM_BYTES``, so a steady flow of puts and frees never pays for fresh pages. With the weight of
+   a Python process this keeps the promise of at most 1.3 x live payload + 150 MiB.
+4. An arena may end with a *margin*: pages behind `capacity` that are never allocated. The owner stores there what must
+   lie in the same file as the bytes (see `server.durability.journal_head`). Clients do not map it.
+5. Memory that a device has registered keeps its pages: after `MADV_REMOVE` and a new write the device would read the
+   old pages for ever. So the owner's process sets `before_punch`, which gives the registration up or refuses. `guard`
+   is held over that call and the removal of the pages: nobody registers between the two. Other processes hold the pages
+   that they have registered (`page_holds`), and these stay too.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ _CANNOT_PUNCH: Final = frozenset({errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS, 
 def available_bytes(directory: Path | None) -> int:
     """The most bytes that an arena in this directory (None: a memfd) could have now.
 
-    For a directory: the free bytes of its file system. For a memfd: three quarters of the machine's memory, because only the
-    out-of-memory killer bounds a memfd.
+    For a directory: the free bytes of its file system. For a memfd: three quarters of the machine's memory, because
+    only the out-of-memory killer bounds a memfd.
     """
     if directory is None:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 4 * 3
@@ -58,14 +61,16 @@ def available_bytes(directory: Path | None) -> int:
 
 
 def surplus(backed: int, used: int) -> int:
-    """How many bytes to return to the system, in whole pages, if `backed` bytes have pages and `used` are allocated (rule 3)."""
+    """How many bytes to return to the system, in whole pages, if `backed` bytes have pages and `used` are allocated
+    (rule 3)."""
     if backed <= TRIM_RATIO * used + TRIM_BYTES:
         return 0
     return align(backed - int(KEEP_RATIO * used) - KEEP_BYTES, PAGE_BYTES)
 
 
 class Arena:
-    """A file of `capacity` bytes that gets pages as it is used. One thread owns it; `backed_runs` may be called by any, with `guard` held.
+    """A file of `capacity` bytes that gets pages as it is used. One thread owns it; `backed_runs` may be called by any,
+    with `guard` held.
 
     path: where other processes open it while this process lives. margin: bytes behind `capacity`.
     """
@@ -87,9 +92,9 @@ class Arena:
     def create(cls, directory: Path | None, capacity: int, *, margin: int = 0) -> Arena:
         """A new, empty arena of at most `capacity` bytes (rounded up to pages).
 
-        directory: an existing directory, preferably on shared memory; None: a memfd. margin: whole pages, zeros at first. Takes
-        address space, and pages for the margin only. `UsageError` for an invalid capacity or directory, `OutOfMemory` if the file
-        or its mapping cannot be made.
+        directory: an existing directory, preferably on shared memory; None: a memfd. margin: whole pages, zeros at
+        first. Takes address space, and pages for the margin only. `UsageError` for an invalid capacity or directory,
+        `OutOfMemory` if the file or its mapping cannot be made.
         """
         if capacity < 1:
             raise UsageError(f"an arena of {capacity} bytes is not one; give a positive size such as '8GiB'")
@@ -110,7 +115,8 @@ class Arena:
 
     @classmethod
     def attach(cls, file: Path, allocator: Allocator, *, margin: int = 0) -> Arena:
-        """The arena that an earlier process left at `file`. Keeps the allocated extents, and returns all other pages that no process holds.
+        """The arena that an earlier process left at `file`. Keeps the allocated extents, and returns all other pages
+        that no process holds.
 
         `Corruption` if the file does not exist, or does not have the allocator's capacity plus this margin.
         """
@@ -191,8 +197,8 @@ class Arena:
     def ensure(self, offset: int, nbytes: int) -> None:
         """Allocate pages for these bytes where they have none, so that writing them cannot fail.
 
-        Blocks while the kernel works (about 0.3 ms for each MiB of missing pages). `OutOfMemory` if the file system is full; the pages
-        that were there stay.
+        Blocks while the kernel works (about 0.3 ms for each MiB of missing pages). `OutOfMemory` if the file system is
+        full; the pages that were there stay.
         """
         if offset < 0 or nbytes < 1 or offset + nbytes > self.capacity:
             raise OutOfMemory(
@@ -204,9 +210,11 @@ class Arena:
                 self._back(start, align(end, PAGE_BYTES))
 
     def grow(self, start: int, end: int) -> bool:
-        """Allocate the next `ARENA_SLICE_BYTES` of missing pages in this range ahead of use. Returns whether more are missing.
+        """Allocate the next `ARENA_SLICE_BYTES` of missing pages in this range ahead of use. Returns whether more are
+        missing.
 
-        Blocks for less than 2 ms. Returns False if the file system is full; `ensure` reports that when the pages are needed.
+        Blocks for less than 2 ms. Returns False if the file system is full; `ensure` reports that when the pages are
+        needed.
         """
         end = min(end, self.capacity)
         for low, high in self._backed.gaps(start, end):
@@ -217,7 +225,8 @@ class Arena:
     def trim(self, allocator: Allocator) -> int:
         """Return pages of free extents to the system by rule 3. Returns how many bytes.
 
-        Cheap when nothing is due. Pages that a process holds stay, see `held`. Call it a moment after a free, not at once, so that a flow of puts finds warm pages.
+        Cheap when nothing is due. Pages that a process holds stay, see `held`. Call it a moment after a free, not at
+        once, so that a flow of puts finds warm pages.
         """
         self.held = False
         excess = surplus(self.backed, allocator.used)
@@ -231,8 +240,9 @@ class Arena:
         return returned
 
     def punch(self, offset: int, nbytes: int) -> None:
-        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused. Those that a device
-        may read now are returned by `punch_again`, or a later `punch`, unless `ensure` wants them before."""
+        """Return the pages of these bytes to the system, if the file system supports that. The bytes must be unused.
+        Those that a device may read now are returned by `punch_again`, or a later `punch`, unless `ensure` wants them
+        before."""
         if self._can_punch:
             with self.guard:
                 self._unreturned.add(offset, offset + nbytes)
@@ -249,7 +259,8 @@ class Arena:
                     self._backed.remove(start, end)
 
     def close(self, unlink: bool = True) -> None:
-        """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process that maps it.
+        """Unmap and close the file. unlink: also remove its name, so that its pages are freed with the last process
+        that maps it.
 
         Mappings of other processes stay valid. A second call does nothing.
         """
@@ -265,8 +276,9 @@ class Arena:
         error = self._allocates(start, end)
         if error is not None:
             raise OutOfMemory(
-                f"the arena at {self.path} cannot grow by {end - start} bytes ({error.strerror}): it has {self.backed}; {room(self.path)}; "
-                "free rows, enlarge the file system (for /dev/shm: mount -o remount,size=...), or lower arena_bytes"
+                f"the arena at {self.path} cannot grow by {end - start} bytes ({error.strerror}): it has "
+                f"{self.backed}; {room(self.path)}; free rows, enlarge the file system (for /dev/shm: mount -o "
+                "remount,size=...), or lower arena_bytes"
             ) from error
 
     def _allocates(self, start: int, end: int) -> OSError | None:

@@ -2,13 +2,13 @@
 
 Rules (docs/decisions/0025), which `testing.conformance.backings` checks:
 
-1. A backing is an address space of `capacity` bytes. The coordinator allocates it in extents: whole pages, each with an id that is
-   never reused. The coordinator decides which extents exist and who may use them (`server.shards.remote_shard`,
-   `server.shards.tickets`); a backing only stores bytes.
-2. Bytes that were committed read back unchanged until their extent is forgotten. Bytes that arrived and were not committed do not
-   count. A repeated write changes nothing.
-3. After `forget` returns, the bytes of the extent are not needed, and their memory is free (of an arena: once the pages are punched).
-   The same range may be allocated again under another id, with other bytes.
+1. A backing is an address space of `capacity` bytes. The coordinator allocates it in extents: whole pages, each with an
+   id that is never reused. The coordinator decides which extents exist and who may use them
+   (`server.shards.remote_shard`, `server.shards.tickets`); a backing only stores bytes.
+2. Bytes that were committed read back unchanged until their extent is forgotten. Bytes that arrived and were not
+   committed do not count. A repeated write changes nothing.
+3. After `forget` returns, the bytes of the extent are not needed, and their memory is free (of an arena: once the pages
+   are punched). The same range may be allocated again under another id, with other bytes.
 4. If bytes are lost or differ, the backing raises `ShardLost`. It never returns other bytes.
 """
 
@@ -49,16 +49,16 @@ class IncomingWrite(Protocol):
         """Let `read` put the next bytes where they belong, and return how many. Does not block."""
 
     def commit(self, *, last: bool) -> None:
-        """Commit the bytes that have arrived; the caller has compared their checksums. last: the write is complete, and is stored when
-        this returns.
+        """Commit the bytes that have arrived; the caller has compared their checksums. last: the write is complete, and
+        is stored when this returns.
 
         May block until the store's own deadline, then `Unreachable`; `OutOfMemory` if the store has no room.
         """
 
 
 class Backing(Protocol):
-    """The bytes of one shard. The thread of the bulk endpoint calls `begin_write` and `read`; the thread that executes the coordinator's
-    commands calls the rest."""
+    """The bytes of one shard. The thread of the bulk endpoint calls `begin_write` and `read`; the thread that executes
+    the coordinator's commands calls the rest."""
 
     path: str
     """The file that processes of this host map instead of using the endpoint; "": there is none."""
@@ -66,7 +66,8 @@ class Backing(Protocol):
     """Bytes, in whole pages."""
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """Reserve room for these bytes, if the store can do that in advance. `OutOfMemory`, with nothing changed, if there is none."""
+        """Reserve room for these bytes, if the store can do that in advance. `OutOfMemory`, with nothing changed, if
+        there is none."""
 
     def punch(self, offset: int, nbytes: int) -> None:
         """These bytes are unused now: their room may be freed."""
@@ -75,15 +76,16 @@ class Backing(Protocol):
         """Begin a write of exactly these bytes. `UsageError` if it overlaps an earlier write and does not repeat it."""
 
     def read(self, ranges: Sequence[Range]) -> list[U8]:
-        """Committed bytes: ``uint8 [nbytes]`` for each range. The caller must not write to them. They are valid until their extent is
-        forgotten.
+        """Committed bytes: ``uint8 [nbytes]`` for each range. The caller must not write to them. They are valid until
+        their extent is forgotten.
 
-        May block as `IncomingWrite.commit`. `ShardLost` if bytes are lost for good, `Unreachable` if they may come back.
+        May block as `IncomingWrite.commit`. `ShardLost` if bytes are lost for good, `Unreachable` if they may come
+        back.
         """
 
     def forget(self, extent: int) -> None:
-        """The bytes of this extent are not needed any more; an unknown extent is ignored. Call it only when no write into the extent is
-        in progress."""
+        """The bytes of this extent are not needed any more; an unknown extent is ignored. Call it only when no write
+        into the extent is in progress."""
 
     def forget_others(self, extents_to: int, extents: Collection[int]) -> None:
         """Forget all extents with ids below `extents_to` except these."""
@@ -93,8 +95,8 @@ class Backing(Protocol):
 
 
 class ArenaBacking:
-    """An arena as a backing: bytes are received into it and sent from it without a copy. The caller closes the arena, also while this
-    is used: this has a mapping of its own."""
+    """An arena as a backing: bytes are received into it and sent from it without a copy. The caller closes the arena,
+    also while this is used: this has a mapping of its own."""
 
     def __init__(self, arena: Arena) -> None:
         self.path, self.capacity = arena.path, arena.capacity
@@ -118,7 +120,8 @@ class ArenaBacking:
         return [self.memory[each.offset : each.end] for each in ranges]
 
     def forget(self, extent: int) -> None:
-        """Does nothing: the pages stay until they are allocated again or `punch` frees them, because fresh pages are slow."""
+        """Does nothing: the pages stay until they are allocated again or `punch` frees them, because fresh pages are
+        slow."""
 
     def forget_others(self, extents_to: int, extents: Collection[int]) -> None:
         """Does nothing, as `forget`."""

@@ -1,8 +1,8 @@
 """A pool of receive buffers.
 
-A write into fresh pages costs several times a copy into existing pages. So a buffer returns to the pool when the last view of it is
-collected, and serves the next column of about its size. Finalizers return buffers and must take no lock: the pool has one deque for
-each size, all made at the start.
+A write into fresh pages costs several times a copy into existing pages. So a buffer returns to the pool when the last
+view of it is collected, and serves the next column of about its size. Finalizers return buffers and must take no lock:
+the pool has one deque for each size, all made at the start.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ SMALLEST_POOLED: Final = 64 * KIB
 _STEPS: Final = 4
 """Sizes per doubling: a new buffer is at most a quarter larger than its content."""
 _SIZES_TRIED: Final = 3
-"""A free buffer that is larger by so many sizes less one is used, too: batches of ragged rows differ in size, and fresh pages for 8 MiB take 14 ms."""
+"""A free buffer that is larger by so many sizes less one is used, too: batches of ragged rows differ in size, and fresh
+pages for 8 MiB take 14 ms."""
 
 
 def _sizes() -> list[int]:
@@ -34,7 +35,8 @@ def _sizes() -> list[int]:
 
 
 class BufferPool:
-    """Buffers on 64-byte boundaries. Safe from any thread, and from finalizers. kept_bytes: the most that free buffers hold."""
+    """Buffers on 64-byte boundaries. Safe from any thread, and from finalizers. kept_bytes: the most that free buffers
+    hold."""
 
     def __init__(self, kept_bytes: int = RECEIVED_KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
@@ -42,7 +44,8 @@ class BufferPool:
         self._free: dict[int, deque[U8]] = {size: deque() for size in self._sizes}
 
     def take(self, nbytes: int) -> U8:
-        """A buffer ``uint8 [nbytes]`` with arbitrary content. The caller owns it until it and all views of it are collected."""
+        """A buffer ``uint8 [nbytes]`` with arbitrary content. The caller owns it until it and all views of it are
+        collected."""
         size, raw = self._free_for(nbytes) if nbytes >= SMALLEST_POOLED else (0, None)
         if raw is None:
             raw = self._fresh((size or nbytes) + ALIGNMENT, pooled=nbytes >= SMALLEST_POOLED)
@@ -72,7 +75,8 @@ class BufferPool:
             return None
 
     def _return(self, size: int, once: list[U8]) -> None:
-        """once: holds the buffer until it is returned. A finalizer that an interrupt stopped runs again and finds it empty."""
+        """once: holds the buffer until it is returned. A finalizer that an interrupt stopped runs again and finds it
+        empty."""
         raw = once.pop() if once else None
         if raw is None:
             return

@@ -1,5 +1,5 @@
-"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a disk. Digests
-(xxh3-128) tell the contents of shared blocks apart."""
+"""Checksums of blocks (xxh3-64): computed before bytes leave a process, checked after they arrive or are read from a
+disk. Digests (xxh3-128) tell the contents of shared blocks apart."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Memory into which pieces of bytes are joined, one after another, used again and again.
 
-A copy into memory that is in the cache costs less than one into other memory, and fresh pages cost as much as the copy. `io.BytesIO` copies a list of
-pieces without a step of Python for each: of 256 pieces of 4 KiB, which lie apart, it takes 110 µs, and a loop of slices 174.
+A copy into memory that is in the cache costs less than one into other memory, and fresh pages cost as much as the copy.
+`io.BytesIO` copies a list of pieces without a step of Python for each: of 256 pieces of 4 KiB, which lie apart, it
+takes 110 µs, and a loop of slices 174.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from transferqueue.storage.elements.dtypes import U8
 class JoinBuffers:
     """At most `kept` buffers that are used again; beyond them each join has its own. Used by one thread.
 
-    nbytes: of each at the start, so that joins of so many bytes, or less, take no more memory than that: a buffer grows by an eighth.
+    nbytes: of each at the start, so that joins of so many bytes, or less, take no more memory than that: a buffer grows
+    by an eighth.
     """
 
     def __init__(self, kept: int, nbytes: int = 0) -> None:
@@ -25,7 +27,8 @@ class JoinBuffers:
         self._buffers: list[io.BytesIO] = []
 
     def join(self, pieces: Sequence[memoryview]) -> U8:
-        """A copy of these pieces, in order: ``uint8``. Its memory is used again when the last view of it is collected."""
+        """A copy of these pieces, in order: ``uint8``. Its memory is used again when the last view of it is
+        collected."""
         return np.frombuffer(self._filled(pieces), np.uint8)
 
     def _filled(self, pieces: Sequence[memoryview]) -> memoryview:

@@ -2,18 +2,20 @@
 
 Invariants:
 
-1. A process maps the arena twice: once to write into granted extents (``MAP_SHARED``) and once to view rows (``MAP_PRIVATE``). Changes
-   that a user makes in a view are invisible to other processes and to other batches of this process.
-2. A *mapped range* is the part of one extent that one reply names. The server keeps its blocks pinned until `on_release` gets their
-   ids. That happens exactly once, after the last array, tensor, Arrow buffer or memoryview over them was collected here.
-3. Before that call, the private copies of its pages are dropped (``MADV_DONTNEED``). So the next view of the extent, even after the
-   extent was reused, shows the file and never a stale copy. Only whole pages can be dropped, and blocks of small puts share pages;
-   therefore pages are dropped by extent.
-4. At most one mapped range at a time uses the arena-wide mapping for an extent. A second range of the same extent gets its own mapping,
-   and ends by unmapping it. Otherwise a page that one batch changed in place could show the next batch old bytes where a neighbour was
-   put since.
-5. Finalizers run in any thread, also inside a garbage collection in this module's own code. They take no lock: claiming an extent is
-   one atomic ``dict.setdefault``, ending the claim one ``dict.pop``.
+1. A process maps the arena twice: once to write into granted extents (``MAP_SHARED``) and once to view rows
+   (``MAP_PRIVATE``). Changes that a user makes in a view are invisible to other processes and to other batches of this
+   process.
+2. A *mapped range* is the part of one extent that one reply names. The server keeps its blocks pinned until
+   `on_release` gets their ids. That happens exactly once, after the last array, tensor, Arrow buffer or memoryview over
+   them was collected here.
+3. Before that call, the private copies of its pages are dropped (``MADV_DONTNEED``). So the next view of the extent,
+   even after the extent was reused, shows the file and never a stale copy. Only whole pages can be dropped, and blocks
+   of small puts share pages; therefore pages are dropped by extent.
+4. At most one mapped range at a time uses the arena-wide mapping for an extent. A second range of the same extent gets
+   its own mapping, and ends by unmapping it. Otherwise a page that one batch changed in place could show the next batch
+   old bytes where a neighbour was put since.
+5. Finalizers run in any thread, also inside a garbage collection in this module's own code. They take no lock: claiming
+   an extent is one atomic ``dict.setdefault``, ending the claim one ``dict.pop``.
 6. A forked child owns no pins: its finalizers release nothing.
 """
 
@@ -64,8 +66,8 @@ class BlockPlace(Protocol):
 class Pins(list[int]):
     """Block ids whose pins are to be released. The sender empties the list, so that passing it twice does no harm.
 
-    copied: few bytes, which were copied: the release may wait until something else is sent. total: the number of ids at first.
-    counted: whether the owner of the mapping has subtracted them from its count of pins.
+    copied: few bytes, which were copied: the release may wait until something else is sent. total: the number of ids at
+    first. counted: whether the owner of the mapping has subtracted them from its count of pins.
     """
 
     __slots__ = ("copied", "counted", "total")
@@ -78,7 +80,8 @@ class Pins(list[int]):
 
 
 Release = Callable[[Pins], object]
-"""Takes the ids of blocks whose pins are to be released. Called from any thread; must not block, take locks or raise."""
+"""Takes the ids of blocks whose pins are to be released. Called from any thread; must not block, take locks or
+raise."""
 
 
 class _Pages:
@@ -99,7 +102,8 @@ def _discard(fd: int, address: int, capacity: int, pid: int) -> None:
 
 
 class Mapping:
-    """One arena, mapped into this process. Safe from any thread. Views stay valid after `close`, until they are collected."""
+    """One arena, mapped into this process. Safe from any thread. Views stay valid after `close`, until they are
+    collected."""
 
     def __init__(self, fd: int, path: str, capacity: int, on_release: Release) -> None:
         self.path, self.capacity = path, capacity
@@ -112,19 +116,20 @@ class Mapping:
     def open(cls, path: str, capacity: int, on_release: Release) -> Mapping:
         """Map the arena at `path`, as the server's `Welcome` names it. on_release: see `Release`.
 
-        `Disconnected` if the file cannot be opened, `ProtocolError` if it has fewer than `capacity` bytes, `OutOfMemory` if this
-        process may not map so much.
+        `Disconnected` if the file cannot be opened, `ProtocolError` if it has fewer than `capacity` bytes,
+        `OutOfMemory` if this process may not map so much.
         """
         try:
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 raise OutOfMemory(
-                    f"the arena {path} cannot be opened: {error.strerror}; raise the limit of this process (ulimit -n), or close queues that are not used"
+                    f"the arena {path} cannot be opened: {error.strerror}; raise the limit of this process (ulimit "
+                    "-n), or close queues that are not used"
                 ) from error
             raise Disconnected(
-                f"the arena {path} cannot be opened ({error.strerror}): its server is gone, is another user's, or is not on "
-                "this machine"
+                f"the arena {path} cannot be opened ({error.strerror}): its server is gone, is another user's, or is "
+                "not on this machine"
             ) from error
         try:
             _check_size(fd, path, capacity)
@@ -136,7 +141,8 @@ class Mapping:
             raise OutOfMemory(f"the arena {path} of {capacity} bytes cannot be mapped: {error}") from error
 
     def writable(self, offset: int, nbytes: int) -> memoryview:
-        """A writable view of these bytes, which other processes see. They must be inside an extent granted to this session."""
+        """A writable view of these bytes, which other processes see. They must be inside an extent granted to this
+        session."""
         pages, shared = self._pages, self._shared
         if pages is None or shared is None or os.getpid() != pages.pid:
             self._open_pages()  # raises, unless another thread closes the arena now
@@ -150,12 +156,13 @@ class Mapping:
         return memoryview(self._shared)[offset : offset + nbytes]
 
     def pin(self, blocks: Iterable[BlockPlace]) -> dict[int, U8]:
-        """The bytes of the blocks that one reply names, by block id: each ``uint8 [nbytes]``, writable, with changes private.
+        """The bytes of the blocks that one reply names, by block id: each ``uint8 [nbytes]``, writable, with changes
+        private.
 
-        `on_release` gets each id exactly once, after the last view of the blocks of its extent from this call was collected. Keep the
-        arrays, or anything made from them, as long as the bytes are needed. Copies and reads no bytes. `Corruption` if a block is
-        outside the arena, `OutOfMemory` if nothing more can be mapped. After an error `on_release` gets nothing, and the caller still
-        owns the pins.
+        `on_release` gets each id exactly once, after the last view of the blocks of its extent from this call was
+        collected. Keep the arrays, or anything made from them, as long as the bytes are needed. Copies and reads no
+        bytes. `Corruption` if a block is outside the arena, `OutOfMemory` if nothing more can be mapped. After an error
+        `on_release` gets nothing, and the caller still owns the pins.
         """
         pages = self._open_pages()
         members: dict[int, dict[int, BlockPlace]] = {}
@@ -173,8 +180,9 @@ class Mapping:
         return {block: memory for mapped in ranges for block, memory in mapped.arrays(self._on_release).items()}
 
     def copies(self, blocks: Iterable[BlockPlace]) -> dict[int, U8]:
-        """The bytes of the blocks, by block id: each ``uint8 [nbytes]``, this process's own. Nothing is mapped and `on_release` gets nothing,
-        so the caller may return the pins now. For small blocks this is less work than `pin`. Errors as of `pin`."""
+        """The bytes of the blocks, by block id: each ``uint8 [nbytes]``, this process's own. Nothing is mapped and
+        `on_release` gets nothing, so the caller may return the pins now. For small blocks this is less work than `pin`.
+        Errors as of `pin`."""
         self._open_pages()
         memory: dict[int, U8] = {}
         for block in blocks:
@@ -217,7 +225,8 @@ def _pages_of(members: Sequence[BlockPlace]) -> tuple[int, int]:
 
 
 class _MappedRange:
-    """The part of one extent that one reply names: in the arena-wide mapping if no other range uses the extent, else in its own."""
+    """The part of one extent that one reply names: in the arena-wide mapping if no other range uses the extent, else in
+    its own."""
 
     __slots__ = ("_address", "_extent", "_members", "_nbytes", "_on_release", "_pages", "_pins", "_start", "_unmap")
 
@@ -264,7 +273,8 @@ class ArenaPlace(NamedTuple):
 
 
 def pinned_place(memory: np.ndarray[Any, Any]) -> ArenaPlace | None:
-    """Where the bytes of this array lie, if it is a view of pinned blocks: as long as it lives they stay. None for other memory, such as a copy."""
+    """Where the bytes of this array lie, if it is a view of pinned blocks: as long as it lives they stay. None for
+    other memory, such as a copy."""
     mapped = getattr(end_of_views(memory), "__self__", None)
     if not isinstance(mapped, _MappedRange):
         return None

@@ -1,18 +1,20 @@
-"""A backing that stores bytes as objects in a key-value store: the memory of many hosts, a directory, or any other store with keys.
+"""A backing that stores bytes as objects in a key-value store: the memory of many hosts, a directory, or any other
+store with keys.
 
 Rules, in addition to those of `storage.memory.backing`:
 
-1. Objects never change. A committed write is one object, or several of about `OBJECT_BYTES`. Each has a key that is used once: a prefix
-   that no other shard has, and a number. Only this process knows which object holds which bytes, and each object's checksum.
-2. A write that repeats the same bytes at the same place is not stored again. Other bytes at the same place replace the old object
-   after the new one is stored. A write that crosses the edge of an earlier write is refused.
-3. If the store has lost an object, or returns other bytes, the shard is lost: the backing calls `on_lost` once, and raises `ShardLost`
-   from then on. If the store only does not answer, nothing is lost yet.
-4. A write in progress holds `OBJECT_BYTES` and one frame. A reader holds the blocks that it asked for, and shares them with all readers
-   of the same blocks, so all readers together hold no more than the shard's content. `OBJECTS_KEPT_BYTES` of the blocks read last
-   stay cached.
-5. Objects that the store fails to remove are removed with the next `forget`, at `close`, or by the sweep for dead shards
-   (`cluster.stores`).
+1. Objects never change. A committed write is one object, or several of about `OBJECT_BYTES`. Each has a key that is
+   used once: a prefix that no other shard has, and a number. Only this process knows which object holds which bytes,
+   and each object's checksum.
+2. A write that repeats the same bytes at the same place is not stored again. Other bytes at the same place replace the
+   old object after the new one is stored. A write that crosses the edge of an earlier write is refused.
+3. If the store has lost an object, or returns other bytes, the shard is lost: the backing calls `on_lost` once, and
+   raises `ShardLost` from then on. If the store only does not answer, nothing is lost yet.
+4. A write in progress holds `OBJECT_BYTES` and one frame. A reader holds the blocks that it asked for, and shares them
+   with all readers of the same blocks, so all readers together hold no more than the shard's content.
+   `OBJECTS_KEPT_BYTES` of the blocks read last stay cached.
+5. Objects that the store fails to remove are removed with the next `forget`, at `close`, or by the sweep for dead
+   shards (`cluster.stores`).
 """
 
 from __future__ import annotations
@@ -46,16 +48,20 @@ _log: Final = logging.getLogger("transferqueue.shard")
 
 
 class ObjectStore(Protocol):
-    """A key-value store of bytes; `testing.conformance.stores` checks an implementation. Called from any thread, one call at a time.
+    """A key-value store of bytes; `testing.conformance.stores` checks an implementation. Called from any thread, one
+    call at a time.
 
-    Each call must end by a deadline of the store's own, and raise `Unreachable` if that passes or the store fails otherwise.
+    Each call must end by a deadline of the store's own, and raise `Unreachable` if that passes or the store fails
+    otherwise.
     """
 
     def put(self, key: str, content: memoryview) -> None:
-        """Store these bytes (at least one) under the key. The caller may reuse the memory afterwards. `OutOfMemory` if there is no room."""
+        """Store these bytes (at least one) under the key. The caller may reuse the memory afterwards. `OutOfMemory` if
+        there is no room."""
 
     def get(self, wanted: Sequence[tuple[str, memoryview]]) -> None:
-        """Fill each memory with the object of its key. `NotFound` if an object is missing, or does not have the size of the memory."""
+        """Fill each memory with the object of its key. `NotFound` if an object is missing, or does not have the size of
+        the memory."""
 
     def remove(self, keys: Sequence[str]) -> None:
         """Remove these objects. Missing keys are ignored."""
@@ -74,7 +80,8 @@ class _Object(NamedTuple):
 
 
 class ObjectBacking:
-    """A backing of at most `capacity` bytes in a store, which the caller closes. prefix: of its keys; no other shard may use it."""
+    """A backing of at most `capacity` bytes in a store, which the caller closes. prefix: of its keys; no other shard
+    may use it."""
 
     path: str = ""
 
@@ -124,8 +131,9 @@ class ObjectBacking:
             for existing in self._overlapping(place):
                 if existing.place.offset < place.offset or existing.place.end > place.end:
                     raise UsageError(
-                        f"a write of bytes {place.offset} to {place.end} of extent {place.extent} refused: it crosses the edge of "
-                        f"bytes {existing.place.offset} to {existing.place.end}, which were written before; write into a piece of its own"
+                        f"a write of bytes {place.offset} to {place.end} of extent {place.extent} refused: it crosses "
+                        f"the edge of bytes {existing.place.offset} to {existing.place.end}, which were written "
+                        "before; write into a piece of its own"
                     )
         return _ObjectWrite(self, place, self._object_bytes)
 
@@ -191,7 +199,8 @@ class ObjectBacking:
                 into[:] = memory[at : at + into.nbytes]
 
     def _parts(self, wanted: Range, memory: U8) -> Iterator[tuple[_Object, int, U8]]:
-        """The objects that make up a range: each with the offset of the part inside it, and the memory where that part belongs."""
+        """The objects that make up a range: each with the offset of the part inside it, and the memory where that part
+        belongs."""
         if wanted.extent not in self._extents and wanted.nbytes:
             raise Disconnected(f"extent {wanted.extent} has nothing, or was freed since; ask for the rows again")
         reached = wanted.offset

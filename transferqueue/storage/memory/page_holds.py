@@ -1,11 +1,12 @@
 """Holds on pages of an arena: while a process has one, the arena's owner does not return these pages to the system.
 
-A device that has registered memory keeps the pages that were there. If the owner returned them (``MADV_REMOVE``) and the file got new ones, the
-device would read the old bytes for ever, and what it writes would be lost. So a process that registers pages takes a shared lock on their
-bytes of the arena's file, and the owner returns only pages on which it gets an exclusive one.
+A device that has registered memory keeps the pages that were there. If the owner returned them (``MADV_REMOVE``) and
+the file got new ones, the device would read the old bytes for ever, and what it writes would be lost. So a process that
+registers pages takes a shared lock on their bytes of the arena's file, and the owner returns only pages on which it
+gets an exclusive one.
 
-The kernel keeps these locks (Linux, open file description locks). It releases them when their process dies, however that happens; they
-need no message, and a server that starts again finds them.
+The kernel keeps these locks (Linux, open file description locks). It releases them when their process dies, however
+that happens; they need no message, and a server that starts again finds them.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ _NO_LOCKS: Final = frozenset({errno.EINVAL, errno.ENOLCK, errno.EOPNOTSUPP, errn
 
 
 def open_again(fd: int) -> int:
-    """The file of `fd`, opened once more for reading and writing: holds taken with the result are its own, and end when it is closed."""
+    """The file of `fd`, opened once more for reading and writing: holds taken with the result are its own, and end when
+    it is closed."""
     try:
         return os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
@@ -34,7 +36,8 @@ def open_again(fd: int) -> int:
 
 
 def hold(fd: int, start: int, end: int) -> bool:
-    """Hold the pages of ``[start, end)``. False, and nothing is held, if their owner returns some of them now, or the file system has no locks."""
+    """Hold the pages of ``[start, end)``. False, and nothing is held, if their owner returns some of them now, or the
+    file system has no locks."""
     return _locked(fd, fcntl.F_RDLCK, start, end) is True
 
 
@@ -83,7 +86,8 @@ def _other(fd: int, start: int, end: int) -> tuple[int, int] | None:
 
 
 def _locked(fd: int, kind: int, start: int, end: int) -> bool | None:
-    """Whether the lock was taken; None: the file system has none. Of no bytes there is nothing to take: a length of 0 would mean all that follow."""
+    """Whether the lock was taken; None: the file system has none. Of no bytes there is nothing to take: a length of 0
+    would mean all that follow."""
     if start >= end:
         return True
     try:

@@ -1,7 +1,7 @@
 """Copies large memory with several threads.
 
-numpy releases the GIL while it copies, and one core does not use the whole memory bandwidth. The threads are started for one copy and
-end with it (0.1 ms, while 32 MiB take 3 ms), so no thread idles, and a fork finds none of them.
+numpy releases the GIL while it copies, and one core does not use the whole memory bandwidth. The threads are started
+for one copy and end with it (0.1 ms, while 32 MiB take 3 ms), so no thread idles, and a fork finds none of them.
 """
 
 from __future__ import annotations

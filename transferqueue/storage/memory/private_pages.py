@@ -1,8 +1,9 @@
 """Private mappings of a file, and numpy arrays over raw addresses with a callback when their last view is collected.
 
-`mmap.mmap` does not fit: it duplicates a file descriptor for each mapping (a batch may need hundreds), and views of an array do not
-keep its object alive. So this module calls the C library, and makes an array of an address through ``__array_interface__``. numpy, torch
-and Arrow keep the exporting object alive through any chain of views, and Python collects it after the last view.
+`mmap.mmap` does not fit: it duplicates a file descriptor for each mapping (a batch may need hundreds), and views of an
+array do not keep its object alive. So this module calls the C library, and makes an array of an address through
+``__array_interface__``. numpy, torch and Arrow keep the exporting object alive through any chain of views, and Python
+collects it after the last view.
 """
 
 from __future__ import annotations
@@ -44,19 +45,21 @@ _mmap, _munmap, _madvise = _library()
 
 
 def map_private(fd: int, offset: int, nbytes: int, at: int | None = None) -> int:
-    """Map these pages of a file, private and writable, and return the address. at: replace the mapping at this address."""
+    """Map these pages of a file, private and writable, and return the address. at: replace the mapping at this
+    address."""
     address = _mmap(at, nbytes, _READ_WRITE, _PRIVATE | (_FIXED if at is not None else 0), fd, offset)
     if address is None or address == _FAILED:
         reason = os.strerror(ctypes.get_errno())
         raise OutOfMemory(
-            f"{nbytes} bytes of the arena cannot be mapped ({reason}); raise vm.max_map_count or the address-space limit, "
-            "or hold fewer batches at once"
+            f"{nbytes} bytes of the arena cannot be mapped ({reason}); raise vm.max_map_count or the address-space "
+            "limit, or hold fewer batches at once"
         )
     return int(address)
 
 
 def map_shared(fd: int, nbytes: int) -> int:
-    """Map the first `nbytes` of a file, shared and writable, and return the address. Takes address space, and no page."""
+    """Map the first `nbytes` of a file, shared and writable, and return the address. Takes address space, and no
+    page."""
     address = _mmap(None, nbytes, _READ_WRITE, _SHARED, fd, 0)
     if address is None or address == _FAILED:
         reason = os.strerror(ctypes.get_errno())
@@ -74,7 +77,8 @@ def unmap(address: int, nbytes: int) -> None:
 def unmap_once(address: int, nbytes: int) -> Callable[[], object]:
     """A function that removes a mapping at its first call and does nothing afterwards.
 
-    Each call is a single call of C code, so an interrupt comes before or after it: the mapping is always removed, and never twice.
+    Each call is a single call of C code, so an interrupt comes before or after it: the mapping is always removed, and
+    never twice.
     """
     return partial(deque, starmap(_munmap, iter([(address, nbytes)])), 0)
 
@@ -108,10 +112,12 @@ class _Exporter:
     watch: _Watch | None
 
     def __del__(self) -> None:
-        """Call the callback. Python calls this once (PEP 442). It costs a tenth of a `weakref.finalize`, and a batch has hundreds.
+        """Call the callback. Python calls this once (PEP 442). It costs a tenth of a `weakref.finalize`, and a batch
+        has hundreds.
 
-        An interrupt (KeyboardInterrupt, or an error of another signal handler) may stop it before its first instruction; Python
-        prints the error and goes on. So C code, which no interrupt stops, then puts the watch into `_collected`.
+        An interrupt (KeyboardInterrupt, or an error of another signal handler) may stop it before its first
+        instruction; Python prints the error and goes on. So C code, which no interrupt stops, then puts the watch into
+        `_collected`.
         """
         if self.watch is not None:
             self.watch.end()
@@ -125,8 +131,8 @@ _add_collected: Final[Any] = _collected.append
 
 
 def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
-    """Make `end_interrupted` call `ended` after `subject` was collected, in case an interrupt stopped the subject's own finalizer.
-    `ended` must do nothing if that finalizer has done its work."""
+    """Make `end_interrupted` call `ended` after `subject` was collected, in case an interrupt stopped the subject's own
+    finalizer. `ended` must do nothing if that finalizer has done its work."""
     watch = _Watch(subject, _add_collected)
     watch.ended = ended
     _watches[id(watch)] = watch
@@ -134,8 +140,8 @@ def when_gone(subject: object, ended: Callable[[], object]) -> _Watch:
 
 
 def end_interrupted() -> None:
-    """Call the callbacks of collected objects whose finalizer was interrupted. Any thread may call this; only a thread that handles no
-    signals (any but the main thread) cannot be interrupted again."""
+    """Call the callbacks of collected objects whose finalizer was interrupted. Any thread may call this; only a thread
+    that handles no signals (any but the main thread) cannot be interrupted again."""
     while _collected:
         try:
             watch = _collected.popleft()
@@ -146,10 +152,12 @@ def end_interrupted() -> None:
 
 
 def array_at(address: int, nbytes: int, ended: Callable[[], object] | None = None, owner: object = None) -> U8:
-    """A writable array ``uint8 [nbytes]`` over raw memory. `ended` is called, in any thread, when its last view is collected.
+    """A writable array ``uint8 [nbytes]`` over raw memory. `ended` is called, in any thread, when its last view is
+    collected.
 
-    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of this process's code, so it must
-    take no lock. If an interrupt stops it, it is called again, so it must be safe to repeat. It is not called at interpreter exit.
+    owner: kept alive as long as any view. `ended` may run inside a garbage collection at any point of this process's
+    code, so it must take no lock. If an interrupt stops it, it is called again, so it must be safe to repeat. It is not
+    called at interpreter exit.
     """
     exporter = _Exporter()
     exporter.__array_interface__ = {

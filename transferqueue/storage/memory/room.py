@@ -7,13 +7,15 @@ from pathlib import Path
 
 
 def free_bytes(path: Path | str) -> tuple[int, int]:
-    """The bytes that are free for this user in the file system of `path`, which must exist, and all bytes of that file system."""
+    """The bytes that are free for this user in the file system of `path`, which must exist, and all bytes of that file
+    system."""
     stat = os.statvfs(path)
     return stat.f_bavail * stat.f_frsize, stat.f_blocks * stat.f_frsize
 
 
 def room(path: Path | str) -> str:
-    """For an error text: ``/dev/shm has 4,096 of 67,108,864 bytes free``, or that the machine's memory holds it. Of a file: its directory."""
+    """For an error text: ``/dev/shm has 4,096 of 67,108,864 bytes free``, or that the machine's memory holds it. Of a
+    file: its directory."""
     place = Path(path)
     if place.is_relative_to("/proc"):  # a memfd
         free, most = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"))

@@ -23,7 +23,8 @@ TRAINER: Final = "trainer-0"
 FLOODERS: Final = ("flooder-0",)
 DRAINERS: Final = ("drainer-0", "drainer-1")
 REMOTE: Final = ("producer-9", "flooder-9", "reward-9", "drainer-9")
-"""Roles that reach the server by TCP through the proxy: two put, small rows and large, one acks with a column, one reads large rows."""
+"""Roles that reach the server by TCP through the proxy: two put, small rows and large, one acks with a column, one
+reads large rows."""
 SERVER: Final = "server"
 PROXY: Final = "proxy"
 
@@ -36,14 +37,15 @@ FILL_S: Final = (0.8, 2.0)
 SPILL_FILL_S: Final = (1.5, 4.0)
 """For so long nobody takes rows of the flood."""
 DISK_FULL_S: Final = (0.3, 3.0)
-"""For so long the disk of a server that spills is full. One with a journal dies of that, and has a new disk in its next life."""
+"""For so long the disk of a server that spills is full. One with a journal dies of that, and has a new disk in its next
+life."""
 _CUTS: Final = {"delay": 1.0, "stall": 1.0, "reset": 1.5, "flip": 1.0}
 _CUT_WEIGHT: Final = 4.0
 
 
 class ChaosSettings(NamedTuple):
-    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy. spill: the server keeps nothing through a
-    crash, and has little memory and a disk for cold blocks."""
+    """Settings of one run. seconds: for how long faults are injected. tcp: with remote workers behind a proxy. spill:
+    the server keeps nothing through a crash, and has little memory and a disk for cold blocks."""
 
     seconds: float
     seed: int
@@ -67,15 +69,16 @@ def settings(seconds: float, seed: int, durability: str | None, tcp: bool, spill
         raise UsageError(f"seed={seed} is out of range; give 0 to {(1 << 32) - 1}")
     if spill and durability is not None:
         raise UsageError(
-            f"durability {durability!r} and spill do not go together: a server that outlives crashes does not spill; give one of them"
+            f"durability {durability!r} and spill do not go together: a server that outlives crashes does not spill; "
+            "give one of them"
         )
     if spill:
         return ChaosSettings(seconds, seed, Level.MEMORY, tcp, spill)
     durability = durability or Level.PROCESS.value
     if durability not in [level for level in Level if level.survives_crash]:
         raise UsageError(
-            f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk outlive that; "
-            "give one of them"
+            f"durability {durability!r} cannot be judged by chaos: the server is killed, and only process and disk "
+            "outlive that; give one of them"
         )
     return ChaosSettings(seconds, seed, Level(durability), tcp)
 

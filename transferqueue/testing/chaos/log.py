@@ -1,7 +1,7 @@
 """The event log of a process: a file of JSON lines, ``[kind, monotonic time, ...]``, that outlives the process.
 
-A line is one `write` to a file opened for appending, so SIGKILL leaves whole lines and at most one incomplete line at the end, which
-readers leave out. The clock is the machine's, so the times of different processes compare.
+A line is one `write` to a file opened for appending, so SIGKILL leaves whole lines and at most one incomplete line at
+the end, which readers leave out. The clock is the machine's, so the times of different processes compare.
 """
 
 from __future__ import annotations

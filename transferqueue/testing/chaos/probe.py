@@ -1,8 +1,10 @@
-"""The probe: the one process that no fault touches. It calls the server all the time, and so records when the server answers.
+"""The probe: the one process that no fault touches. It calls the server all the time, and so records when the server
+answers.
 
-Lines of its event log: ``call`` with the time at which each answered call began; ``again`` where there was no answer; ``audit`` with the
-server's own account; ``spill`` with what went to a disk, at the end; ``turns`` with how long the server's turns took; ``broken``. The parent sends it the lines ``seal`` and
-``end``, and reads its reports on the tables.
+Lines of its event log: ``call`` with the time at which each answered call began; ``again`` where there was no answer;
+``audit`` with the server's own account; ``spill`` with what went to a disk, at the end; ``turns`` with how long the
+server's turns took; ``broken``. The parent sends it the lines ``seal`` and ``end``, and reads its reports on the
+tables.
 """
 
 from __future__ import annotations

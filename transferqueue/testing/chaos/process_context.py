@@ -1,7 +1,7 @@
 """What one process of a run has: its role, its event log, and a wake-up when its parent tells it to stop.
 
-Processes are forked from one that has loaded everything, so a new one works within milliseconds. Each is killed when its
-parent ends: nothing of a run outlives the run.
+Processes are forked from one that has loaded everything, so a new one works within milliseconds. Each is killed when
+its parent ends: nothing of a run outlives the run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ class ServerEndpoint:
 
 
 class ProcessContext:
-    """The context of one process of a role. directory: that of the run. life: number of the process, ascending over the run."""
+    """The context of one process of a role. directory: that of the run. life: number of the process, ascending over the
+    run."""
 
     def __init__(self, directory: Path, endpoint: ServerEndpoint, role: str, life: int, seed: int) -> None:
         self.directory, self.endpoint, self.role, self.life, self.seed = directory, endpoint, role, life, seed
@@ -57,7 +58,8 @@ class ProcessContext:
         return range(first, first + count)
 
     def pace(self, seconds: float) -> None:
-        """Pause between two pieces of work, to bound the load on the machine. Returns at once when the process is told to stop."""
+        """Pause between two pieces of work, to bound the load on the machine. Returns at once when the process is told
+        to stop."""
         if not self.stopping:
             select.select([self._wakeup], [], [], seconds)
 
@@ -66,7 +68,8 @@ class ProcessContext:
 
 
 def fork(work: Callable[[], object], log: Path) -> int:
-    """Run `work` in a child process; its process number. An exception there goes to the file `log`, and the exit code is 1."""
+    """Run `work` in a child process; its process number. An exception there goes to the file `log`, and the exit code
+    is 1."""
     parent = os.getpid()
     child = os.fork()
     if child:

@@ -1,4 +1,5 @@
-"""The loop that watches the processes of a run. It sleeps until a process ends, a descriptor can be read, or a call is due."""
+"""The loop that watches the processes of a run. It sleeps until a process ends, a descriptor can be read, or a call is
+due."""
 
 from __future__ import annotations
 

@@ -13,7 +13,8 @@ from transferqueue.testing.chaos.process_context import fork
 
 
 class ManagedProcess:
-    """One child process. role: its place in the run, such as ``reward-1``. pidfd: readable once the process has ended."""
+    """One child process. role: its place in the run, such as ``reward-1``. pidfd: readable once the process has
+    ended."""
 
     def __init__(self, role: str, work: Callable[[], object], log: Path) -> None:
         self.role: Final = role

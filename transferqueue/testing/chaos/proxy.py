@@ -1,9 +1,10 @@
 """A TCP proxy that acts as a bad network: on command it delays, stalls, resets, or changes bytes.
 
 It listens at another host of the loopback network, at the ports of the server. Clients take the port for bulk
-transfers from the server and the host from their own address, so both kinds of connection pass through the proxy. Each run has its own two
-hosts: all ports there are its own, also between two lives of its server, whatever other runs do.
-Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (forward this one too), ``delay``, ``stall``, ``reset``, ``flip``.
+transfers from the server and the host from their own address, so both kinds of connection pass through the proxy. Each
+run has its own two hosts: all ports there are its own, also between two lives of its server, whatever other runs do.
+Commands are lines of JSON, ``[kind, seconds or port]``: ``port`` (forward this one too), ``delay``, ``stall``,
+``reset``, ``flip``.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class LoopbackHosts(NamedTuple):
 
     @classmethod
     def of_one_run(cls) -> LoopbackHosts:
-        """Hosts of this machine alone that nobody else uses: two of sixteen million, by chance. All of 127.0.0.0/8 is loopback."""
+        """Hosts of this machine alone that nobody else uses: two of sixteen million, by chance. All of 127.0.0.0/8 is
+        loopback."""
         network = f"127.{secrets.randbelow(254) + 1}.{secrets.randbelow(256)}"
         host = 2 * secrets.randbelow(127) + 1
         return cls(f"{network}.{host}", f"{network}.{host + 1}")

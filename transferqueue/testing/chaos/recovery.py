@@ -48,10 +48,10 @@ def of_server(faults: Sequence[Fault], logs: Sequence[ReadLog]) -> Times:
 def of_leases(faults: Sequence[Fault], logs: Sequence[ReadLog], *, remote: bool) -> Times:
     """The times from a SIGKILL of a worker that held rows to the first lease of one of these rows by another worker.
 
-    Only tasks with several workers count: the rows of the only trainer wait for its successor. remote: measure workers that
-    reach the server over TCP, whose death the server knows from their silence or the end of their lease; else workers whose
-    socket the kernel closes. Deaths while no server ran, or while every other worker was hurt, are left out: nobody could
-    requeue the rows, or take them.
+    Only tasks with several workers count: the rows of the only trainer wait for its successor. remote: measure workers
+    that reach the server over TCP, whose death the server knows from their silence or the end of their lease; else
+    workers whose socket the kernel closes. Deaths while no server ran, or while every other worker was hurt, are left
+    out: nobody could requeue the rows, or take them.
     """
     away = [at for at, _, target, _ in faults if target == "server"]
     times_s = []

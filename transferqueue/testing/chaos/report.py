@@ -45,8 +45,9 @@ class Spread(msgspec.Struct, frozen=True):
 class Longest(msgspec.Struct, frozen=True):
     """The longest turns of one kind of the server's loop, over all serving processes, as far as the probe asked.
 
-    seconds: by the clock, so with the time for which the server was frozen or the machine ran something else. busy_s: by processor time,
-    of the turns above 20 ms by the clock (0: there was none). late: turns above 20 ms by processor time, counted by their subject."""
+    seconds: by the clock, so with the time for which the server was frozen or the machine ran something else. busy_s:
+    by processor time, of the turns above 20 ms by the clock (0: there was none). late: turns above 20 ms by processor
+    time, counted by their subject."""
 
     seconds: float
     of: str
@@ -56,8 +57,8 @@ class Longest(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """The figures of a run. load: load average of the machine over the last minute, by core. faults: count of each kind. verified: rows
-    leased, of which every byte was compared. turns: by kind."""
+    """The figures of a run. load: load average of the machine over the last minute, by core. faults: count of each
+    kind. verified: rows leased, of which every byte was compared. turns: by kind."""
 
     command: str
     load: float
@@ -89,16 +90,22 @@ class Report(msgspec.Struct, frozen=True):
         yield f"load of the machine   {self.load} processes a core, over its last minute"
         yield f"faults of processes   {self.faults_of_processes} ({kinds})"
         yield f"rows                  {', '.join(f'{name} {rows:,}' for name, rows in self.rows.items())}"
-        yield f"verified              {self.verified:,} rows leased, every byte; {self.late_acks} acks were late and refused"
-        yield f"dropped as declared   {self.dropped_stale} rows came over the staleness bound: their producer was frozen"
+        yield (
+            f"verified              {self.verified:,} rows leased, every byte; {self.late_acks} acks were late and "
+            "refused"
+        )
+        yield (
+            f"dropped as declared   {self.dropped_stale} rows came over the staleness bound: their producer was frozen"
+        )
         yield f"server recovery       {_spread(self.server_recovery_s)}"
         yield f"rows leased again     {_spread(self.redelivery_s)}"
         if self.redelivery_remote_s.samples:
             yield f"  of remote workers   {_spread(self.redelivery_remote_s)}"
         if self.spill is not None:
-            yield "spilled               {spilled_blocks:,} blocks, {spilled_bytes:,} bytes; {loaded_blocks:,} came back".format_map(
-                self.spill
+            text = (
+                "spilled               {spilled_blocks:,} blocks, {spilled_bytes:,} bytes; {loaded_blocks:,} came back"
             )
+            yield text.format_map(self.spill)
         yield from (f"longest {kind:<13} {_turn(longest)}" for kind, longest in self.turns.items())
         yield f"lost {self.lost}, duplicate effects {self.duplicates}, bounds broken {self.bounds_broken}"
         yield from (f"violation: {violation}" for violation in self.violations)
@@ -167,7 +174,8 @@ def report(run: ChaosSettings, faults: Sequence[Fault], logs: Sequence[ReadLog],
 
 
 def longest_turns(logs: Sequence[ReadLog]) -> dict[str, Longest]:
-    """The longest turns of each kind, over all serving processes. The last half second before a death is not covered."""
+    """The longest turns of each kind, over all serving processes. The last half second before a death is not
+    covered."""
     lives: dict[int, dict[str, Any]] = {line[2]: line[3] for log in logs for line in log.of("turns")}
     kinds = {kind for turns in lives.values() for kind in turns}
     longest_by_kind = {}

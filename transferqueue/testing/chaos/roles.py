@@ -163,7 +163,8 @@ def train(context: ProcessContext, queue: tq.Queue) -> None:
 
 
 def _advance(context: ProcessContext, table: tq.Table, model: SavedModel) -> None:
-    """Advance the policy version. If untrained rows hold it, or the server does not answer in time, the next step tries again."""
+    """Advance the policy version. If untrained rows hold it, or the server does not answer in time, the next step tries
+    again."""
     context.log.write("advance?", model.version + 1)
     try:
         table.advance(model.version + 1, timeout_s=ADVANCE_S)

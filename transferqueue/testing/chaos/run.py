@@ -1,4 +1,5 @@
-"""One run: start everything, inject the planned faults, end them, drain the tables, check the event logs, and clean up."""
+"""One run: start everything, inject the planned faults, end them, drain the tables, check the event logs, and clean
+up."""
 
 from __future__ import annotations
 
@@ -46,8 +47,8 @@ DRAIN_S: Final = 150.0
 """Longer than any wait of a role, so that a role that is stuck reports why itself."""
 PROGRESS_EVERY_S: Final = 5.0
 _UCX_ABORT: Final = "Endpoint timeout"
-"""What UCX says when it ends a process over TCP, since the reader of its memory died. No option avoids that (decision 64); the rows are accounted for as after
-any death."""
+"""What UCX says when it ends a process over TCP, since the reader of its memory died. No option avoids that (decision
+64); the rows are accounted for as after any death."""
 _PROBE: Final = "probe"
 _SOURCES: Final = {*PRODUCERS, *FLOODERS, *REMOTE[:2]}
 
@@ -55,8 +56,9 @@ _SOURCES: Final = {*PRODUCERS, *FLOODERS, *REMOTE[:2]}
 def chaos(run: ChaosSettings, say: Callable[[str], object], keep: Path | None = None) -> Report:
     """Run it; blocks until the tables are drained after the last fault. say: called with each line of progress.
 
-    keep: a directory for the event logs and the output of all processes; None: nothing is left. It forks, so call it in the main
-    thread of a process without other threads. SIGINT and SIGTERM (`KeyboardInterrupt`) end and remove everything too.
+    keep: a directory for the event logs and the output of all processes; None: nothing is left. It forks, so call it in
+    the main thread of a process without other threads. SIGINT and SIGTERM (`KeyboardInterrupt`) end and remove
+    everything too.
     """
     directory = Path(tempfile.mkdtemp(prefix="tq-chaos-"))
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGTERM, signal.default_int_handler)

@@ -1,7 +1,8 @@
 """The server of a run: ``transferqueue serve --supervise`` as a child process, and the faults that can be done to it.
 
-The supervisor starts one serving process after the other. Linux lists the children of a process and the ports at which it listens. So
-this module finds the serving process, and the port for bulk transfers that it chose, without asking the server.
+The supervisor starts one serving process after the other. Linux lists the children of a process and the ports at which
+it listens. So this module finds the serving process, and the port for bulk transfers that it chose, without asking the
+server.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ SPILL_BYTES: Final = 48 << 20
 """So little that this is full, too, when nobody takes rows for a few seconds."""
 STOP_S: Final = 30.0
 DISK_BYTES: Final = 4096
-"""Smaller than any journal: with this limit on the size of a file, the next write to the journal fails as on a full disk."""
+"""Smaller than any journal: with this limit on the size of a file, the next write to the journal fails as on a full
+disk."""
 
 
 class ServerUnderTest:
-    """``transferqueue serve --supervise`` in `directory`. tcp: ``host:port`` to listen at too, with keys; None: none."""
+    """``transferqueue serve --supervise`` in `directory`. tcp: ``host:port`` to listen at too, with keys; None:
+    none."""
 
     def __init__(self, directory: Path, run: ChaosSettings, tcp: str | None) -> None:
         self.directory: Final = directory
@@ -85,7 +88,8 @@ class ServerUnderTest:
         return False
 
     def fill_disk(self) -> bool:
-        """Forbid the serving process to let files grow: its next commit, or block that is spilled, fails as on a full disk. Needs no privilege."""
+        """Forbid the serving process to let files grow: its next commit, or block that is spilled, fails as on a full
+        disk. Needs no privilege."""
         pid = self.serving_pid
         if pid is None:
             return False
@@ -121,7 +125,8 @@ class ServerUnderTest:
             self.process.stdout.close()
 
     def remove(self) -> None:
-        """Kill the server if it runs, and remove its state and its arena in shared memory. One without a state directory removes its arena itself."""
+        """Kill the server if it runs, and remove its state and its arena in shared memory. One without a state
+        directory removes its arena itself."""
         if not self._outlives and self.process.poll() is None:
             with suppress(subprocess.TimeoutExpired):
                 self.stop()

@@ -2,14 +2,15 @@
 
 Rules:
 
-- A put that returned is in the table. A put that did not return (its process died, or got no answer) is in the table whole or not at
-  all: if one of its rows was leased, all of them must be done.
+- A put that returned is in the table. A put that did not return (its process died, or got no answer) is in the table
+  whole or not at all: if one of its rows was leased, all of them must be done.
 - A row is *done* in a task by an ack that returned, and *perhaps done* by an ack whose process died before it
-  returned. A row done twice is a duplicate effect. A row neither done nor perhaps done when the tables are drained is lost.
-- A rollback undoes the acks of later steps, as it undoes those steps of the trainer's model. The acks left after the last
-  rollback count.
-- A row whose producer was frozen between its reserve and its put may be over the staleness bound when it arrives. The server
-  drops it then, as the table declares. It may drop no other row, and must report exactly as many.
+  returned. A row done twice is a duplicate effect. A row neither done nor perhaps done when the tables are drained is
+  lost.
+- A rollback undoes the acks of later steps, as it undoes those steps of the trainer's model. The acks left after the
+  last rollback count.
+- A row whose producer was frozen between its reserve and its put may be over the staleness bound when it arrives. The
+  server drops it then, as the table declares. It may drop no other row, and must report exactly as many.
 - The server's last audit must agree to the row: as many rows put as the event logs know of, and none live.
 - Of what a server spilled nothing may be left on the disk then, and nothing have been lost.
 """
@@ -30,7 +31,8 @@ SHOWN_MAX: Final = 5
 
 
 class LoggedPut(NamedTuple):
-    """One put. version: the policy version of its rows, None for none. by: when it returned; None: no line says that it did."""
+    """One put. version: the policy version of its rows, None for none. by: when it returned; None: no line says that it
+    did."""
 
     numbers: range
     version: int | None
@@ -113,7 +115,8 @@ class TaskAccount:
 
 
 class Account:
-    """The result of the check. logs: the event logs, in the order of the processes. drained: the run ended in order, so no row may be left.
+    """The result of the check. logs: the event logs, in the order of the processes. drained: the run ended in order, so
+    no row may be left.
 
     violations: one line each.
     """
@@ -168,7 +171,8 @@ class Account:
         return len(rows)
 
     def _check_audit(self, table: str, rows: int, stale: int, hidden_max: int) -> None:
-        """Compare with the server's last audit. hidden_max: rows that may have arrived too old, of puts that did not return."""
+        """Compare with the server's last audit. hidden_max: rows that may have arrived too old, of puts that did not
+        return."""
         audit = self._audits.get(table)
         if audit is None:
             self.violations.append(f"table {table}: the server gave no last account")

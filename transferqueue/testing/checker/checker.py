@@ -1,15 +1,15 @@
 """Check a history against the promises. Pure: events in, violations out.
 
-The checker does not know how the queue works, only what it promises (the README's table). Where the history leaves something
-open, it assumes what favours the queue: a put without an answer may have happened or not. So each violation that it reports is one
-under every order of events that fits the history.
+The checker does not know how the queue works, only what it promises (the README's table). Where the history leaves
+something open, it assumes what favours the queue: a put without an answer may have happened or not. So each violation
+that it reports is one under every order of events that fits the history.
 
 ============================  ====================================================================================
 kind                          violation
 ============================  ====================================================================================
 ``lost``                      counts that do not add up; a row that did not end, or whose end nobody asked for
 ``invented row``, ``row ids`` a row that nobody put; one id for two rows
-``duplicated effect``         a row done twice by a task, or leased after it was done or dropped; one put, two sets of rows
+``duplicated effect``         a row done twice by a task, or leased after its end; one put, two sets of rows
 ``fencing``                   the ack of a lease that had ended was accepted
 ``attempts``                  rows were dropped for failing that had not failed so often
 ``readiness``                 a row without a field that the task needs

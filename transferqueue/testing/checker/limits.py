@@ -1,8 +1,8 @@
 """Bounds are kept: on staleness, rows, bytes and reservations; and no row enters after the seal.
 
 Only certain facts count. A row certainly exists from the answer to its put until a client tries to end
-it, in a table that drops no rows on its own. A reservation holds from its answer until a client tries to use or return it, or
-its process dies.
+it, in a table that drops no rows on its own. A reservation holds from its answer until a client tries to use or return
+it, or its process dies.
 """
 
 from __future__ import annotations

@@ -181,7 +181,8 @@ def _row_acked(table: _Table, op: Operation, call: h.AckCall, row: int) -> Found
     if newer > call.lease:
         yield Violation(
             "fencing",
-            f'row {row} was lent to another worker of task "{call.task}" in lease {newer}, and an ack of lease {call.lease} '
+            f'row {row} was lent to another worker of task "{call.task}" in lease {newer}, and an ack of lease '
+            f"{call.lease} "
             "was accepted",
             op.number,
         )
@@ -209,7 +210,8 @@ def _drained(table: _Table, event: h.Counted) -> Found:
         shown = ", ".join(map(str, sorted(nobody)[:SHOWN_MAX]))
         yield Violation(
             "lost",
-            f"{len(nobody)} rows have ended, and no worker of some task acked them: {shown}; {alone} were dropped by the queue itself",
+            f"{len(nobody)} rows have ended, and no worker of some task acked them: {shown}; {alone} were dropped by "
+            "the queue itself",
         )
     certain = 0 if table.again else sum(all((task, row) in table.acked for task in table.tasks) for row in _seen(table))
     taken = sum(row in table.maybe_dropped or row in table.dropped for row in _seen(table))

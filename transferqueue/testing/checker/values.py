@@ -1,7 +1,7 @@
 """Each row that is read was put, is whole, and has an id of its own; its values are those that were written.
 
-A put without an answer may have happened or not. The checker recognises its rows by their values when they are first read,
-and knows their ids from then on, because the ids of one put are consecutive.
+A put without an answer may have happened or not. The checker recognises its rows by their values when they are first
+read, and knows their ids from then on, because the ids of one put are consecutive.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Weights: a pulled version was published, is whole, and is not older than one whose publication was confirmed before."""
+"""Weights: a pulled version was published, is whole, and is not older than one whose publication was confirmed
+before."""
 
 from __future__ import annotations
 

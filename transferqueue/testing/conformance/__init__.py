@@ -1,1 +1,2 @@
-"""Conformance kits: checks that every generator, learner, stage, scorer, backing and store must pass, for adapters of any engine."""
+"""Conformance kits: checks that every generator, learner, stage, scorer, backing and store must pass, for adapters of
+any engine."""

@@ -173,7 +173,8 @@ def what_is_forgotten_shows_in_no_extent_after_it(subject: BackingSubject) -> No
 
 
 def what_is_forgotten_is_free(subject: BackingSubject) -> None:
-    """The backing takes room from the file system or store while bytes are kept, and returns it: with its pages, where it has pages."""
+    """The backing takes room from the file system or store while bytes are kept, and returns it: with its pages, where
+    it has pages."""
     with subject.open() as backing:
         before = subject.used_bytes(backing)
         for extent in range(1, 5):
@@ -253,7 +254,8 @@ def what_is_beyond_its_end_is_refused(subject: BackingSubject) -> None:
 
 
 def it_is_closed_in_any_state(subject: BackingSubject) -> None:
-    """Closing works with a write under way and bytes held, and twice. The kept bytes then take no room, where the backing owns it."""
+    """Closing works with a write under way and bytes held, and twice. The kept bytes then take no room, where the
+    backing owns it."""
     with subject.open() as backing:
         before = subject.used_bytes(backing)
         backing.ensure(0, 16 << 20)

@@ -6,8 +6,8 @@ Use it in the tests of an adapter::
     def test_my_engine(check, subject):  # a fixture that yields a `GeneratorSubject`
         check(subject)
 
-A check raises `RuleBroken` with the rule that does not hold. It raises `Unsupported` if the engine did, which a test may
-turn into a skip: the capability matrix then says no.
+A check raises `RuleBroken` with the rule that does not hold. It raises `Unsupported` if the engine did, which a test
+may turn into a skip: the capability matrix then says no.
 """
 
 from __future__ import annotations
@@ -84,8 +84,9 @@ def _prompts(subject: GeneratorSubject, count: int = 8, samples: int = 1) -> lis
 
 
 def _crowds(subject: GeneratorSubject) -> Iterator[list[Prompt]]:
-    """Prompts for the tries of a check that needs running completions, of twice as many samples each time: an engine that is fast, or whose first
-    completion is seen late because the machine is busy, has finished all of the first tries, whatever their number."""
+    """Prompts for the tries of a check that needs running completions, of twice as many samples each time: an engine
+    that is fast, or whose first completion is seen late because the machine is busy, has finished all of the first
+    tries, whatever their number."""
     return (_prompts(subject, samples=2 << attempt) for attempt in range(_TRIES))
 
 
@@ -99,7 +100,8 @@ def _short(subject: GeneratorSubject) -> Sampling:
 
 
 def _long(subject: GeneratorSubject) -> Sampling:
-    """Requests whose first completion ends early and whose last ends late, so that a call in between finds completions running."""
+    """Requests whose first completion ends early and whose last ends late, so that a call in between finds completions
+    running."""
     return Sampling(tokens_max=_LONG_TOKENS, stop_ids=subject.stop_ids[:1])
 
 
@@ -297,7 +299,8 @@ def _cut(subject: GeneratorSubject, engine: Generator) -> list[Completion]:
 
 
 def goes_on_in_parts_under_newer_weights(subject: GeneratorSubject) -> None:
-    """A completion that a length limit ended continues after an update. The limit counts its earlier tokens, and each token keeps its version."""
+    """A completion that a length limit ended continues after an update. The limit counts its earlier tokens, and each
+    token keeps its version."""
     with opened(subject) as engine:
         prompts, sampling = _prompts(subject), replace(_short(subject), tokens_max=4)
         begun = [

@@ -1,4 +1,5 @@
-"""The outcomes of a conformance kit: one for each check, and how a check reports that an engine does not support something."""
+"""The outcomes of a conformance kit: one for each check, and how a check reports that an engine does not support
+something."""
 
 from __future__ import annotations
 
@@ -25,8 +26,8 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class CheckOutcome:
-    """The outcome of one check of one subject. text: the text of the engine; or what a failed check says, such as the rule
-    that does not hold, and the traceback, which ends with it again."""
+    """The outcome of one check of one subject. text: the text of the engine; or what a failed check says, such as the
+    rule that does not hold, and the traceback, which ends with it again."""
 
     check: str
     verdict: Verdict

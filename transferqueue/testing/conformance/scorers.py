@@ -1,6 +1,7 @@
 """Checks that every scoring adapter must pass, and the subject that they test.
 
-Used as the checks of generators are (`conformance.generators`), with a `ScorerSubject`. A scorer raises `Unsupported` for what it does not score.
+Used as the checks of generators are (`conformance.generators`), with a `ScorerSubject`. A scorer raises `Unsupported`
+for what it does not score.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ _GRADIENT_TOLERANCE: Final = 1e-4
 
 
 class Scorer(Protocol):
-    """A model that scores rows, float32, in evaluation mode. prompts, responses: token ids of each row. N: response tokens of all rows, in order."""
+    """A model that scores rows, float32, in evaluation mode. prompts, responses: token ids of each row. N: response
+    tokens of all rows, in order."""
 
     def logprobs(self, prompts: Tokens, responses: Tokens, *, temperature: float = 1.0) -> torch.Tensor:
         """Log-probs of response tokens ``[N]``, with a gradient."""
@@ -141,7 +143,8 @@ def the_gradient_does_not_depend_on_grouping(subject: ScorerSubject) -> None:
 
 
 def a_token_is_predicted_by_those_before(subject: ScorerSubject) -> None:
-    """The log-prob of token t comes from the output at token t - 1: a model that counts gives probability 1 to counting on."""
+    """The log-prob of token t comes from the output at token t - 1: a model that counts gives probability 1 to counting
+    on."""
     scorer, size = subject.successor(), subject.vocabulary
     counting = [[(start + at) % size for at in range(6)] for start in (0, size - 3, 5)]
     counted = scorer.logprobs([row[:2] for row in counting], [row[2:] for row in counting])
@@ -190,7 +193,8 @@ def top_k_holds_the_most_probable(subject: ScorerSubject) -> None:
 
 
 def a_reward_reads_the_last_token(subject: ScorerSubject) -> None:
-    """The reward is that of the whole row: its last token counts, also if it is the padding token, and padding does not."""
+    """The reward is that of the whole row: its last token counts, also if it is the padding token, and padding does
+    not."""
     scorer = subject.open()
     row = [4, 5, 6]
     endings = [[], [7], [7, subject.pad_id], [7, subject.pad_id, subject.pad_id]]
@@ -202,7 +206,8 @@ def a_reward_reads_the_last_token(subject: ScorerSubject) -> None:
 
 
 def bad_rows_are_refused(subject: ScorerSubject) -> None:
-    """No rows, an empty prompt, a token outside of the vocabulary, another number of responses: `UsageError`, and the scorer goes on."""
+    """No rows, an empty prompt, a token outside of the vocabulary, another number of responses: `UsageError`, and the
+    scorer goes on."""
     scorer = subject.open()
     bad: tuple[tuple[Tokens, Tokens], ...] = (
         ([], []),

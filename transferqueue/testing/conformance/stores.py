@@ -1,4 +1,5 @@
-"""Checks that every store for the bytes of a shard must pass (`storage.memory.object_store.ObjectStore`), and the subject that they test.
+"""Checks that every store for the bytes of a shard must pass (`storage.memory.object_store.ObjectStore`), and the
+subject that they test.
 
 Used as the checks of generators are (`conformance.generators`), with a `StoreSubject`.
 """
@@ -32,7 +33,8 @@ class StoreSubject(Protocol):
         """Leave no room for 1 MiB more. `adapters.protocols.Unsupported` if that cannot be done here."""
 
     def end(self) -> None:
-        """End the store, and all that is in it. It is not used after that. `adapters.protocols.Unsupported` as above."""
+        """End the store, and all that is in it. It is not used after that. `adapters.protocols.Unsupported` as
+        above."""
 
 
 @contextmanager

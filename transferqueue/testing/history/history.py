@@ -235,7 +235,8 @@ class Declared(HistoryEvent):
 
 
 class Invoked(HistoryEvent):
-    """A process begins an operation. op: the number of the operation, used once. at: seconds of the recorder's clock."""
+    """A process begins an operation. op: the number of the operation, used once. at: seconds of the recorder's
+    clock."""
 
     op: int
     process: str
@@ -261,7 +262,8 @@ class Died(HistoryEvent):
 
 
 class Counted(HistoryEvent):
-    """The server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under way."""
+    """The server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under
+    way."""
 
     table: str
     at: float
@@ -303,7 +305,8 @@ def _read_line(path: Path, number: int, line: bytes) -> Line:
         return _decoder.decode(line)
     except msgspec.MsgspecError as error:
         raise UsageError(
-            f"line {number} of {path} is no event of a history: {error}; give a file that a HistoryRecorder wrote, such as those in DIR of chaos --keep DIR"
+            f"line {number} of {path} is no event of a history: {error}; give a file that a HistoryRecorder wrote, "
+            "such as those in DIR of chaos --keep DIR"
         ) from error
 
 

@@ -5,8 +5,8 @@
         ...
         recorder.count(table, drained=True)
 
-Each process writes a file of its own; ``transferqueue check *.jsonl`` checks them together. Values are written as digests.
-A recorder reads all bytes, of puts and of leases: use it in tests and to search for defects.
+Each process writes a file of its own; ``transferqueue check *.jsonl`` checks them together. Values are written as
+digests. A recorder reads all bytes, of puts and of leases: use it in tests and to search for defects.
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ class HistoryRecorder:
         return RecordedChannel(self, channel)
 
     def count(self, table: RecordedTable, *, drained: bool = False) -> None:
-        """Write the server's counts of a table. drained: it is sealed, every task reached its end, and no operation is under way."""
+        """Write the server's counts of a table. drained: it is sealed, every task reached its end, and no operation is
+        under way."""
         stats = table.table.stats()
         self._write(
             h.Counted(

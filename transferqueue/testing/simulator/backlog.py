@@ -38,7 +38,8 @@ class BacklogJob(ReplicatedShardsJob):
 
 
 class LargeBlocksJob(BacklogJob):
-    """The same, only that each block is a quarter of the memory, and that producers go on until memory and disk are full, or nearly so."""
+    """The same, only that each block is a quarter of the memory, and that producers go on until memory and disk are
+    full, or nearly so."""
 
     puts = 70
     rows_max = 70 * ROWS

@@ -1,7 +1,7 @@
 """Bounds on the events of a simulated world, so that a loop without end fails its seed and does not hang the run.
 
-Two kinds of such loops are told apart: an event that does not end, and events that follow each other while time stands still, such as a
-server that is due again as soon as it has done what was due.
+Two kinds of such loops are told apart: an event that does not end, and events that follow each other while time stands
+still, such as a server that is due again as soon as it has done what was due.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _end(_number: int, _frame: FrameType | None) -> None:
 
 @contextmanager
 def bounded(world: World) -> Iterator[Callable[[float], None]]:
-    """Gives the function that has a world make all calls that are due until a time; `PromiseBroken` if they do not end. For the main thread of a
-    process: in others an event without end is not ended."""
+    """Gives the function that has a world make all calls that are due until a time; `PromiseBroken` if they do not end.
+    For the main thread of a process: in others an event without end is not ended."""
     if threading.current_thread() is not threading.main_thread():
         yield lambda until: _run(world, until, 0.0)
         return

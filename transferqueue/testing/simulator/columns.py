@@ -1,7 +1,8 @@
 """A job on a table whose columns are freed with their last task: one task needs the image of a row, another its body.
 
-Whichever task is done with a row first frees its column, once, and the row takes the other column with it. So as many values are freed as
-rows were put, whatever crashes. The task that needs images acks with steps and rolls back: an image stays until a checkpoint covers its row.
+Whichever task is done with a row first frees its column, once, and the row takes the other column with it. So as many
+values are freed as rows were put, whatever crashes. The task that needs images acks with steps and rolls back: an image
+stays until a checkpoint covers its row.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class ColumnEndsJob(SimJob):
         return {"painter": self._write, "viewer": self._look, "user": self._use, "visitor": self._visit}
 
     def judge(self, state: LedgerState) -> None:
-        """See `SimJob`. A repeated put is one put, whoever repeats it: keys see to that while its rows live, `_was_put` afterwards."""
+        """See `SimJob`. A repeated put is one put, whoever repeats it: keys see to that while its rows live, `_was_put`
+        afterwards."""
         table = state.tables[self.table]
         if (table.rows_put, table.rows_done, table.rows_live) != (PUTS * ROWS, PUTS * ROWS, 0) or table.usage.bytes:
             raise PromiseBroken(
@@ -121,8 +123,8 @@ class ColumnEndsJob(SimJob):
         yield process.world.random.uniform(0.0, 0.6)
 
     def _was_put(self, numbers: list[int]) -> Steps:
-        """Whether an earlier try, of this process or the one before it, put the rows. Keys find rows that live; those that ended have been given
-        to a task. A real producer gives ordinals, and asks for the table's cursor."""
+        """Whether an earlier try, of this process or the one before it, put the rows. Keys find rows that live; those
+        that ended have been given to a task. A real producer gives ordinals, and asks for the table's cursor."""
         live = job.unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
         return min(live) >= 0 or bool(self._given.intersection(numbers))
 
@@ -190,7 +192,8 @@ class ColumnEndsJob(SimJob):
         self._used.update(numbers)
 
     def _lease(self, process: Process, task: str, column: str) -> Steps:
-        """A lease, and the numbers of its rows, whose column must have been put with them and stay while it is viewed."""
+        """A lease, and the numbers of its rows, whose column must have been put with them and stay while it is
+        viewed."""
         wait_s = 60.0 if process.world.healed and task == "use" else 2.0
         lease = yield m.LeaseRequest(self.table, task, rows=ROWS, at_least=1, wait_s=wait_s, fields=[column, "number"])
         job.view(process, job.blocks_of(lease.content))

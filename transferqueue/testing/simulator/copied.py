@@ -1,5 +1,5 @@
-"""A job on a table whose rows lie in remote shards, with one copy or two. Shards crash, and their bytes are lost. What lost one copy of two
-is copied again."""
+"""A job on a table whose rows lie in remote shards, with one copy or two. Shards crash, and their bytes are lost. What
+lost one copy of two is copied again."""
 
 from __future__ import annotations
 
@@ -90,7 +90,8 @@ class ReplicatedShardsJob(SimJob):
         return m.ShardOffer(str(number), CAPACITY, "tcp://simulated:1", "", bytes(32))
 
     def judge(self, state: LedgerState) -> None:
-        """See `SimJob`. Rows with a copy in the server's own memory must not be lost, because that memory is never lost."""
+        """See `SimJob`. Rows with a copy in the server's own memory must not be lost, because that memory is never
+        lost."""
         table = state.tables[self.table]
         lost = table.rows_dropped.get("lost", 0)
         if table.rows_live or table.rows_put != table.rows_done + lost:
@@ -111,7 +112,8 @@ class ReplicatedShardsJob(SimJob):
     # ------------------------------------------------------------ shards
 
     def _lend(self, process: Process) -> Steps:
-        """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at once."""
+        """Memory that exists as long as the process. All its pages exist too, so commands about them are answered at
+        once."""
         self._arenas[str(process.number)] = process, process.number, bytearray(CAPACITY)
         epoch = done = 0
         report = m.TakeCopies(wait_s=ASK_S)
@@ -133,8 +135,8 @@ class ReplicatedShardsJob(SimJob):
                 report = m.TakeCopies(order.target.extent, written, ASK_S)
 
     def _copy(self, process: Process, order: m.CopyOrder) -> Steps:
-        """Carry out a copy order, row by row. Returns the blocks that are written. Their source may be lost meanwhile, or freed and used
-        again: then nobody needs the copy."""
+        """Carry out a copy order, row by row. Returns the blocks that are written. Their source may be lost meanwhile,
+        or freed and used again: then nobody needs the copy."""
         written: list[int] = []
         if order.target.shard == SHARD:
             process.sights[-order.target.extent] = order.target.offset, order.target.nbytes

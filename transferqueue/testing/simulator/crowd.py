@@ -1,7 +1,8 @@
-"""Processes that have many calls at once beside another job, and end in every way while these wait or have just become due.
+"""Processes that have many calls at once beside another job, and end in every way while these wait or have just become
+due.
 
-They give back whatever they get, as the client of a caller that went away does, so the other job takes its course. What is tested is that the
-server serves everybody else, and forgets them.
+They give back whatever they get, as the client of a caller that went away does, so the other job takes its course. What
+is tested is that the server serves everybody else, and forgets them.
 """
 
 from __future__ import annotations
@@ -85,7 +86,8 @@ class CrowdJob(SimJob):
         return lease()
 
     def _end(self, process: Process) -> Steps:
-        """End as a process does: by Goodbye, killed, with its connection closed, with its key withdrawn, or after it read no answer."""
+        """End as a process does: by Goodbye, killed, with its connection closed, with its key withdrawn, or after it
+        read no answer."""
         server, peer = process.server, process.connection.peer
         way = process.world.random.randrange(5)
         if way == 0:

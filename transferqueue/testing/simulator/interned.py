@@ -1,7 +1,9 @@
-"""A job whose rows share values: bodies that puts intern, answers that acks intern, drafts that updates and releases intern.
+"""A job whose rows share values: bodies that puts intern, answers that acks intern, drafts that updates and releases
+intern.
 
-Every writer refers to a value by its content first, or writes it at once, as a pipeline does. Two writers may bring one value, a value may end
-between two references, and rows that have a newer draft may not refer to an older block. Whatever crashes, each row reads its own values.
+Every writer refers to a value by its content first, or writes it at once, as a pipeline does. Two writers may bring one
+value, a value may end between two references, and rows that have a newer draft may not refer to an older block.
+Whatever crashes, each row reads its own values.
 """
 
 from __future__ import annotations
@@ -35,11 +37,13 @@ FIRST: Final = {"body": 7_000_000, "answer": 8_000_000, "draft": 9_000_000}
 FIELDS: Final = [job.NUMBER, *(Field(name, "int64", (8,)) for name in (*FIRST, "note"))]
 LIMITS: Final = Limits(rows=4 * ROWS, bytes=20 * job.ROW_BYTES)
 INTERNED_PAGES: Final = 24
-"""Pages for the blocks of this job: the rows stay until they are deleted, so no put of other jobs may wait for their memory."""
+"""Pages for the blocks of this job: the rows stay until they are deleted, so no put of other jobs may wait for their
+memory."""
 
 
 class InternedJob(SimJob):
-    """Two processes put rows, two answer and draft them, one learns from them, and one drafts them again and deletes them."""
+    """Two processes put rows, two answer and draft them, one learns from them, and one drafts them again and deletes
+    them."""
 
     table = "interned"
 
@@ -61,8 +65,8 @@ class InternedJob(SimJob):
         table = state.tables[self.table]
         if (table.rows_put, table.rows_live, table.usage.bytes, table.usage.contents) != (PUTS * ROWS, 0, 0, {}):
             raise PromiseBroken(
-                f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} live, "
-                f"{table.usage.bytes} bytes, {len(table.usage.contents)} contents"
+                f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} "
+                f"live, {table.usage.bytes} bytes, {len(table.usage.contents)} contents"
             )
 
     def _open(self) -> Steps:
@@ -190,7 +194,8 @@ class InternedJob(SimJob):
                 yield 0.1
 
     def _sweep_once(self, process: Process) -> Steps:
-        """Draft the rows of the oldest put and of a later one, and read them; delete the oldest, once they were learned."""
+        """Draft the rows of the oldest put and of a later one, and read them; delete the oldest, once they were
+        learned."""
         numbers = _numbers(self._deleted)
         rows = job.unpack((yield m.Find(self.table, [str(number) for number in numbers])).rows)
         if -1 in rows and not self._deleting.issuperset(numbers):

@@ -1,4 +1,5 @@
-"""Raises an exception at a chosen line of the ledger, as a signal, a deep recursion or an exhausted memory would, without a hook in production code."""
+"""Raises an exception at a chosen line of the ledger, as a signal, a deep recursion or an exhausted memory would,
+without a hook in production code."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from transferqueue.server.durability import recorded_ledger
 DEFECTS: Final[tuple[type[BaseException], ...]] = (MemoryError, KeyboardInterrupt, RecursionError)
 _LEDGER: Final = str(Path(transferqueue.ledger.__file__).parent)
 _ONCE: Final = "_little_endian"
-"""A function of the ledger that keeps its results for the whole process: its lines would make the count depend on what ran before."""
+"""A function of the ledger that keeps its results for the whole process: its lines would make the count depend on what
+ran before."""
 
 
 class Interrupt:
-    """One exception, raised when the ledger, or what writes its records, comes to its line number `line` (counted from 1).
+    """One exception, raised when the ledger, or what writes its records, comes to its line number `line` (counted from
+    1).
 
     lines: how many lines were counted. raised: whether the exception was raised.
     """

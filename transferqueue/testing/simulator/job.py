@@ -1,7 +1,7 @@
 """A job of a simulated deployment: its tables or channel, its workers, and the conditions at its end.
 
-A `SimJob` keeps accounts from the replies to its clients alone, and raises `PromiseBroken` at the first contradiction. Its roles may
-be killed between any two requests and are started again from the top; only the accounts outlive them.
+A `SimJob` keeps accounts from the replies to its clients alone, and raises `PromiseBroken` at the first contradiction.
+Its roles may be killed between any two requests and are started again from the top; only the accounts outlive them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ class SimJob:
         return None
 
     def check_books(self, state: LedgerState, *, whole: bool) -> None:
-        """Raise `PromiseBroken` if the books name a row as done that no worker acked. whole: look at all of them, since the server is a new one."""
+        """Raise `PromiseBroken` if the books name a row as done that no worker acked. whole: look at all of them, since
+        the server is a new one."""
 
     def judge(self, state: LedgerState) -> None:
         """Raise `PromiseBroken` unless the final state agrees with the replies to clients. All roles have ended."""
@@ -90,7 +91,8 @@ def until_end(process: Process, act: Callable[[], Steps]) -> Steps:
 
 
 def write(process: Process, stamps: Sequence[int]) -> Steps:
-    """Write one row of bytes for each stamp into an extent of its own; the block. The caller returns the grant after the commit."""
+    """Write one row of bytes for each stamp into an extent of its own; the block. The caller returns the grant after
+    the commit."""
     grant = yield m.Grant(len(stamps) * ROW_BYTES, wait_s=3.0)
     process.sights[-grant.extent] = grant.offset, grant.nbytes
     arena = process.server.arena.bytes
@@ -153,7 +155,8 @@ def inline(content: m.ReplyRows, name: str) -> list[int]:
 
 
 class Feed:
-    """A role that puts numbered inline rows and then seals the table. Rows of an unconfirmed put may be in the table or not."""
+    """A role that puts numbered inline rows and then seals the table. Rows of an unconfirmed put may be in the table or
+    not."""
 
     def __init__(self, job: str, *, puts: int, rows: int, limits: Limits, tasks: Sequence[Task]) -> None:
         self._terms: Final = m.CreateTable(job, [NUMBER], list(tasks), limits, exist_ok=True)
@@ -190,7 +193,8 @@ class Feed:
         """Raise unless all rows that were put are done, and clients know of `done` acks."""
         if table.rows_done != table.rows_put or table.rows_live or table.rows_done != done:
             raise PromiseBroken(
-                f'table "{table.name}": {table.rows_put} rows were put and {table.rows_done} are done; clients finished {done}'
+                f'table "{table.name}": {table.rows_put} rows were put and {table.rows_done} are done; clients '
+                f"finished {done}"
             )
         if not self.confirmed <= table.rows_put <= self.sent:
             raise PromiseBroken(

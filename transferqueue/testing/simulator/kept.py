@@ -1,4 +1,5 @@
-"""A job on a table whose rows stay until they are deleted, in bounded bytes: found by key, leased by predicate, read by id."""
+"""A job on a table whose rows stay until they are deleted, in bounded bytes: found by key, leased by predicate, read by
+id."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ LIMITS: Final = Limits(rows=4 * ROWS, bytes=3 * ROWS * 64)
 
 
 class ManualRetentionJob(SimJob):
-    """One process puts, one uses the rows of even puts, one those of odd puts, and one reads all rows again and deletes them."""
+    """One process puts, one uses the rows of even puts, one those of odd puts, and one reads all rows again and deletes
+    them."""
 
     table = "kept"
 
@@ -47,8 +49,8 @@ class ManualRetentionJob(SimJob):
         table = state.tables[self.table]
         if (table.rows_put, table.rows_live, table.rows.pages.resident) != (PUTS * ROWS, 0, 0) or table.usage.bytes:
             raise PromiseBroken(
-                f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} live, "
-                f"{table.rows.pages.resident} there, {table.usage.bytes} bytes"
+                f"{PUTS * ROWS} rows were put and deleted; the table counts {table.rows_put} put, {table.rows_live} "
+                f"live, {table.rows.pages.resident} there, {table.usage.bytes} bytes"
             )
 
     def _open(self) -> Steps:

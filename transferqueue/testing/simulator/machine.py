@@ -37,7 +37,8 @@ _NO_DESCRIPTOR: Final = 1 << 30
 
 
 SLEEPLESS_MAX: Final = 20
-"""So many ticks in a row may leave something that is due, as a tick does that reserves some pages ahead of use. A server that goes on so never sleeps."""
+"""So many ticks in a row may leave something that is due, as a tick does that reserves some pages ahead of use. A
+server that goes on so never sleeps."""
 
 
 class PromiseBroken(Exception):
@@ -112,7 +113,8 @@ class SimArena:
         self.in_sight: Callable[[], Iterable[tuple[int, int, str]]] = tuple
 
     def ensure(self, offset: int, nbytes: int) -> None:
-        """`OwnShardMemory` grants [offset, offset + nbytes). `PromiseBroken` if another process still views part of it."""
+        """`OwnShardMemory` grants [offset, offset + nbytes). `PromiseBroken` if another process still views part of
+        it."""
         for start, size, who in self.in_sight():
             if start < offset + nbytes and offset < start + size:
                 raise PromiseBroken(
@@ -129,7 +131,8 @@ class SimArena:
 
 
 def pidfd_of(number: int) -> int:
-    """What stands for a descriptor of a simulated process: no descriptor of this one, which the server would duplicate, and read."""
+    """What stands for a descriptor of a simulated process: no descriptor of this one, which the server would duplicate,
+    and read."""
     return number + _NO_DESCRIPTOR
 
 
@@ -223,8 +226,9 @@ LINES_MAX: Final = 400
 
 
 class SimServer:
-    """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level ``memory``. spills:
-    blocks go to a disk, of `disk_bytes`, which hangs at times if `disk_hangs`; only at that level."""
+    """The server of a world, one life after the other. `deliver` brings an answer to a peer. durable: else level
+    ``memory``. spills: blocks go to a disk, of `disk_bytes`, which hangs at times if `disk_hangs`; only at that
+    level."""
 
     def __init__(
         self,
@@ -301,7 +305,8 @@ class SimServer:
         recorded = RecordedLedger(ledger, journal, tail, epoch=self.epoch)
         kept = SimDurability(recorded, self._clock)
         extents = [(one.offset, one.nbytes) for one in own_extents(ledger)]
-        memory = OwnShardMemory(self.arena, Allocator.holding(self.arena.capacity, extents), len(extents))  # type: ignore[arg-type]
+        allocator = Allocator.holding(self.arena.capacity, extents)
+        memory = OwnShardMemory(self.arena, allocator, len(extents))  # type: ignore[arg-type]
         self.node = Coordinator(
             recorded,
             memory,
@@ -406,7 +411,8 @@ class SimServer:
             self._sleep(node)
 
     def _interrupted(self, act: Callable[[Coordinator], object], node: Coordinator) -> None:
-        """Have something interrupt the ledger, if this world does that. Whoever comes here then goes on, or ends as a server process would."""
+        """Have something interrupt the ledger, if this world does that. Whoever comes here then goes on, or ends as a
+        server process would."""
         world = self._world
         if world.healed or not world.rates.interrupted or world.random.random() >= world.rates.interrupted:
             act(node)

@@ -1,8 +1,9 @@
-"""A simulated client process: the production `PendingCalls` and codec, driven by one role, which is a generator of requests.
+"""A simulated client process: the production `PendingCalls` and codec, driven by one role, which is a generator of
+requests.
 
 A role yields requests and receives their replies, or the error that refused them; it yields a number to wait
-that many seconds. This module does in simulated time what `client/session/connection.py` does in its thread: greet, resend,
-undo replies for which nobody waits.
+that many seconds. This module does in simulated time what `client/session/connection.py` does in its thread: greet,
+resend, undo replies for which nobody waits.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ Role = Generator[m.Request | float, Any, Any]
 
 
 class Process:
-    """One client, which is started again after each death. sights: ranges of the server's own arena that it may view now.
+    """One client, which is started again after each death. sights: ranges of the server's own arena that it may view
+    now.
 
     offer: the memory with which process `number` joins as a shard, if any.
     """

@@ -1,4 +1,5 @@
-"""A job of two ranks with two replicas each, on shared batches: replicas get the same rows, ranks different rows, and no row is done twice."""
+"""A job of two ranks with two replicas each, on shared batches: replicas get the same rows, ranks different rows, and
+no row is done twice."""
 
 from __future__ import annotations
 

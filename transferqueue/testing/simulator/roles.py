@@ -1,4 +1,5 @@
-"""The workers of `Rollouts`, and the account that each reply is compared with. The account knows only what clients know."""
+"""The workers of `Rollouts`, and the account that each reply is compared with. The account knows only what clients
+know."""
 
 from __future__ import annotations
 
@@ -48,10 +49,11 @@ EVENTS_CHECKED: Final = 64
 
 
 class ClientAccount:
-    """Everything that replies told clients. Knows nothing of the ledger; raises `PromiseBroken` at the first contradiction.
+    """Everything that replies told clients. Knows nothing of the ledger; raises `PromiseBroken` at the first
+    contradiction.
 
-    roomy: the arena has a page for each part of each group that may be ahead, so groups may be put in parts. A smaller arena
-    could fill with parts of unfinished groups, and the missing rows could never be put.
+    roomy: the arena has a page for each part of each group that may be ahead, so groups may be put in parts. A smaller
+    arena could fill with parts of unfinished groups, and the missing rows could never be put.
     """
 
     def __init__(self, chance: random.Random, *, roomy: bool) -> None:

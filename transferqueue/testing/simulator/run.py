@@ -35,19 +35,21 @@ CHAOS_S: Final = 9.0
 DRAIN_S: Final = 45.0
 """Shorter than the wait of a lease request, so that a waiter that is not woken is reported as stuck."""
 SHARDED: Final = 0.12
-"""Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a shard."""
+"""Share of the seeds with remote shards. They run no other job, because the rows of other jobs must not be lost with a
+shard."""
 
 
 CROWDED: Final = {"t": "score", "interned": "learn", "copied": "use"}
 """Tables that a `CrowdJob` may lease rows of, each with the task."""
 COLUMNS_EVERY: Final = 5
-"""One of so many seeds without a weight channel has a `ColumnEndsJob`. Chosen by the seed alone, so other seeds run as before."""
+"""One of so many seeds without a weight channel has a `ColumnEndsJob`. Chosen by the seed alone, so other seeds run as
+before."""
 
 
 @dataclass(frozen=True, slots=True)
 class WorldKind:
-    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. backlog: the job that fills memory and
-    disk, instead of those that the seed chooses."""
+    """What a world has, whatever its seed says (see `SimRun`). crowded: a `CrowdJob`, too. backlog: the job that fills
+    memory and disk, instead of those that the seed chooses."""
 
     rates: Rates | None = None
     spills: bool = False
@@ -98,8 +100,8 @@ def simulate(seed: int, kind: str = "mixed") -> Result:
 
 
 def rows_ahead_max(table: TableState) -> float:
-    """Bound on the rows that may be ahead of training. A group is refilled even after other rows took the places of its members, so at worst
-    each row ahead is the last of its group."""
+    """Bound on the rows that may be ahead of training. A group is refilled even after other rows took the places of its
+    members, so at worst each row ahead is the last of its group."""
     if table.pacing is None:
         return math.inf
     rule = table.tasks[table.pacing.task].task.groups
@@ -110,8 +112,8 @@ def rows_ahead_max(table: TableState) -> float:
 class SimRun:
     """The deployment of one seed: the server, the clients, and their jobs.
 
-    A kind may say what the seed decides otherwise. spills: the server has a disk for cold blocks, and keeps nothing through a crash. interns: it has
-    an `InternedJob` beside `Rollouts`.
+    A kind may say what the seed decides otherwise. spills: the server has a disk for cold blocks, and keeps nothing
+    through a crash. interns: it has an `InternedJob` beside `Rollouts`.
     """
 
     def __init__(self, seed: int, kind: WorldKind = KINDS["mixed"]) -> None:
@@ -144,7 +146,8 @@ class SimRun:
         self._make_jobs()
 
     def _make_jobs(self) -> None:
-        """Choose the jobs of the deployment and make their workers: `Rollouts` and one other job, or remote shards alone."""
+        """Choose the jobs of the deployment and make their workers: `Rollouts` and one other job, or remote shards
+        alone."""
         chance = self.world.random
         if self.kind.interns:
             self.jobs: list[SimJob] = [Rollouts(chance, roomy=self.roomy), InternedJob()]
@@ -207,7 +210,8 @@ class SimRun:
     # ------------------------------------------------------------ the course of a run
 
     def whole(self) -> None:
-        """Run the seed to its end; `PromiseBroken` at the first broken promise. `bounded` says what is not bounded outside the main thread."""
+        """Run the seed to its end; `PromiseBroken` at the first broken promise. `bounded` says what is not bounded
+        outside the main thread."""
         with bounded(self.world) as self._events_until:
             self._run()
 
@@ -264,7 +268,8 @@ class SimRun:
             dropped = sum(table.rows_dropped.values())
             if table.rows_put != table.rows_live + table.rows_done + dropped:
                 raise PromiseBroken(
-                    f"{table.rows_put} rows put are not {table.rows_live} live, {table.rows_done} done, {dropped} dropped"
+                    f"{table.rows_put} rows put are not {table.rows_live} live, {table.rows_done} done, {dropped} "
+                    "dropped"
                 )
             if table.outstanding > (most := rows_ahead_max(table)):
                 raise PromiseBroken(f"{table.outstanding} rows are ahead of training, above {most}")

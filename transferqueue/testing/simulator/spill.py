@@ -1,4 +1,5 @@
-"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while, sometimes hung. The production `Spiller` uses it."""
+"""A simulated disk for spilled blocks: slow, sometimes full, sometimes unreadable for a while, sometimes hung. The
+production `Spiller` uses it."""
 
 from __future__ import annotations
 
@@ -30,11 +31,11 @@ HANG_S: Final = 1.5 * SPILL_SILENT_S
 
 
 class SimSpill:
-    """The spilled blocks of one server, on a disk that `hangs` at times. stir: called when an answer is ready. nbytes: the most that they may
-    take. It does its jobs in order, as the thread of a `SpillFile` does.
+    """The spilled blocks of one server, on a disk that `hangs` at times. stir: called when an answer is ready. nbytes:
+    the most that they may take. It does its jobs in order, as the thread of a `SpillFile` does.
 
-    Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that have not ended when the
-    server ends are never done: the memory is that of another server by then.
+    Bytes are copied when a job ends, not when it begins: what was freed meanwhile may have been overwritten. Jobs that
+    have not ended when the server ends are never done: the memory is that of another server by then.
     """
 
     def __init__(

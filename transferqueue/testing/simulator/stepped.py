@@ -1,4 +1,5 @@
-"""A job whose trainer acks with its steps, saves its model now and then, and rolls back to the last save after its death.
+"""A job whose trainer acks with its steps, saves its model now and then, and rolls back to the last save after its
+death.
 
 Whatever happens, the saved model has learned from each row once: rows of steps after the last save are given out again,
 rows of those before it never.
@@ -27,7 +28,8 @@ SAVE_EVERY: Final = 3
 
 
 class CheckpointJob(SimJob):
-    """A table whose task acks with steps. saved: outlives the trainer: the step of the last save, and the rows in it."""
+    """A table whose task acks with steps. saved: outlives the trainer: the step of the last save, and the rows in
+    it."""
 
     table = "stepped"
 
@@ -59,7 +61,8 @@ class CheckpointJob(SimJob):
         yield m.Rollback(self.table, step)
 
     def _learn(self, process: Process, step: int, model: set[int]) -> Steps:
-        """Train from this model on. True when the table has ended and all is saved, False to roll back to the last save."""
+        """Train from this model on. True when the table has ended and all is saved, False to roll back to the last
+        save."""
         while True:
             try:
                 rows = yield from self._learn_once(process, step + 1, model)

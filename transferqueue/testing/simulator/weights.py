@@ -1,7 +1,8 @@
-"""Jobs on a weight channel: versions are whole, none is invented, none is older than a version published before. It is the clock of a table.
+"""Jobs on a weight channel: versions are whole, none is invented, none is older than a version published before. It is
+the clock of a table.
 
-In one of them two ranks publish each version together, in slices of one tensor. In another one a version comes in parts that nobody counts, and those
-who pull take each part as it comes.
+In one of them two ranks publish each version together, in slices of one tensor. In another one a version comes in parts
+that nobody counts, and those who pull take each part as it comes.
 """
 
 from __future__ import annotations
@@ -156,7 +157,8 @@ class ShardedWeightsJob(WeightChannelJob):
 
 
 class ForwardedWeightsJob(WeightChannelJob):
-    """One process publishes each version in parts that nobody counts, two pull the parts as they come, and then the version."""
+    """One process publishes each version in parts that nobody counts, two pull the parts as they come, and then the
+    version."""
 
     def _publish_once(self, process: Process) -> Steps:
         version = self._newest + 1

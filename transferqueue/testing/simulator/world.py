@@ -1,8 +1,9 @@
 """Simulated time, chance and network.
 
-The network behaves as a socket does: frames on one connection may be late, or lost with the connection, and a client may resend
-them. Beyond that, single calls and replies are lost, duplicated and reordered, which the protocol must bear. A notice is never
-overtaken by a later frame of its connection, nor lost while the connection lasts (`PendingCalls`, rule 5).
+The network behaves as a socket does: frames on one connection may be late, or lost with the connection, and a client
+may resend them. Beyond that, single calls and replies are lost, duplicated and reordered, which the protocol must bear.
+A notice is never overtaken by a later frame of its connection, nor lost while the connection lasts (`PendingCalls`,
+rule 5).
 """
 
 from __future__ import annotations

@@ -1,15 +1,16 @@
 """The shard's end of the bulk protocol over plain TCP: it listens, accepts connections, and closes them.
 
 - Each round of `arrivals` receives at most one message of each connection, so they take turns.
-- A peer that has not read what was sent is `clogged`: the server does not read from it, and the shard prepares nothing for it. So neither
-  endless requests nor a stalled reader make memory grow. Clients always read before they send more.
+- A peer that has not read what was sent is `clogged`: the server does not read from it, and the shard prepares nothing
+  for it. So neither endless requests nor a stalled reader make memory grow. Clients always read before they send more.
 - A connection that stays in the middle of a message for `BULK_STALL_S` without progress is closed. There are at most
   `BULK_CONNECTIONS_MAX` connections; a new one closes the one that was silent longest.
-- A connection is a *stranger* until it has shown a valid ticket. There are at most `strangers_max` strangers, each for `BULK_STALL_S`, so
-  they use up neither descriptors nor connections. A new one closes the oldest.
-- While no descriptor is left, new connections are accepted with a spare one and closed. If that fails too, the server stops accepting for
-  `DEAF_S`: the kernel would report the same connection for ever.
-- After a message whose checksum fails, the server reports the error and ignores the connection: the start of the next message is unknown.
+- A connection is a *stranger* until it has shown a valid ticket. There are at most `strangers_max` strangers, each for
+  `BULK_STALL_S`, so they use up neither descriptors nor connections. A new one closes the oldest.
+- While no descriptor is left, new connections are accepted with a spare one and closed. If that fails too, the server
+  stops accepting for `DEAF_S`: the kernel would report the same connection for ever.
+- After a message whose checksum fails, the server reports the error and ignores the connection: the start of the next
+  message is unknown.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class TcpBulkServer:
         return [self._ready]
 
     def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
-        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or `UsageError`."""
+        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or
+        `UsageError`."""
         for _ in range(1 if port else tries - 1):
             with suppress(AddressInUse):
                 return self._listen(hosts, port)
@@ -196,8 +198,8 @@ class TcpBulkServer:
         self._ready.register(connection.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
-        """Accept a connection with the spare descriptor and close it: without that the kernel would report the connection for ever.
-        Returns whether the spare descriptor was there, and no other thread took it."""
+        """Accept a connection with the spare descriptor and close it: without that the kernel would report the
+        connection for ever. Returns whether the spare descriptor was there, and no other thread took it."""
         if self._spare >= 0:
             os.close(self._spare)
         try:
@@ -224,8 +226,8 @@ class TcpBulkServer:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "the bulk endpoint closed a connection that showed no good ticket within %g s, or made room for later ones; another "
-                "program connects here (this is logged once)",
+                "the bulk endpoint closed a connection that showed no good ticket within %g s, or made room for later "
+                "ones; another program connects here (this is logged once)",
                 BULK_STALL_S,
             )
         self._lose(name, desks)

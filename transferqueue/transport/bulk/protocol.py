@@ -2,26 +2,31 @@
 
 Rules (docs/decisions/0013):
 
-1. A *transfer* reads columns, or writes into a granted extent. A connection carries one transfer at a time; a client opens one connection
-   for each concurrent transfer. The transfer's number tells its frames from late frames of an earlier transfer.
-2. A message is a head and its content, which is bytes. The head begins with ``TQB`` and the protocol number, then the xxh3-64 of the rest
-   of the head. The rest has the length and the xxh3-64 of the content. So the receiver can trust the head before the content has
-   arrived, and receive the content where it belongs. Received content counts only after its checksum matched; otherwise `Corruption`.
+1. A *transfer* reads columns, or writes into a granted extent. A connection carries one transfer at a time; a client
+   opens one connection for each concurrent transfer. The transfer's number tells its frames from late frames of an
+   earlier transfer.
+2. A message is a head and its content, which is bytes. The head begins with ``TQB`` and the protocol number, then the
+   xxh3-64 of the rest of the head. The rest has the length and the xxh3-64 of the content. So the receiver can trust
+   the head before the content has arrived, and receive the content where it belongs. Received content counts only after
+   its checksum matched; otherwise `Corruption`.
 3. Bytes travel in frames of at most `FRAME_BYTES`, numbered from 0. A gap is `Corruption`.
-4. At most `BULK_WINDOW_FRAMES` of the longest frames, or as many bytes in shorter ones, are sent beyond those that the receiver has acknowledged
-   (`FlowAck`). So a stalled reader holds only that much at the shard, and a stalled shard only that much at a writer.
-5. Only the client retries. If a checksum failed, a frame was missing, or nothing arrived for `BULK_SILENCE_S`, it closes the connection
-   and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe: blocks never change, and a repeated write
-   writes the same bytes. A later write ends an earlier one into the same place, so the bytes of the later one are written last.
+4. At most `BULK_WINDOW_FRAMES` of the longest frames, or as many bytes in shorter ones, are sent beyond those that the
+   receiver has acknowledged (`FlowAck`). So a stalled reader holds only that much at the shard, and a stalled shard
+   only that much at a writer.
+5. Only the client retries. If a checksum failed, a frame was missing, or nothing arrived for `BULK_SILENCE_S`, it
+   closes the connection and starts the transfer again over another one, at most `BULK_TRIES` times. That is safe:
+   blocks never change, and a repeated write writes the same bytes. A later write ends an earlier one into the same
+   place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
-7. A block of which a client reads a part is compared whole at the shard, if the client names its checksum: the last frame of the read follows the
-   comparison (docs/decisions/0066).
+7. A block of which a client reads a part is compared whole at the shard, if the client names its checksum: the last
+   frame of the read follows the comparison (docs/decisions/0066).
 8. A client whose carrier reads memory (`transport.bulk.carriers`, docs/decisions/0044) asks with `ReadRanges`. The
    answer, `RangesFrame`, names the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which the
    shard gathered rows (docs/decisions/0060); the rest comes as content. A frame counts as taken when its ranges were
    read and match, so the shard knows how long they are needed.
-9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard reads them into memory of its
-   own, compares, and copies them into the extent. A frame counts as taken when that is done.
+9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard
+   reads them into memory of its own, compares, and copies them into the extent. A frame counts as taken when that is
+   done.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """
@@ -67,7 +72,8 @@ PARTS_READ_MAX: Final = 2 * FIELDS_MAX
 PARTS_BEGUN_MAX: Final = 4
 """Parts that begin in one frame: each adds a number for each of its columns to the head."""
 RANGE_BYTES_MIN: Final = 16 * KIB
-"""Shorter ranges come as content: 8,192 ranges of 4 KiB took three times as long as one range of the same bytes, 1,024 of 32 KiB 1.2 times."""
+"""Shorter ranges come as content: 8,192 ranges of 4 KiB took three times as long as one range of the same bytes, 1,024
+of 32 KiB 1.2 times."""
 RANGED_PART_BYTES_MIN: Final = 64 * KIB
 """A smaller part comes as content: one round trip."""
 RANGES_MAX: Final = 1024
@@ -79,7 +85,8 @@ METADATA_BYTES_MAX: Final = 4 * MIB
 WINDOW_BYTES: Final = BULK_WINDOW_FRAMES * FRAME_BYTES
 """Bytes that may be on their way before the receiver acknowledges some."""
 COUNTED_BYTES_MIN: Final = 128 * KIB
-"""A frame of a read counts for as many bytes as its content has, and at least for so many; a frame of a write, or of ranges, for `FRAME_BYTES`."""
+"""A frame of a read counts for as many bytes as its content has, and at least for so many; a frame of a write, or of
+ranges, for `FRAME_BYTES`."""
 WINDOW_FRAMES_MAX: Final = WINDOW_BYTES // COUNTED_BYTES_MIN
 """Most frames that may be on their way."""
 TAKEN_EVERY_BYTES: Final = WINDOW_BYTES // 2
@@ -97,8 +104,8 @@ PRELUDE_BYTES: Final = _LENGTHS_AT + _LENGTHS.size
 
 @dataclass_transform(frozen_default=True)
 class BulkHead(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unknown_fields=True):
-    """Base of all heads. transfer: the number of the transfer, ascending within its connection. Tags stay when a class is renamed: they are
-    on the wire."""
+    """Base of all heads. transfer: the number of the transfer, ascending within its connection. Tags stay when a class
+    is renamed: they are on the wire."""
 
     transfer: Count
 
@@ -125,8 +132,8 @@ _Part = Annotated[list[Count], Meta(max_length=3)]
 class BulkCut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """The part of each row's value that is wanted (`schema.Slice`).
 
-    first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a share. inner: of the
-    others the same; fewer: the rest is whole.
+    first: of the first dimension: nothing (all of it), two numbers (start, stop), or three (index, of, zigzag) of a
+    share. inner: of the others the same; fewer: the rest is whole.
     """
 
     first: _Part
@@ -153,9 +160,9 @@ def _part(numbers: list[int]) -> tuple[int, int] | Share | None:
 
 
 class RowSelection(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its slot there.
-    slices: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none), which the shard compares before the read ends,
-    since the receiver of a part of a block cannot; empty: of none."""
+    """The columns `fields` of some rows. block_of_row: the index into `blocks` of each row (empty: 0). slot_of_row: its
+    slot there. slices: of each field that is not wanted whole, by name. sums: the checksum of each block (0: none),
+    which the shard compares before the read ends, since the receiver of a part of a block cannot; empty: of none."""
 
     fields: Names
     layouts: Annotated[list[Names], Meta(max_length=PARTS_READ_MAX)]
@@ -204,8 +211,8 @@ class WriteExtent(ExtentWrite, tag="Write"):
 
 
 class ByteRange(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """`nbytes` bytes from `address` of a process on, with their xxh3-64. Of a read: of the shard's process, address 0: the next bytes of the
-    content. Of a write: of the client's process; no range is longer than `FRAME_BYTES`."""
+    """`nbytes` bytes from `address` of a process on, with their xxh3-64. Of a read: of the shard's process, address 0:
+    the next bytes of the content. Of a write: of the client's process; no range is longer than `FRAME_BYTES`."""
 
     address: Count
     nbytes: Count
@@ -219,10 +226,11 @@ class WriteFrame(BulkHead, tag="Data"):
 
 
 class WriteRanges(ExtentWrite, tag="WriteRanges"):
-    """Starts a write whose bytes the shard reads one-sided, in order. Frame 0; without content. The ranges of all frames are `total` bytes.
+    """Starts a write whose bytes the shard reads one-sided, in order. Frame 0; without content. The ranges of all
+    frames are `total` bytes.
 
-    agent, generation, regions: what the client has registered, as in `RangesFrame`. metadata: what the shard must load to read it; empty: it
-    has that, or newer.
+    agent, generation, regions: what the client has registered, as in `RangesFrame`. metadata: what the shard must load
+    to read it; empty: it has that, or newer.
     """
 
     agent: Text
@@ -268,10 +276,12 @@ class ReadFrame(BulkHead, tag="Frame"):
 
 
 class RangesFrame(BulkHead, tag="RangesFrame"):
-    """The next bytes of a read of ranges, in order: first of the parts that began earlier, then of those that begin here.
+    """The next bytes of a read of ranges, in order: first of the parts that began earlier, then of those that begin
+    here.
 
-    agent, generation, regions: which agent has registered them, how often it has given registered memory up, and how many regions it has ever
-    registered. metadata: what the client must load to read them; empty: it has that. It replaces what was loaded of another generation.
+    agent, generation, regions: which agent has registered them, how often it has given registered memory up, and how
+    many regions it has ever registered. metadata: what the client must load to read them; empty: it has that. It
+    replaces what was loaded of another generation.
     """
 
     number: Count
@@ -305,7 +315,8 @@ class MessageReceiver(Protocol):
 
     @property
     def coming(self) -> int:
-        """Bytes of content that later messages bring, unless the transfer fails, and that are best received a message at a time; 0: perhaps none."""
+        """Bytes of content that later messages bring, unless the transfer fails, and that are best received a message
+        at a time; 0: perhaps none."""
 
     def expect(self, head: bytes, nbytes: int) -> None:
         """A head has arrived; `nbytes` bytes of content follow. `Corruption` if the head's checksum does not match."""
@@ -315,7 +326,8 @@ class MessageReceiver(Protocol):
 
 
 def message(head: ToShard | ToClient, content: Sequence[Piece] = (), known: bytes | None = None) -> Message:
-    """A message with its checksums. The content must not change until it has been sent. known: its checksum, if it was computed before."""
+    """A message with its checksums. The content must not change until it has been sent. known: its checksum, if it was
+    computed before."""
     return framed(_encoder.encode(head), content, known), content
 
 
@@ -329,7 +341,8 @@ def framed(encoded: bytes, content: Sequence[Piece] = (), known: bytes | None = 
 
 
 def to_shard(head: bytes) -> ToShard:
-    """Decode the head of a client's message. `Corruption` if its checksum does not match, `ProtocolError` if it is no head."""
+    """Decode the head of a client's message. `Corruption` if its checksum does not match, `ProtocolError` if it is no
+    head."""
     return _decode(_to_shard, head)
 
 
@@ -339,7 +352,8 @@ def to_client(head: bytes) -> ToClient:
 
 
 def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
-    """The sizes of a head that begins with `prelude`, and of its content, in bytes. `Corruption` if no message is that long."""
+    """The sizes of a head that begins with `prelude`, and of its content, in bytes. `Corruption` if no message is that
+    long."""
     if len(prelude) < PRELUDE_BYTES:
         raise Corruption(f"a bulk message of {len(prelude)} bytes does not match its checksum, since it has none")
     if prelude[:_DIGEST_AT] != _OPENING:
@@ -356,8 +370,8 @@ def lengths(prelude: Piece | bytearray) -> tuple[int, int]:
 def _not_ours(opening: bytes) -> str:
     if opening[:-1] == _OPENING[:-1]:
         return (
-            f"a bulk message speaks protocol {opening[-1]} and this end speaks protocol {PROTOCOL}: install the same package at both "
-            "ends (`transferqueue docs compatibility`), unless bytes changed on the way"
+            f"a bulk message speaks protocol {opening[-1]} and this end speaks protocol {PROTOCOL}: install the same "
+            "package at both ends (`transferqueue docs compatibility`), unless bytes changed on the way"
         )
     return f"a bulk message begins with {opening!r} and does not match {_OPENING!r}: its bytes changed on the way"
 

@@ -1,8 +1,9 @@
 """Carries the bulk protocol without keys: plain TCP, without a copy outside the kernel.
 
-A stream carries one message after another. Content is sent from where it lies and received where it belongs. Each end computes its checksum
-while the bytes are in the cache; that read is the only cost beyond a raw TCP stream (`bench/hosts.py`, `bench/remote.py` measure the
-ratio). Only `TcpBulkClient.open` and `TcpBulkClient.receive` block. Of a message only its head and its unsent bytes are kept.
+A stream carries one message after another. Content is sent from where it lies and received where it belongs. Each end
+computes its checksum while the bytes are in the cache; that read is the only cost beyond a raw TCP stream
+(`bench/hosts.py`, `bench/remote.py` measure the ratio). Only `TcpBulkClient.open` and `TcpBulkClient.receive` block. Of
+a message only its head and its unsent bytes are kept.
 """
 
 from __future__ import annotations
@@ -32,10 +33,12 @@ _PIECES_AT_ONCE: Final = 512
 _HEAD_STEP_BYTES: Final = 64 * KIB
 """A head is received in steps of this size: the length that it claims takes no memory before the bytes arrive."""
 _RECEIVE_AT_ONCE: Final = 256 * KIB
-"""Content is received in steps of this size, unless less of it is left. A receiver that is woken by each packet spends more on wake-ups than on bytes,
-and so does the sender that wakes it: 20 µs each on a virtual machine whose core was idle."""
+"""Content is received in steps of this size, unless less of it is left. A receiver that is woken by each packet spends
+more on wake-ups than on bytes, and so does the sender that wakes it: 20 µs each on a virtual machine whose core was
+idle."""
 _RECEIVE_AT_ONCE_LATER: Final = MIB
-"""Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the window holds waits for timers."""
+"""Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the
+window holds waits for timers."""
 _GROWN_BYTES: Final = 4 * MIB
 HOPE_S: Final = 0.002
 """So long a head is waited for together with the content behind it."""
@@ -100,7 +103,8 @@ class BulkStream:
             raise _lost(error) from error
 
     def receive(self, receiver: protocol.MessageReceiver) -> bool:
-        """Receive what has arrived, up to the end of one message. Returns whether a whole message has arrived and matches its checksums.
+        """Receive what has arrived, up to the end of one message. Returns whether a whole message has arrived and
+        matches its checksums.
 
         Raises the errors of `receiver`, and `Corruption`; after that nothing from this connection can be trusted.
         """
@@ -133,7 +137,8 @@ class BulkStream:
         self._wake_at(1)
 
     def _wake_at(self, left: int) -> None:
-        """Have the socket be readable when so many bytes have arrived, or one step; what has arrived can be received at any time."""
+        """Have the socket be readable when so many bytes have arrived, or one step; what has arrived can be received at
+        any time."""
         step = _RECEIVE_AT_ONCE if self.moved < _GROWN_BYTES else _RECEIVE_AT_ONCE_LATER
         nbytes = max(1, min(left, step))
         if nbytes != self._wakes_at:
@@ -141,7 +146,8 @@ class BulkStream:
             self._wakes_at = nbytes
 
     def settle_for_less(self) -> bool:
-        """Have any byte make the socket readable, until the next `receive`. Returns whether more had to arrive for that before."""
+        """Have any byte make the socket readable, until the next `receive`. Returns whether more had to arrive for that
+        before."""
         waited = self._wakes_at > 1
         self._wake_at(1)
         return waited
@@ -210,7 +216,8 @@ def _lost(error: OSError | None) -> Unreachable:
 
 
 class TcpBulkClient:
-    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a time."""
+    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a
+    time."""
 
     def __init__(self, host: str, port: int, epoch: int) -> None:
         self._place = (host, port)
@@ -268,7 +275,8 @@ class TcpBulkClient:
         return not waiting.poll(0)
 
     def send(self, message: protocol.Message) -> None:
-        """Queue a message; messages leave in order, now or during `receive`. `Unreachable` if the connection is lost: open another one."""
+        """Queue a message; messages leave in order, now or during `receive`. `Unreachable` if the connection is lost:
+        open another one."""
         self._live.send(message)
 
     def ask(self, message: protocol.Message) -> None:
@@ -278,7 +286,8 @@ class TcpBulkClient:
             self._live.send(message)
 
     def receive(self, receiver: protocol.MessageReceiver, timeout_s: float) -> bool:
-        """Receive one message. False if none is complete within `timeout_s`, or after `interrupt`. Errors as of `BulkStream`."""
+        """Receive one message. False if none is complete within `timeout_s`, or after `interrupt`. Errors as of
+        `BulkStream`."""
         deadline = time.monotonic() + timeout_s
         stream = self._live
         while not stream.receive(receiver):
@@ -306,7 +315,8 @@ class TcpBulkClient:
         return not self._wakeup.clear()
 
     def _wait(self, connection: socket.socket, wanted: int, timeout_s: float) -> bool | None:
-        """Wait until the socket is ready. False after `timeout_s`, and None after `interrupt`, which is then cleared."""
+        """Wait until the socket is ready. False after `timeout_s`, and None after `interrupt`, which is then
+        cleared."""
         waiting = select.poll()
         waiting.register(connection, wanted)
         waiting.register(self._wakeup, select.POLLIN)

@@ -1,7 +1,7 @@
 """Carries the bulk protocol with keys: ZeroMQ over TCP, encrypted (CURVE).
 
-DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong. Encryption is
-the main cost (docs/decisions/0013).
+DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
+Encryption is the main cost (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ Received = tuple[memoryview, list[memoryview]]
 
 
 class ZmqBulkClient:
-    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a time."""
+    """The client's end of one connection. epoch: the run of the server that it belongs to. Used by one thread at a
+    time."""
 
     def __init__(self, host: str, port: int, epoch: int, keys: ClientKeys | None = None) -> None:
         self._context, self._socket = _open(zmq.DEALER, FRAME_BYTES + 64 * KIB)
@@ -86,7 +87,8 @@ class ZmqBulkClient:
     ask = send
 
     def receive(self, receiver: MessageReceiver, timeout_s: float) -> bool:
-        """Receive one message. False if none arrives within `timeout_s`, or after `interrupt`. `Corruption` if a checksum fails."""
+        """Receive one message. False if none arrives within `timeout_s`, or after `interrupt`. `Corruption` if a
+        checksum fails."""
         message = _receive(self._socket) or self._wait(timeout_s)
         if message is None:
             return False
@@ -110,7 +112,8 @@ class ZmqBulkClient:
 
 
 class ZmqBulkServer:
-    """The shard's end of all connections. Not thread-safe. clogged: always empty, because ZeroMQ queues what was not sent."""
+    """The shard's end of all connections. Not thread-safe. clogged: always empty, because ZeroMQ queues what was not
+    sent."""
 
     clogged: Final[frozenset[bytes]] = frozenset()
 
@@ -135,7 +138,8 @@ class ZmqBulkServer:
         """None: ZeroMQ has timers of its own."""
 
     def listen_at_all(self, hosts: Sequence[str], port: int, tries: int) -> int:
-        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or `UsageError`."""
+        """Listen at one port of all hosts (0: a port that is free on all), and return it. `AddressInUse`, or
+        `UsageError`."""
         self._socket.setsockopt(zmq.IPV6, int(any(host.startswith("[") for host in hosts)))
         for _ in range(1 if port else tries - 1):
             with suppress(AddressInUse):

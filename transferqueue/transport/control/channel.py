@@ -21,27 +21,30 @@ class DrivableChannel(Protocol):
     """A channel whose socket a caller may wait on itself, instead of the thread in `sleep`."""
 
     def begin_driving(self) -> bool:
-        """Have no event wake the thread in `sleep` any more. False if there is something else to do than to wait for a frame."""
+        """Have no event wake the thread in `sleep` any more. False if there is something else to do than to wait for a
+        frame."""
 
     def end_driving(self) -> None:
         """Have events wake the thread in `sleep`, or the event loop, again. More than once is allowed."""
 
     def have_loop_read(self, frames: select.epoll | None) -> None:
-        """Have `frames` be readable when something has come, which an event loop watches, and let that not wake the thread in `sleep`; None: the thread
-        is to be woken. Again with the same: nothing."""
+        """Have `frames` be readable when something has come, which an event loop watches, and let that not wake the
+        thread in `sleep`; None: the thread is to be woken. Again with the same: nothing."""
 
     @property
     def is_behind(self) -> bool:
         """Whether frames wait to be written, or there is no connection."""
 
     def leave_to_loop(self) -> bool:
-        """Have the event loop that reads be woken for what is left in `peek`, until it calls `hear`. False: no loop reads."""
+        """Have the event loop that reads be woken for what is left in `peek`, until it calls `hear`. False: no loop
+        reads."""
 
     def hear(self) -> None:
         """Read what has come, for `peek`."""
 
     def wait_for_frame(self, timeout_s: float | None) -> bool:
-        """Block until a frame may have come: `peek` tells, and returns None where the descriptor became readable for less than a frame.
+        """Block until a frame may have come: `peek` tells, and returns None where the descriptor became readable for
+        less than a frame.
 
         False: something else happened, or the timeout is over.
         """
@@ -66,16 +69,17 @@ class ClientChannel(Protocol):
 
     @property
     def ways(self) -> int:
-        """How many connections were made, as far as this end has noticed. Frames sent over an earlier one may be lost."""
+        """How many connections were made, as far as this end has noticed. Frames sent over an earlier one may be
+        lost."""
 
     @property
     def is_lost(self) -> bool:
         """Whether the connection was lost and not made again, as far as this end has noticed."""
 
     def send(self, frame: bytes) -> None:
-        """Queue a frame; frames leave in order. Does not block. While no server listens, frames are queued, and the channel retries the
-        connection. `Unreachable` if `FRAMES_QUEUED_MAX` frames are queued, `Disconnected` if this channel or its embedded server is
-        closed. After an error the frame is not queued."""
+        """Queue a frame; frames leave in order. Does not block. While no server listens, frames are queued, and the
+        channel retries the connection. `Unreachable` if `FRAMES_QUEUED_MAX` frames are queued, `Disconnected` if this
+        channel or its embedded server is closed. After an error the frame is not queued."""
 
     def send_some(self, frames: Sequence[bytes]) -> int:
         """`send` some of these frames (at least one), together if that is cheaper. Returns how many."""
@@ -84,7 +88,8 @@ class ClientChannel(Protocol):
         """The next frame; None if none has arrived. `Disconnected` if no frame can arrive any more."""
 
     def wait(self, wakeup: Wakeup, timeout_s: float | None) -> None:
-        """Block until a frame can be received, `wakeup` is set, or `timeout_s` is over (None: no limit). May return early.
+        """Block until a frame can be received, `wakeup` is set, or `timeout_s` is over (None: no limit). May return
+        early.
 
         Clears `wakeup` before it returns, so check afterwards what the wake-up was for.
         """
@@ -102,8 +107,9 @@ class ClientChannel(Protocol):
 def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
     """A channel to the server at `address`: ``ipc://``, ``tcp://`` or ``inproc:``.
 
-    keys: for tcp, the server's public key and this client's pair; None: connect without encryption. Does not block: an ipc or tcp server
-    may start later. `UsageError` for an invalid address, or if this process may open too few files; `Unreachable` for an embedded server that does not run in this process.
+    keys: for tcp, the server's public key and this client's pair; None: connect without encryption. Does not block: an
+    ipc or tcp server may start later. `UsageError` for an invalid address, or if this process may open too few files;
+    `Unreachable` for an embedded server that does not run in this process.
     """
     place = parse_address(address)
     if keys is not None and not isinstance(place, TcpAddress):
@@ -117,8 +123,8 @@ def dial(address: str, keys: ClientKeys | None = None) -> ClientChannel:
 
 
 def is_served(address: str) -> bool | None:
-    """Whether a server runs at `address`, by its file lock. Does not block. None where this is unknown: for tcp, and while this process may open
-    no more files."""
+    """Whether a server runs at `address`, by its file lock. Does not block. None where this is unknown: for tcp, and
+    while this process may open no more files."""
     place = parse_address(address)
     if isinstance(place, InprocAddress):
         return inproc.is_open(place)

@@ -1,7 +1,7 @@
 """Frames between threads of one process: two bounded queues and two wake-ups for each channel.
 
-The frames are encoded as over a socket, so there is one code path to test. A client that does not read its replies is disconnected when
-`FRAMES_QUEUED_MAX` of them are queued, like a peer behind a socket.
+The frames are encoded as over a socket, so there is one code path to test. A client that does not read its replies is
+disconnected when `FRAMES_QUEUED_MAX` of them are queued, like a peer behind a socket.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """What the channels over a Unix socket and over ZeroMQ share: whom a frame that comes wakes.
 
-That is the thread in `sleep`; or a caller that drives, which waits on the connection itself; or an event loop, which watches a descriptor of its
-own. The one who is to sleep on is not told: its epoll has the connection taken out, and put back afterwards. So whoever waits touches
-descriptors alone, and never the connection, which another thread may use meanwhile.
+That is the thread in `sleep`; or a caller that drives, which waits on the connection itself; or an event loop, which
+watches a descriptor of its own. The one who is to sleep on is not told: its epoll has the connection taken out, and put
+back afterwards. So whoever waits touches descriptors alone, and never the connection, which another thread may use
+meanwhile.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ _READABLE: Final = select.EPOLLIN
 
 
 class PolledChannel(ABC):
-    """A channel whose connection is a descriptor, which is readable when a frame may have come: `ClientChannel` and `DrivableChannel` but for
-    sending and connecting.
+    """A channel whose connection is a descriptor, which is readable when a frame may have come: `ClientChannel` and
+    `DrivableChannel` but for sending and connecting.
 
-    A subclass has the descriptor of each connection polled (`_attach`, `_detach`), and says in `_connection` which one is.
+    A subclass has the descriptor of each connection polled (`_attach`, `_detach`), and says in `_connection` which one
+    is.
     """
 
     address: str
@@ -52,7 +54,8 @@ class PolledChannel(ABC):
 
     @abstractmethod
     def _hear(self) -> None:
-        """Read all frames that have arrived, so that the next one makes the descriptor readable, and clear `_readable`."""
+        """Read all frames that have arrived, so that the next one makes the descriptor readable, and clear
+        `_readable`."""
 
     @abstractmethod
     def _due_s(self) -> float | None:
@@ -120,7 +123,8 @@ class PolledChannel(ABC):
     # ------------------------------------------------------------ a caller that drives, and an event loop that reads
 
     def begin_driving(self) -> bool:
-        """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something else is to be done."""
+        """Have no event wake the thread in `sleep` any more: the caller does what there is to do. False if something
+        else is to be done."""
         connection = self._connection
         if connection is None or self.is_behind or self._arrived or self._readable:
             return False

@@ -1,4 +1,5 @@
-"""Asks the host of a tcp server that was lost whether a process listens there. ZeroMQ tries again for ever and does not say why it fails."""
+"""Asks the host of a tcp server that was lost whether a process listens there. ZeroMQ tries again for ever and does not
+say why it fails."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ CONNECT_S: Final = 1.0
 
 
 class PortProbe:
-    """Connects to `place` in a thread of its own, since the name of the host may have to be looked up. Not thread-safe."""
+    """Connects to `place` in a thread of its own, since the name of the host may have to be looked up. Not
+    thread-safe."""
 
     def __init__(self, place: TcpAddress) -> None:
         self._place: Final = place
@@ -22,8 +24,9 @@ class PortProbe:
         self._refused: bool | None = None
 
     def is_refused(self) -> bool | None:
-        """Whether the host refuses connections, which its kernel does while no process listens; a process that is paused, or too busy to answer,
-        still listens. None: the host says nothing, or has not yet; ask again in a second. Blocks for at most `ANSWER_S`."""
+        """Whether the host refuses connections, which its kernel does while no process listens; a process that is
+        paused, or too busy to answer, still listens. None: the host says nothing, or has not yet; ask again in a
+        second. Blocks for at most `ANSWER_S`."""
         if self._asking is None:
             self._refused = None
             asking = threading.Thread(target=self._ask, name=f"transferqueue probe {self._place}", daemon=True)

@@ -6,7 +6,8 @@ import enum
 
 
 class SendResult(enum.Enum):
-    """ON_ITS_WAY: the frame was written or queued. GONE: the peer is gone. UNREAD: the peer does not read, and its queue is full."""
+    """ON_ITS_WAY: the frame was written or queued. GONE: the peer is gone. UNREAD: the peer does not read, and its
+    queue is full."""
 
     ON_ITS_WAY = enum.auto()
     GONE = enum.auto()

@@ -1,10 +1,10 @@
 """Limits the connections to a ZeroMQ socket that have not identified themselves, in number and in time.
 
-ZeroMQ accepts every connection in a thread of its own and keeps it. It has a deadline for its own greeting, but none for what follows, and
-when no descriptor is left it retries without end. So a peer that only opens connections could use up the descriptors that clients need.
-ZeroMQ's monitor tells the server's loop the descriptor number of each connection. A connection is a *stranger* until the loop admits
-the sender of one of its messages. The loop shuts down strangers beyond `strangers_max`, and those older than `STRANGER_S`, by descriptor
-number; ZeroMQ then sees the connection's end.
+ZeroMQ accepts every connection in a thread of its own and keeps it. It has a deadline for its own greeting, but none
+for what follows, and when no descriptor is left it retries without end. So a peer that only opens connections could use
+up the descriptors that clients need. ZeroMQ's monitor tells the server's loop the descriptor number of each connection.
+A connection is a *stranger* until the loop admits the sender of one of its messages. The loop shuts down strangers
+beyond `strangers_max`, and those older than `STRANGER_S`, by descriptor number; ZeroMQ then sees the connection's end.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _LEAST: Final = 8
 
 
 def strangers_max() -> int:
-    """How many strangers each listening socket allows: `STRANGERS_MAX`, but at most an eighth of this process's descriptor limit."""
+    """How many strangers each listening socket allows: `STRANGERS_MAX`, but at most an eighth of this process's
+    descriptor limit."""
     allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if allowed == resource.RLIM_INFINITY:
         return STRANGERS_MAX
@@ -42,7 +43,8 @@ class _Stranger(NamedTuple):
 
 
 class Strangers:
-    """The strangers of one ROUTER socket. Used by the thread of the socket. source: readable when connections were made or ended."""
+    """The strangers of one ROUTER socket. Used by the thread of the socket. source: readable when connections were made
+    or ended."""
 
     def __init__(self, watched: zmq.Socket[bytes], clock: Callable[[], float] = time.monotonic) -> None:
         self.source: Final = watched.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED)
@@ -87,8 +89,8 @@ class Strangers:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "a tcp port closed a connection that did not say who it is within %g s, or made room for later ones; clients of this "
-                "version greet at once, so another program connects there (this is logged once)",
+                "a tcp port closed a connection that did not say who it is within %g s, or made room for later ones; "
+                "clients of this version greet at once, so another program connects there (this is logged once)",
                 STRANGER_S,
             )
         with suppress(OSError):

@@ -1,15 +1,15 @@
 """Frames between processes of one machine, over a Unix stream socket.
 
-Over a network ZeroMQ carries frames, with encryption and a thread of its own at each end. On one machine those threads have nothing to do,
-and waking them took most of the time of a call (decision 27). So here the client's thread and the server's thread write and read the
-socket themselves.
+Over a network ZeroMQ carries frames, with encryption and a thread of its own at each end. On one machine those threads
+have nothing to do, and waking them took most of the time of a call (decision 27). So here the client's thread and the
+server's thread write and read the socket themselves.
 
-A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a client may send
-`PUBLISH_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
+A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a
+client may send `PUBLISH_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
 belongs to its user (0600); no keys are asked for.
 
-A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers stay connected, each
-for `STRANGER_S`, so they cannot use up the descriptors that clients need.
+A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers
+stay connected, each for `STRANGER_S`, so they cannot use up the descriptors that clients need.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ REDIAL_S: Final = 0.01
 """First pause before a lost or missing server is tried again; doubles up to `REDIAL_S_MAX`."""
 REDIAL_S_MAX: Final = 0.5
 HEARD_AFTER: Final = 64
-"""After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must not look like
-one that does not read."""
+"""After this many written frames a client reads what has arrived: a client that sends thousands of calls at once must
+not look like one that does not read."""
 _READ_BYTES: Final = 4 * KIB
 """What is read at first. Room for more takes longer to get than most frames to read."""
 _READ_ON_BYTES: Final = 64 * KIB
@@ -64,7 +64,8 @@ _NO_SIGNAL: Final = socket.MSG_NOSIGNAL
 _WRITABLE: Final = select.EPOLLOUT
 _BACKLOG: Final = 1024
 _NOT_NOW: Final = (errno.EAGAIN, errno.ENOBUFS, errno.ENOMEM)
-"""The peer has to read first, or the kernel has no memory for a frame at this moment: the frame waits. Any other error: the peer is gone."""
+"""The peer has to read first, or the kernel has no memory for a frame at this moment: the frame waits. Any other error:
+the peer is gone."""
 
 
 class Descriptor(Protocol):
@@ -81,7 +82,8 @@ class PeerClosed(Exception):
 class FrameStream:
     """One end of a connection. Nothing blocks. bytes_max: of a frame that is read.
 
-    Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does nothing.
+    Only `read` reports that the peer is gone, after the last frames that the peer sent. `send` to a lost peer does
+    nothing.
     """
 
     __slots__ = ("_begun", "_room", "_wanted", "bytes_max", "socket", "unsent", "unsent_bytes")
@@ -132,8 +134,8 @@ class FrameStream:
         self.unsent_bytes += len(rest)
 
     def send_some(self, frames: Iterable[bytes]) -> int:
-        """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only while no frame is
-        queued."""
+        """Write as many frames as are small together, and queue what the kernel does not take. Returns how many. Only
+        while no frame is queued."""
         parts: list[bytes] = []
         size = 0
         for frame in frames:
@@ -165,7 +167,8 @@ class FrameStream:
             return 0 if error.errno in _NOT_NOW else sum(map(len, parts))
 
     def read(self, arrived: Callable[[bytes], object]) -> bool:
-        """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed` after the last frame."""
+        """Read once, and pass each whole frame to `arrived`. Returns whether there may be more to read. `PeerClosed`
+        after the last frame."""
         try:
             came = self.socket.recv(self._room)
         except BlockingIOError:
@@ -244,7 +247,10 @@ class UnixChannel(PolledChannel):
             note = IpcAddress(Path(self._path)).note_path
             return f"its server ended, and waits for its disk: {read_private(note, NOTE_BYTES_MAX).decode()}"
         if self.ways:
-            return "a server listens there, and closed the connection: it may open no more files (raise its limit: ulimit -n), or it stops"
+            return (
+                "a server listens there, and closed the connection: it may open no more files (raise its limit: "
+                "ulimit -n), or it stops"
+            )
         return f"is a server running there? Start one: transferqueue serve --address {self.address}"
 
     def send(self, frame: bytes) -> None:
@@ -347,7 +353,8 @@ class UnixChannel(PolledChannel):
         self._pause_s = min(2 * self._pause_s, REDIAL_S_MAX)
 
     def _lose(self) -> None:
-        """Close a lost connection. Its unsent frames are lost. After an interrupt at any step of it, `reset` goes on."""
+        """Close a lost connection. Its unsent frames are lost. After an interrupt at any step of it, `reset` goes
+        on."""
         self._readable, self.is_lost = False, True
         self._later()
         lost, self._stream = self._stream, None
@@ -386,10 +393,12 @@ class UnixPeer:
 
 
 class UnixServer:
-    """The server's end of all connections to one socket file. Not thread-safe. Its `fileno` is readable when `recv_nowait` has work."""
+    """The server's end of all connections to one socket file. Not thread-safe. Its `fileno` is readable when
+    `recv_nowait` has work."""
 
     def __init__(self, place: IpcAddress, clock: Callable[[], float] = time.monotonic) -> None:
-        """Listen. Replaces an existing socket file: the caller must hold the lock of the address. `UsageError` if that is impossible."""
+        """Listen. Replaces an existing socket file: the caller must hold the lock of the address. `UsageError` if that
+        is impossible."""
         self._path = place.path
         self._clock = clock
         self._peers: dict[int, UnixPeer] = {}
@@ -422,8 +431,9 @@ class UnixServer:
         self._epoll.register(source, select.EPOLLIN)
 
     def poll(self, timeout_s: float | None) -> list[int]:
-        """Wait for frames, new connections or a watched source; None: for ever. Reads once from each peer that has sent something. Returns
-        the watched descriptors that are readable. While frames of an earlier call are not taken yet, nothing is read."""
+        """Wait for frames, new connections or a watched source; None: for ever. Reads once from each peer that has sent
+        something. Returns the watched descriptors that are readable. While frames of an earlier call are not taken yet,
+        nothing is read."""
         readable = []
         left = bool(self._arrived)
         for number, events in self._epoll.poll(0 if left else timeout_s, _EVENTS_MAX):
@@ -526,16 +536,16 @@ class UnixServer:
         self.turned_away += 1
         if self.turned_away == 1:
             _log.warning(
-                "%s: a connection was closed that did not say who it is within %g s, or made room for later ones; clients of this "
-                "version greet at once, so another program connects here (this is logged once)",
+                "%s: a connection was closed that did not say who it is within %g s, or made room for later ones; "
+                "clients of this version greet at once, so another program connects here (this is logged once)",
                 self._path,
                 STRANGER_S,
             )
         self._drop(peer)
 
     def _turn_away(self) -> bool:
-        """No descriptor is left: accept the next connection with the spare one and close it, so that the peer retries. Returns whether that
-        was possible."""
+        """No descriptor is left: accept the next connection with the spare one and close it, so that the peer retries.
+        Returns whether that was possible."""
         self._spare.close()
         self.turned_away += 1
         try:

@@ -1,14 +1,15 @@
 """Frames over ZeroMQ, to other machines: DEALER at the client, ROUTER at the server.
 
-Each socket has high-water marks that bound its queues, closes at once (LINGER 0), and drops a frame that is too large together with the
-connection that sent it: over `PUBLISH_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client. Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and
-affects no other.
+Each socket has high-water marks that bound its queues, closes at once (LINGER 0), and drops a frame that is too large
+together with the connection that sent it: over `PUBLISH_BYTES_MAX` at the server, over `MESSAGE_BYTES_MAX` at a client.
+Each channel has its own ZeroMQ context, so closing the channel frees its descriptors and its thread, and affects no
+other.
 
-A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may take that away. So each
-use ends with receiving until nothing is left (decision 63).
+A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may
+take that away. So each use ends with receiving until nothing is left (decision 63).
 
-A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key (`KeyedPeer`). A server
-without keys listens at loopback only.
+A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key
+(`KeyedPeer`). A server without keys listens at loopback only.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ RECONNECT_MS: Final = 10
 """First pause before a lost connection is tried again; doubles up to `RECONNECT_MS_MAX`."""
 RECONNECT_MS_MAX: Final = 500
 REDIAL_S: Final = 0.05
-"""After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as it does after bytes that
-are no frames, or a key that does not fit. Then the channel connects again."""
+"""After a loss ZeroMQ reports at once that it retries. If it reports nothing for this long it has given up, as it does
+after bytes that are no frames, or a key that does not fit. Then the channel connects again."""
 HANDSHAKE_MS: Final = 10_000
 """A ZeroMQ handshake that takes longer, for example because bytes were damaged, is started again."""
 PING_MS: Final = 5_000
@@ -60,7 +61,8 @@ class ZmqChannel(PolledChannel):
         self._redial_at: float | None = None
         """When to connect again, unless ZeroMQ reports until then that it does; None: it does, or there is no need."""
         self._was_full = self._takes_more = False
-        """Whether the queue had no room for a frame; and whether it has since, which nobody else hears of (see `_hear`)."""
+        """Whether the queue had no room for a frame; and whether it has since, which nobody else hears of (see
+        `_hear`)."""
         self._context, self._socket = _open(zmq.DEALER)
         self._socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         secure(self._socket, keys)
@@ -102,8 +104,8 @@ class ZmqChannel(PolledChannel):
         return count
 
     def _hear(self) -> None:
-        """Receive all frames that have arrived. Every other use of the socket ends with this, since it may have taken away what its descriptor
-        says of a frame that has come, or of room in the queue."""
+        """Receive all frames that have arrived. Every other use of the socket ends with this, since it may have taken
+        away what its descriptor says of a frame that has come, or of room in the queue."""
         events = 0
         while not self._closed and (events := int(self._socket.getsockopt(zmq.EVENTS))) & zmq.POLLIN:
             self._arrived.append(self._socket.recv(zmq.NOBLOCK))
@@ -189,9 +191,11 @@ class ZmqServer:
         """Sockets to poll for reading: then call `recv_nowait`, and for any but the first `decide`."""
 
     def decide(self, *, has_news: bool = True) -> bool:
-        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions may have to end.
+        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions
+        may have to end.
 
-        has_news: whether any but the first of `sources` is readable, or `patience_s` is over; a look in vain costs a twentieth of a request.
+        has_news: whether any but the first of `sources` is readable, or `patience_s` is over; a look in vain costs a
+        twentieth of a request.
         """
         if has_news:
             self._strangers.hear()
@@ -205,11 +209,13 @@ class ZmqServer:
     def admit(self, peer: bytes | KeyedPeer) -> None:
         """`peer` has a session: if it sent the frame received last, its connection is no stranger any more."""
         if self._last is not None and self._last[0] == peer:
-            self._strangers.hear()  # of a connection that was made since `decide`: it must not be counted as a stranger from now on
+            # Hear of a connection that was made since `decide`: it is no stranger from now on.
+            self._strangers.hear()
             self._strangers.admit(self._last[1])
 
     def listen(self, place: TcpAddress) -> str:
-        """Listen at this address too, and return it with the actual port. `AddressInUse`, or `UsageError` if that is impossible."""
+        """Listen at this address too, and return it with the actual port. `AddressInUse`, or `UsageError` if that is
+        impossible."""
         check_open(place, keyed=self._gate is not None)
         self.socket.setsockopt(zmq.IPV6, int(place.host.startswith("[")))
         if self._gate is not None:
@@ -223,8 +229,8 @@ class ZmqServer:
         return self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def recv_nowait(self) -> tuple[bytes | KeyedPeer, bytes] | None:
-        """The peer and the next frame, or None. A message of several parts, which no client of this library sends, is returned as an
-        empty frame, which is no valid message."""
+        """The peer and the next frame, or None. A message of several parts, which no client of this library sends, is
+        returned as an empty frame, which is no valid message."""
         try:
             first = self.socket.recv(zmq.NOBLOCK, copy=False)
         except zmq.Again:
@@ -261,9 +267,9 @@ def check_open(place: TcpAddress, *, keyed: bool) -> None:
     if keyed or is_loopback(place.host):
         return
     raise UsageError(
-        f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could read "
-        "and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with --keys, or listen "
-        "at 127.0.0.1"
+        f"address {place} can be reached from other machines, and this server has no keys: whoever reaches it could "
+        "read and change everything. Make keys (transferqueue keys new NAME --role ROLE) and serve with --keys, or "
+        "listen at 127.0.0.1"
     )
 
 
@@ -278,7 +284,10 @@ def is_loopback(host: str) -> bool:
 def _doubt(place: TcpAddress, keys: ClientKeys | None) -> str:
     start = f"is a server running there? Start one: transferqueue serve --address {place}"
     if keys is None:
-        return f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys token)"
+        return (
+            f"{start}. One that has keys does not answer those without: connect with a join token (transferqueue keys "
+            "token)"
+        )
     return f"{start} --keys. One that runs does not answer a key that it does not know, or that was revoked"
 
 

@@ -4,9 +4,10 @@ Rules:
 
 - It is one file, 0600 in a directory 0700, replaced whole by a rename. A reader sees either the old content or the new.
 - A process that changes it holds the lock beside it.
-- A running server reads the file again when it was replaced (`refresh`). If the file is missing or cannot be read, the server accepts
-  no client.
-- It also has the clients' secret keys, so that their tokens can be shown again. A person who reads the file can act as any client.
+- A running server reads the file again when it was replaced (`refresh`). If the file is missing or cannot be read, the
+  server accepts no client.
+- It also has the clients' secret keys, so that their tokens can be shown again. A person who reads the file can act as
+  any client.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ Stamp = tuple[int, int, int, int] | None
 
 
 def default_directory() -> Path:
-    """The directory of this user's keys: ``$TRANSFERQUEUE_KEYS``, else in ``$XDG_CONFIG_HOME``, else ``~/.config/transferqueue``."""
+    """The directory of this user's keys: ``$TRANSFERQUEUE_KEYS``, else in ``$XDG_CONFIG_HOME``, else
+    ``~/.config/transferqueue``."""
     if named := os.environ.get(KEYS_VARIABLE):
         return Path(named).absolute()
     config = os.environ.get("XDG_CONFIG_HOME")
@@ -82,7 +84,8 @@ def load(directory: Path) -> KeyFile:
 def add(directory: Path, name: str, role: str) -> KeyOwner:
     """Make a key for a new client, and return it. Makes the file with the server's pair if there is none.
 
-    `AlreadyExists` for a name in use, `UsageError` for an invalid name or an unknown role, `Full` beyond `KEYS_MAX` clients.
+    `AlreadyExists` for a name in use, `UsageError` for an invalid name or an unknown role, `Full` beyond `KEYS_MAX`
+    clients.
     """
     check_name("key", name)
     known: Role | None = next((each for each in ROLES if each == role), None)
@@ -100,7 +103,8 @@ def add(directory: Path, name: str, role: str) -> KeyOwner:
 
 
 def revoke(directory: Path, name: str) -> KeyOwner:
-    """Remove this client's key, and return it. A running server ends the client's sessions. `NotFound` lists the existing names."""
+    """Remove this client's key, and return it. A running server ends the client's sessions. `NotFound` lists the
+    existing names."""
     with _changing(directory) as before:
         keys = before or load(directory)
         gone = _owner(keys, name)
@@ -121,7 +125,8 @@ def token_of(directory: Path, name: str, address: str) -> JoinToken:
 
 
 class Keyring:
-    """The keys of a running server, kept current with the file. `UsageError` if the file does not exist at the start."""
+    """The keys of a running server, kept current with the file. `UsageError` if the file does not exist at the
+    start."""
 
     def __init__(self, directory: Path) -> None:
         self.directory: Final = directory

@@ -2,11 +2,12 @@
 
 Rules (docs/decisions/0012):
 
-- A server has one key pair. Each client has its own key pair, with a name and a role in the server's key file (`keyring`).
-- A client must know the server's public key before it connects, and the server accepts only public keys in its key file. All traffic
-  between them is encrypted. A peer without a known key gets no answer.
-- A *join token* is one text with the address, the server's public key and the client's secret key. Its holder can act as that client, so
-  treat it as a password. No function here prints a secret; `repr` omits it.
+- A server has one key pair. Each client has its own key pair, with a name and a role in the server's key file
+  (`keyring`).
+- A client must know the server's public key before it connects, and the server accepts only public keys in its key
+  file. All traffic between them is encrypted. A peer without a known key gets no answer.
+- A *join token* is one text with the address, the server's public key and the client's secret key. Its holder can act
+  as that client, so treat it as a password. No function here prints a secret; `repr` omits it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ from transferqueue.wire.roles import Role
 
 TOKEN_PREFIX: Final = "tqjoin_"  # noqa: S105  (a mark, no secret)
 TOKEN_FORMAT: Final = 1
-"""The version of the token format. A token of format 1 begins with the address; later formats begin with their number."""
+"""The version of the token format. A token of format 1 begins with the address; later formats begin with their
+number."""
 TOKEN_CHARS_MAX: Final = 1024
 _KEY_BYTES: Final = 32
 _CHECK_BYTES: Final = 4
@@ -60,7 +62,8 @@ class ClientKeys(msgspec.Struct, frozen=True):
 
 
 class JoinToken(msgspec.Struct, frozen=True):
-    """What a client needs to connect: the server's address and public key, and the client's own key pair, name and role."""
+    """What a client needs to connect: the server's address and public key, and the client's own key pair, name and
+    role."""
 
     address: str
     keys: ClientKeys
@@ -145,8 +148,8 @@ def _check_format(text: str, packed: bytes) -> None:
     first, *_ = _items.decode(packed) or [None]
     if isinstance(first, int):
         raise UsageError(
-            f"join token {_shown(text)} has format {first}, and this package reads format {TOKEN_FORMAT}: upgrade this package, "
-            "or make the token with the version that is installed here (`transferqueue docs compatibility`)"
+            f"join token {_shown(text)} has format {first}, and this package reads format {TOKEN_FORMAT}: upgrade this "
+            "package, or make the token with the version that is installed here (`transferqueue docs compatibility`)"
         )
 
 

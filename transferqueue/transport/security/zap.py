@@ -1,8 +1,8 @@
 """Decides which clients may connect, with ZeroMQ's authentication protocol (ZAP, rfc.zeromq.org/spec/27).
 
-For each new connection ZeroMQ sends a question to a socket inside the process, and holds the connection until it is answered. The server's
-loop answers, so no further thread is needed. ZeroMQ attaches the public key of an accepted connection to each of its messages
-(`KEY_PROPERTY`); a peer cannot set it.
+For each new connection ZeroMQ sends a question to a socket inside the process, and holds the connection until it is
+answered. The server's loop answers, so no further thread is needed. ZeroMQ attaches the public key of an accepted
+connection to each of its messages (`KEY_PROPERTY`); a peer cannot set it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ class KeySet(Protocol):
 
 
 class AcceptAll:
-    """A fresh key pair that accepts every client: for connections that must be encrypted, and grant no rights by themselves."""
+    """A fresh key pair that accepts every client: for connections that must be encrypted, and grant no rights by
+    themselves."""
 
     def __init__(self) -> None:
         self.server: Final = KeyPair.new()

@@ -10,7 +10,8 @@ import zmq
 from transferqueue.errors import UsageError
 
 CONNECTION_DESCRIPTORS: Final = 16
-"""What a connection takes (over tcp ten, eight of them of ZeroMQ), and some more, since other threads open files meanwhile."""
+"""What a connection takes (over tcp ten, eight of them of ZeroMQ), and some more, since other threads open files
+meanwhile."""
 
 
 def check_descriptors(purpose: str, count: int = CONNECTION_DESCRIPTORS) -> None:
@@ -20,8 +21,8 @@ def check_descriptors(purpose: str, count: int = CONNECTION_DESCRIPTORS) -> None
         opened.extend(os.eventfd(0, os.EFD_CLOEXEC) for _ in range(count))
     except OSError as error:
         raise UsageError(
-            f"{purpose} needs up to {count} file descriptors, and this process may open fewer: {error.strerror}. Raise its limit (ulimit -n), "
-            "or close queues that are not used"
+            f"{purpose} needs up to {count} file descriptors, and this process may open fewer: {error.strerror}. Raise "
+            "its limit (ulimit -n), or close queues that are not used"
         ) from error
     finally:
         for descriptor in opened:

@@ -2,11 +2,11 @@
 
 Rules:
 
-- A process holds an `flock` on a file of its own. The kernel releases it when the last descriptor of that opening is closed: at exit, at
-  SIGKILL, never at SIGSTOP. A forked child keeps the lock. That is right for a session (the child has the parent's views too) and wrong
-  for a server's address (`inherited=False` closes the descriptor in the child).
-- The holder may unlink the file, and so may a server that found it unlocked. So after a process has locked a file, it checks that the
-  name still leads to that file, and starts again if not. Thus two processes never hold the same name.
+- A process holds an `flock` on a file of its own. The kernel releases it when the last descriptor of that opening is
+  closed: at exit, at SIGKILL, never at SIGSTOP. A forked child keeps the lock. That is right for a session (the child
+  has the parent's views too) and wrong for a server's address (`inherited=False` closes the descriptor in the child).
+- The holder may unlink the file, and so may a server that found it unlocked. So after a process has locked a file, it
+  checks that the name still leads to that file, and starts again if not. Thus two processes never hold the same name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from transferqueue.errors import UsageError
 
 
 class FileLock:
-    """A lock on the file `path`, which is created (0600) if it is missing. Held from `take` until `release` or the process's death.
+    """A lock on the file `path`, which is created (0600) if it is missing. Held from `take` until `release` or the
+    process's death.
 
     inherited: whether a forked child keeps the lock.
     """
@@ -40,7 +41,8 @@ class FileLock:
         return self._fd >= 0
 
     def take(self) -> bool:
-        """Lock the file without blocking. False if another process holds the lock. `OSError` if the file cannot be opened."""
+        """Lock the file without blocking. False if another process holds the lock. `OSError` if the file cannot be
+        opened."""
         while not self.held:
             fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
             if not _flock(fd, fcntl.LOCK_EX):
@@ -70,10 +72,11 @@ class FileLock:
 
 
 class LockProbe:
-    """Tells whether another process holds the lock of a file. Keeps the file open, so the answer stays true if the name is removed or
-    reused.
+    """Tells whether another process holds the lock of a file. Keeps the file open, so the answer stays true if the name
+    is removed or reused.
 
-    `FileNotFoundError` if there is no such file. `UsageError` if it is not a regular file of this user: a peer may have sent the path.
+    `FileNotFoundError` if there is no such file. `UsageError` if it is not a regular file of this user: a peer may have
+    sent the path.
     """
 
     def __init__(self, path: Path | str) -> None:
@@ -81,8 +84,8 @@ class LockProbe:
         self._fd = _open_to_probe(self.path)
 
     def is_locked(self) -> bool:
-        """Whether a process holds the lock now. If the file system cannot tell, the lock counts as held: its holder may still map
-        memory."""
+        """Whether a process holds the lock now. If the file system cannot tell, the lock counts as held: its holder may
+        still map memory."""
         try:
             if not _flock(self._fd, fcntl.LOCK_SH):
                 return True

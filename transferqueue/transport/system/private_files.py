@@ -18,8 +18,8 @@ TRIES_MAX: Final = 100
 def make_directories(path: Path) -> None:
     """Make a directory and its missing parents, each 0700. Directories that exist stay as they are.
 
-    Not ``mkdir(parents=True)``: that gives the mode to the last directory only, and a user who may write to a parent can replace
-    what is in it.
+    Not ``mkdir(parents=True)``: that gives the mode to the last directory only, and a user who may write to a parent
+    can replace what is in it.
     """
     missing = []
     while not path.is_dir():
@@ -52,7 +52,8 @@ def private_directory(path: Path, called: str = "runtime directory") -> Path:
 
 
 def _made(path: Path) -> os.stat_result:
-    """Make the directory if it is missing, and return its status. A process that stops may remove it in between while it is empty."""
+    """Make the directory if it is missing, and return its status. A process that stops may remove it in between while
+    it is empty."""
     for _ in range(TRIES_MAX - 1):
         with suppress(
             FileNotFoundError, FileExistsError
@@ -64,7 +65,8 @@ def _made(path: Path) -> os.stat_result:
 
 
 def read_private(path: Path, bytes_max: int) -> bytes:
-    """The content of a regular file of this user with mode 0600. `FileNotFoundError` if it does not exist, else `UsageError`."""
+    """The content of a regular file of this user with mode 0600. `FileNotFoundError` if it does not exist, else
+    `UsageError`."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except FileNotFoundError:
@@ -84,7 +86,8 @@ def read_private(path: Path, bytes_max: int) -> bytes:
 
 
 def write_private(path: Path, data: bytes) -> None:
-    """Make or replace the file (0600). At any instant, also after a crash, it has either its old content or all of the new."""
+    """Make or replace the file (0600). At any instant, also after a crash, it has either its old content or all of the
+    new."""
     new = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:

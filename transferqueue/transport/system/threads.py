@@ -8,11 +8,13 @@ import traceback
 from typing import Final
 
 STOP_S: Final = 90.0
-"""A thread that is told to end waits for others at most a minute (a snapshot that is given up), so after this something is wrong."""
+"""A thread that is told to end waits for others at most a minute (a snapshot that is given up), so after this something
+is wrong."""
 
 
 def still_runs(thread: threading.Thread, wait_s: float = STOP_S) -> str:
-    """Wait until a thread has ended, at most `wait_s`. Returns where it is if it has not, else "". A thread that was never started has ended."""
+    """Wait until a thread has ended, at most `wait_s`. Returns where it is if it has not, else "". A thread that was
+    never started has ended."""
     if thread.ident is None:
         return ""
     thread.join(wait_s)

@@ -29,7 +29,8 @@ class Wakeup:
     def set(self) -> None:
         """Wake the waiting thread, now or when it next waits. Never blocks. After `close` it does nothing.
 
-        Takes no lock: finalizers call this, and an interrupt at the end of a ``with lock`` block would leave the lock taken for ever.
+        Takes no lock: finalizers call this, and an interrupt at the end of a ``with lock`` block would leave the lock
+        taken for ever.
         """
         held = self._open
         if held is not None:
@@ -48,8 +49,8 @@ class Wakeup:
 
 
 class _Descriptor:
-    """An open descriptor, closed when no thread uses it any more: a late `set` must not write into a descriptor number that the kernel
-    has reused."""
+    """An open descriptor, closed when no thread uses it any more: a late `set` must not write into a descriptor number
+    that the kernel has reused."""
 
     __slots__ = ("number",)
 

@@ -51,7 +51,8 @@ _HEADERS: Final = [(name.lower().encode(), value.encode()) for name, value in HE
 
 
 def make_app(queue: tq.AsyncQueue, access: AccessPolicy) -> Gate:
-    """The application that shows `queue` to requests that `access` admits. From now on the queue is sampled, in the running event loop."""
+    """The application that shows `queue` to requests that `access` admits. From now on the queue is sampled, in the
+    running event loop."""
     sampler = Sampler(queue)
     sampler.start()
 
@@ -135,7 +136,8 @@ class Gate:
 
 
 def gated(access: AccessPolicy, routes: Sequence[Route], refused: Callable[[HTTPStatus, str, str], Response]) -> Gate:
-    """The application of these routes behind access control. refused: makes the answer to an error from its status, name and text."""
+    """The application of these routes behind access control. refused: makes the answer to an error from its status,
+    name and text."""
 
     async def no_route(request: Request, error: Exception) -> Response:
         status, shown = HTTPStatus(getattr(error, "status_code", 404)), repr(request.url.path[:PATH_CHARS_SHOWN])

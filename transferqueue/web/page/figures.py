@@ -18,7 +18,8 @@ class FigureReader:
         self._read: dict[str, tuple[int, FigureTable]] = {}
 
     async def tables(self, stats: Stats) -> dict[str, FigureTable]:
-        """Return the tables by the names of their channels. Reads only versions that are newer than those it has; what is no table is left out."""
+        """Return the tables by the names of their channels. Reads only versions that are newer than those it has; what
+        is no table is left out."""
         for name, channel in stats.channels.items():
             known = self._read[name][0] if name in self._read else -1
             if has_figures(name) and channel.newest > known:

@@ -1,7 +1,8 @@
-"""Samples a queue for its page, and remembers the last hour, so that a page that is opened late shows the trouble that was.
+"""Samples a queue for its page, and remembers the last hour, so that a page that is opened late shows the trouble that
+was.
 
-The server is asked once a second while somebody looks, and every five seconds while nobody does. All viewers get the same frame. A
-slow viewer gets the newest frame when it reads, never a queue of old ones.
+The server is asked once a second while somebody looks, and every five seconds while nobody does. All viewers get the
+same frame. A slow viewer gets the newest frame when it reads, never a queue of old ones.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ UNWATCHED_S: Final = 5.0
 
 
 class Sampler:
-    """Keeps the newest frame of a queue, as an event for browsers, and its past; also once the server is gone. `viewers`: how many streams are open."""
+    """Keeps the newest frame of a queue, as an event for browsers, and its past; also once the server is gone.
+    `viewers`: how many streams are open."""
 
     def __init__(self, queue: tq.AsyncQueue) -> None:
         self.viewers = 0

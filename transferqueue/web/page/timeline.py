@@ -1,11 +1,12 @@
 """The last hour of a queue: for each moment, how many workers of each table worked, and how many waited. Pure.
 
-A worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle while it waits to
-reserve, to put or for memory; producers count as working if rows arrived since the previous moment. A silent worker is neither, whatever it
-holds.
+A worker of a task works while it holds a lease, and is idle while it waits for one and holds none. A producer is idle
+while it waits to reserve, to put or for memory; producers count as working if rows arrived since the previous moment. A
+silent worker is neither, whatever it holds.
 
-The last five minutes are kept as they were sampled. Older moments are joined: one for every ten seconds or so, with mean rates and mean
-counts. Time that no sample covers is not made up: moments on both sides of such a gap are not joined.
+The last five minutes are kept as they were sampled. Older moments are joined: one for every ten seconds or so, with
+mean rates and mean counts. Time that no sample covers is not made up: moments on both sides of such a gap are not
+joined.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class TableMoment(msgspec.Struct, frozen=True):
 
 
 class Moment(msgspec.Struct, frozen=True):
-    """All tables at one moment. at_s: time of the server's clock. lasts_s: the moment stands for so many seconds before at_s."""
+    """All tables at one moment. at_s: time of the server's clock. lasts_s: the moment stands for so many seconds before
+    at_s."""
 
     at_s: float
     lasts_s: float
@@ -96,7 +98,8 @@ class Timeline:
         return moment
 
     def _join(self, before_s: float) -> None:
-        """Move moments before `before_s` to the older ones: into the last of them while it is short and nothing lies between."""
+        """Move moments before `before_s` to the older ones: into the last of them while it is short and nothing lies
+        between."""
         while self._recent and self._recent[0].at_s < before_s:
             moment = self._recent.popleft()
             last = self._older[-1] if self._older else None

@@ -14,8 +14,8 @@ TROUBLES_MAX: Final = 50
 
 
 class Trouble(msgspec.Struct, frozen=True):
-    """A verdict that lasted. text: as it was when last seen. from_s, until_s: when it was first seen, and first no longer seen (None: it
-    lasts), by the server's clock."""
+    """A verdict that lasted. text: as it was when last seen. from_s, until_s: when it was first seen, and first no
+    longer seen (None: it lasts), by the server's clock."""
 
     state: str
     table: str

@@ -138,7 +138,8 @@ def _shapes(packed: PackedColumn, subject: str) -> list[list[int]]:
     free = packed.shape.count(None)
     if not packed.sizes or len(packed.sizes) % free:
         raise SchemaError(
-            f"{subject}: {len(packed.sizes)} sizes for shape {packed.shape}; give {free} for each row, one for each null"
+            f"{subject}: {len(packed.sizes)} sizes for shape {packed.shape}; give {free} for each row, one for each "
+            "null"
         )
     sizes = iter(packed.sizes)
     rows = len(packed.sizes) // free

@@ -28,10 +28,10 @@ _REFUSALS: Final = {
 }
 _ABOUT: Final = f"""\
 The calls of AsyncFlow (arXiv 2507.01663, section 5) and StreamRL (arXiv 2504.15930, section 4), by which engines
-share one queue without importing anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if the
-content type says {MSGPACK.media_type}; the answer is what the request was. Send the token of the service as
-Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got and
-not given back go to others when their lease ends."""
+share one queue without importing anything of it, and what a user needs to finish. Bodies are JSON, or MessagePack if
+the content type says {MSGPACK.media_type}; the answer is what the request was. Send the token of the service as
+Authorization: Bearer TOKEN. Calls that wait do so for at most timeout_s (up to {WAIT_S_MAX:g} s); rows that were got
+and not given back go to others when their lease ends."""
 
 
 def described() -> dict[str, Any]:
@@ -53,7 +53,10 @@ def described() -> dict[str, Any]:
 
 _METRICS: Final = {
     "operationId": "metrics",
-    "summary": "One moment of the queue in the Prometheus text format. The token of the metrics opens it too, and nothing else.",
+    "summary": (
+        "One moment of the queue in the Prometheus text format. The token of the metrics opens it too, and nothing "
+        "else."
+    ),
     "responses": {"200": {"description": "The metrics.", "content": {"text/plain": {"schema": {"type": "string"}}}}},
 }
 
@@ -98,10 +101,16 @@ def shown(document: Mapping[str, Any]) -> bytes:
 def _page(document: Mapping[str, Any]) -> Iterator[str]:
     about = document["info"]
     yield '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>TransferQueue: HTTP service</title>'
-    yield '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" href="/service.css">'
+    yield (
+        '<meta name="viewport" content="width=device-width, initial-scale=1"><link rel="stylesheet" '
+        'href="/service.css">'
+    )
     yield f"</head><body><main><h1>TransferQueue {escape(about['version'])}: HTTP service</h1>"
     yield f"<p>{escape(about['description'])}</p>"
-    yield '<p>The same for programs: <a href="/openapi.json">openapi.json</a>. Figures: <a href="/metrics">metrics</a>.</p>'
+    yield (
+        '<p>The same for programs: <a href="/openapi.json">openapi.json</a>. Figures: <a '
+        'href="/metrics">metrics</a>.</p>'
+    )
     yield f"<pre>{escape(_EXAMPLE)}</pre>"
     for path, methods in document["paths"].items():
         for method, operation in methods.items():
@@ -115,7 +124,8 @@ def _page(document: Mapping[str, Any]) -> Iterator[str]:
 
 
 _EXAMPLE: Final = """\
-curl -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" http://127.0.0.1:8788/action/get_experience_data \\
+curl http://127.0.0.1:8788/action/get_experience_data \\
+     -H "Authorization: Bearer $TOKEN" -H "Content-Type: application/json" \\
      -d '{"experience_consumer_stage": "rollout", "experience_count": 8, "at_least": 1, "timeout_s": 60}'"""
 
 

@@ -6,7 +6,8 @@ again with the same id gets the same answer and changes nothing twice.
 
 Arrays travel as little-endian bytes: `Rows` are int64 row ids, `I64`/`I32`/`F64` what they say.
 Everything here is validated for type by the decoder and for meaning by the ledger. Each list, text and map has a bound
-that the decoder compares with its count before it makes anything; the ledger's own bounds, which say what to do, are lower.
+that the decoder compares with its count before it makes anything; the ledger's own bounds, which say what to do, are
+lower.
 """
 
 from __future__ import annotations

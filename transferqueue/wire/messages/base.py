@@ -36,7 +36,8 @@ WireTags = Annotated[
     dict[str, Annotated[str, Meta(max_length=TAG_CHARS_MAX)] | int | float | bool],
     Meta(max_length=TAGS_MAX + 1),
 ]
-"""Tags of a row. The ledger's own bound is lower by one, and says so, and it checks the names: bounds here would double the time of decoding."""
+"""Tags of a row. The ledger's own bound is lower by one, and says so, and it checks the names: bounds here would double
+the time of decoding."""
 Seconds = Annotated[float, Meta(ge=0, le=1e9)]
 Count = Annotated[int, Meta(ge=0, lt=1 << 62)]
 Checksum = Annotated[int, Meta(ge=0)]
@@ -71,7 +72,8 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True, forbid_unk
 
 
 def tag_of(message: Message | type[Message]) -> str:
-    """The name of a message, or of its class, on the wire, in logs, in errors and in statistics: it stays when a class is renamed."""
+    """The name of a message, or of its class, on the wire, in logs, in errors and in statistics: it stays when a class
+    is renamed."""
     return str(message.__struct_config__.tag)
 
 

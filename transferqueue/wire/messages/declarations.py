@@ -1,7 +1,7 @@
 """What client and server must know of each request. The decorator `request` declares it on the request's class.
 
-The server looks up who may send a request, which coordinator carries it out and what a repeated one does. The client looks up
-what an abandoned request leaves behind (see `transferqueue.wire.requests`).
+The server looks up who may send a request, which coordinator carries it out and what a repeated one does. The client
+looks up what an abandoned request leaves behind (see `transferqueue.wire.requests`).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ Kind = TypeVar("Kind", bound=type[Message])
 Repeat = Literal["kept", "again", "by_row"]
 """How the server answers a call that comes again after it was carried out.
 
-kept: with the reply of the first time, which it keeps until the client has seen it. again: by carrying it out again, which changes
-nothing. by_row: as "kept", and later still from the rows themselves, for as long as they live.
+kept: with the reply of the first time, which it keeps until the client has seen it. again: by carrying it out again,
+which changes nothing. by_row: as "kept", and later still from the rows themselves, for as long as they live.
 """
 
 Undo = Callable[[Any, Any, str], list[Any]]
@@ -43,10 +43,11 @@ class Declaration(NamedTuple):
     """Facts of one request.
 
     reply: class of the reply if the request is not refused; None for a notice, which is answered only if it is refused.
-    roles: who may send it. home: requests for tables and channels of another coordinator are refused; None: carried out by
-    whichever coordinator gets it, which finds the table or does not. repeat: see `Repeat`. undo: for a reply that gives rows, memory or pins.
-    bytes_max: of its frame; a larger one is refused before it is decoded. tag: its name. reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public method
-    that sends it, as the synchronous API calls it; "": sent by the client itself.
+    roles: who may send it. home: requests for tables and channels of another coordinator are refused; None: carried out
+    by whichever coordinator gets it, which finds the table or does not. repeat: see `Repeat`. undo: for a reply that
+    gives rows, memory or pins. bytes_max: of its frame; a larger one is refused before it is decoded. tag: its name.
+    reads: it changes nothing. unanswered: advice to a caller who does not know whether it was carried out. verb: public
+    method that sends it, as the synchronous API calls it; "": sent by the client itself.
     """
 
     tag: str

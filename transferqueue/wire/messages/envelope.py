@@ -40,7 +40,8 @@ Reply = (
 
 
 class CallFrame(msgspec.Struct, frozen=True, tag=PROTOCOL, array_like=True, forbid_unknown_fields=True):
-    """Client to server, behind the number of the protocol. session: 0 in Hello. id: ascending. seen: all replies up to this id arrived."""
+    """Client to server, behind the number of the protocol. session: 0 in Hello. id: ascending. seen: all replies up to
+    this id arrived."""
 
     session: int
     id: int

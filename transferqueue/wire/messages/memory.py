@@ -39,11 +39,12 @@ class WrittenBlock(Message, tag="Placed"):
     offset: Bytes from the start of the arena, inside the extent. rows: rows of the block. fields: the
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
-    checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the table has replicas.
-    content: of a block of one field that later commits into the table may refer to, xxh3-128 of its bytes; else empty. A block with a content and
-    extent 0 is such a reference: nothing was written, and the request is refused unless the table has a block of this content and layout. For
-    rows that exist already the block must have one row, and none of them may have the field in a newer block beside other fields.
-    members: None: the block has a value for each row of the request. Else the column lies in up to `CONTENTS_MAX` blocks of one value, each with its
+    checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the
+    table has replicas. content: of a block of one field that later commits into the table may refer to, xxh3-128 of its
+    bytes; else empty. A block with a content and extent 0 is such a reference: nothing was written, and the request is
+    refused unless the table has a block of this content and layout. For rows that exist already the block must have one
+    row, and none of them may have the field in a newer block beside other fields. members: None: the block has a value
+    for each row of the request. Else the column lies in up to `CONTENTS_MAX` blocks of one value, each with its
     content: the rows of the request that have this one, counted from 0 (int32). Each row is in one of them.
     """
 
@@ -71,8 +72,9 @@ class CopyLocation(Message, tag="Copy"):
 class BlockLocation(Message, tag="BlockAt"):
     """Where a committed block lies: shard, extent, bytes [offset, offset + nbytes) of the arena, layout.
 
-    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same bytes lie too; who
-    needs tickets is told only the one to read. content: as of `WrittenBlock`; a reader that received the bytes once may keep them.
+    ticket: for a session that reads over the bulk endpoint, what it shows there; else empty. copies: where the same
+    bytes lie too; who needs tickets is told only the one to read. content: as of `WrittenBlock`; a reader that received
+    the bytes once may keep them.
     """
 
     block: int
@@ -118,7 +120,8 @@ GrantPurpose = Literal["rows", "results", "weights"]
 
 
 class Granted(Message):
-    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of `BlockLocation`."""
+    """Bytes [offset, offset + nbytes) of the shard's arena are this session's to write. ticket: as of
+    `BlockLocation`."""
 
     extent: int
     shard: int
@@ -136,8 +139,8 @@ class Grant(Message):
     """An extent of at least `nbytes` in the arena of a near shard, else of another, for this session to write.
 
     apart: shards that it must not be in, since they have the other copies. `Impossible` if there is no further one.
-    use: new rows leave room for what is made of those that are there (`RESULTS_SHARE`); weights, without which nothing goes on, lie
-    with the coordinator while it has room.
+    use: new rows leave room for what is made of those that are there (`RESULTS_SHARE`); weights, without which nothing
+    goes on, lie with the coordinator while it has room.
     """
 
     nbytes: Annotated[int, Meta(ge=1)]

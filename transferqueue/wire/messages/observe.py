@@ -28,7 +28,8 @@ class Observe(Message):
 class ListEvents(Message):
     """What happened to rows of a table since an earlier answer.
 
-    after: the position that ended that answer; -1: only the present end of the history, without events. every: one row in so many.
+    after: the position that ended that answer; -1: only the present end of the history, without events. every: one row
+    in so many.
     """
 
     table: Name

@@ -73,14 +73,16 @@ class Columns(Message):
 
 
 class BlocksRead(Message):
-    """In which block each row had these fields when it was read (`codec.encode_constant`). A block number is used once."""
+    """In which block each row had these fields when it was read (`codec.encode_constant`). A block number is used
+    once."""
 
     fields: TableNames
     blocks: I64
 
 
 class RowsRead(Message):
-    """What rows had of some fields when they were read, in the order of the request's rows. tags: None if they do not matter."""
+    """What rows had of some fields when they were read, in the order of the request's rows. tags: None if they do not
+    matter."""
 
     inline: Annotated[list[Inline], Meta(max_length=2 * FIELDS_MAX)] = []
     blocks: Annotated[list[BlocksRead], Meta(max_length=2 * FIELDS_MAX)] = []
@@ -100,8 +102,8 @@ class ReplyColumns(Message, tag="Part"):
 class ReplyRows(Message, tag="Content"):
     """Rows with their facts (as `short.alike`), inline values and the places of their columns.
 
-    definitions: of all fields in `inline` and `parts`, as `codec.encode_fields`: step after step the same bytes, so that
-    who has read them once need not again.
+    definitions: of all fields in `inline` and `parts`, as `codec.encode_fields`: step after step the same bytes, so
+    that who has read them once need not again.
 
     Naming a block in a reply pins it for the session, once per reply, until `Unpin`.
     """
@@ -127,7 +129,8 @@ def _unpin(rows: ReplyRows) -> list[Unpin]:
 
 
 class PutRows(Message):
-    """The rows of a put: ids ascend from `first`. stale: how many are over the staleness bound already, being older than `fresh_from`."""
+    """The rows of a put: ids ascend from `first`. stale: how many are over the staleness bound already, being older
+    than `fresh_from`."""
 
     first: int
     rows: int
@@ -140,7 +143,10 @@ class PutRows(Message):
     roles=PRODUCERS,
     repeat="by_row",
     verb="Table.put",
-    unanswered="if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or look first (find, audit)",
+    unanswered=(
+        "if they were, the same put again adds them twice: give rows keys (key=), and the second is AlreadyExists, or "
+        "look first (find, audit)"
+    ),
     bytes_max=REQUEST_BYTES_MAX,
 )
 class PutRequest(Message, tag="Put"):
@@ -157,7 +163,8 @@ class PutRequest(Message, tag="Put"):
 class Update(Message):
     """More columns or facts for existing rows, in one commit.
 
-    if_unchanged: the answer is the error RowsChanged, and nothing is changed, unless all rows still have what they had then.
+    if_unchanged: the answer is the error RowsChanged, and nothing is changed, unless all rows still have what they had
+    then.
     """
 
     table: Name
@@ -265,7 +272,8 @@ class CommitCheckpoint(Message, tag="Checkpointed"):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.rollback")
 class Rollback(Message):
-    """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer: Done.
+    """The model is again as it was at `step` (-1: at the start): rows acked with a later one are ready again. Answer:
+    Done.
 
     Leases of the task end. task: as of `CommitCheckpoint`. version: the clock goes back to it; -1: it stays.
     """
@@ -365,8 +373,8 @@ class Drop(Message):
 
 
 class DroppedRow(Message):
-    """A row that was dropped for failing too often, and can be taken again. error: of its last failure, in `task`, by `worker`. age_s: since
-    it was dropped."""
+    """A row that was dropped for failing too often, and can be taken again. error: of its last failure, in `task`, by
+    `worker`. age_s: since it was dropped."""
 
     row: int
     key: Text
@@ -444,8 +452,8 @@ class ReadRequest(Message, tag="Read"):
 
 @request(reply=DoneReply, roles=CONSUMERS, verb="Table.free_columns", bytes_max=REQUEST_BYTES_MAX)
 class FreeColumns(Message):
-    """Frees these columns of rows, which live on. again: tasks that need one of them wait until it is written again; else the request is
-    refused while such a task has work with a row. Answer: how many values were freed."""
+    """Frees these columns of rows, which live on. again: tasks that need one of them wait until it is written again;
+    else the request is refused while such a task has work with a row. Answer: how many values were freed."""
 
     table: Name
     rows: Rows

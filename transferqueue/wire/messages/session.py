@@ -31,11 +31,11 @@ class ShardOffer(Message, tag="Offer"):
 class Welcome(Message):
     """A session is open. epoch: this life of the coordinator. arenas: shard -> path of its memory.
 
-    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks for no
-    keys and encrypts nothing, whatever the control port does.
-    durable: the session outlives the server: when it is gone, wait for the next one at the same address.
-    checksums: each block is committed with the checksum of its bytes, since after a reboot that tells whether the device has them.
-    seat: which of the coordinators of its deployment this is.
+    bulk_port: of the bulk endpoint, on the host that the client dialled; 0: the server has none. bulk_plain: it asks
+    for no keys and encrypts nothing, whatever the control port does. durable: the session outlives the server: when it
+    is gone, wait for the next one at the same address. checksums: each block is committed with the checksum of its
+    bytes, since after a reboot that tells whether the device has them. seat: which of the coordinators of its
+    deployment this is.
     """
 
     session: int

@@ -54,9 +54,11 @@ class ShardCommands(Message, tag="Orders"):
 
 @request(reply=ShardCommands, roles=SHARDS, repeat="again", verb="", bytes_max=REQUEST_BYTES_MAX)
 class PollCommands(Message, tag="TakeOrders"):
-    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer: Orders.
+    """A shard has carried out its orders up to `done` of this `epoch`, but for `failed`; it waits for the next. Answer:
+    Orders.
 
-    sent: bytes that clients have read from it since it started: over its stream, and one-sided. received: that they have written, alike.
+    sent: bytes that clients have read from it since it started: over its stream, and one-sided. received: that they
+    have written, alike.
     """
 
     epoch: Count
@@ -94,7 +96,8 @@ class CloseTransfers(Message):
 
 
 class LiveSet(Message, tag="Stand"):
-    """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only `sessions`."""
+    """Of all extents numbered below `extents_to` only `extents` stand, of all sessions below `sessions_to` only
+    `sessions`."""
 
     extents_to: Count
     extents: I64
@@ -110,9 +113,11 @@ Order = AllocatePages | FreePages | Revoke | CloseTransfers | LiveSet | ShutDown
 
 
 class CopyOrder(Message):
-    """Blocks that this shard, number `shard`, is to copy into the extent `target`, each to the byte of the arena in `offsets`.
+    """Blocks that this shard, number `shard`, is to copy into the extent `target`, each to the byte of the arena in
+    `offsets`.
 
-    Each block is named without fields where it is to be read; one that is read or written in another shard, or here, has a ticket.
+    Each block is named without fields where it is to be read; one that is read or written in another shard, or here,
+    has a ticket.
     """
 
     shard: Count
@@ -123,8 +128,8 @@ class CopyOrder(Message):
 
 @request(reply=CopyOrder, roles=SHARDS, repeat="again", verb="")
 class TakeCopies(Message):
-    """A shard has written the blocks `written` into the extent of its copy order (0: it had none), and waits for the next. Answer: CopyOrder;
-    the same one again if another extent is named than that of the order."""
+    """A shard has written the blocks `written` into the extent of its copy order (0: it had none), and waits for the
+    next. Answer: CopyOrder; the same one again if another extent is named than that of the order."""
 
     extent: Count = 0
     written: Annotated[list[Count], Meta(max_length=COPY_ORDER_BLOCKS)] = []

@@ -13,7 +13,8 @@ from transferqueue.wire.roles import ADMINS
 
 
 class JobProgress(Message, tag="Working"):
-    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended: all of it is there.
+    """A snapshot or restore that was begun. done of total: bytes, about. path: where, under the server's root; ended:
+    all of it is there.
 
     made_at: when the snapshot was made, in seconds since 1970; 0: it is not known yet.
     """
@@ -33,7 +34,8 @@ class JobProgress(Message, tag="Working"):
     unanswered="if it was begun, it goes on at the server, and another one is Full until it has ended",
 )
 class SnapshotRequest(Message, tag="Snapshot"):
-    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at once."""
+    """Write all there is now to `path` under the server's root, and keep the newest `keep` there. Answer: Working, at
+    once."""
 
     path: Path
     keep: Annotated[int, Meta(ge=1, le=SNAPSHOTS_KEPT_MAX)] = 2

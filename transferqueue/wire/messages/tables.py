@@ -33,7 +33,8 @@ class TableTerms(Message):
 
 @request(reply=TableTerms, roles=ADMINS, home=TABLE, verb="Queue.create_table", bytes_max=TERMS_BYTES_MAX)
 class CreateTable(Message):
-    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have each block.
+    """A table and its terms. exist_ok: an existing table with the same terms is no error. replicas: shards that have
+    each block.
 
     extra_fields: whether rows may add fields that the terms do not name; None: if the terms declare no fields.
     """
@@ -75,7 +76,8 @@ class AddFields(Message):
 
 @request(reply=DoneReply, roles=ADMINS, verb="Queue.drop_table")
 class DropTable(Message):
-    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told. empty: refused while it has rows."""
+    """Removes a table: its rows are dropped (reason ``table_dropped``), its waiters told. empty: refused while it has
+    rows."""
 
     name: Name
     empty: bool = False

@@ -14,7 +14,8 @@ from transferqueue.wire.roles import CONSUMERS, WORKERS
 
 
 class TensorSlice(Message, tag="Slice"):
-    """Field `field` holds rows [first, first + n) along dimension 0 of tensor `tensor`, which has `rows`. n: the first size of the field's shape."""
+    """Field `field` holds rows [first, first + n) along dimension 0 of tensor `tensor`, which has `rows`. n: the first
+    size of the field's shape."""
 
     field: Name
     tensor: Name
@@ -36,11 +37,13 @@ TensorSlices = Annotated[list[TensorSlice], Meta(max_length=ITEMS_MAX)]
 class Publish(Message):
     """Version `version` of a channel: blocks of one row, a field per tensor, in one commit.
 
-    keep: versions kept. base, kept: the version is these new blocks and `kept`, blocks of version `base` (-1: of none), whose
-    fields are known. Tables whose pacing names the channel advance their clock to `version`. slices: new fields that are not tensors but parts of one.
+    keep: versions kept. base, kept: the version is these new blocks and `kept`, blocks of version `base` (-1: of none),
+    whose fields are known. Tables whose pacing names the channel advance their clock to `version`. slices: new fields
+    that are not tensors but parts of one.
 
-    pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts 1 and above are only kept.
-    Part 0, from the session that began the version, waits for them, and publishes all parts in one commit.
+    pending: of a version in several parts, the number that `BeginVersion` gave (0: the version has one part). Parts 1
+    and above are only kept. Part 0, from the session that began the version, waits for them, and publishes all parts in
+    one commit.
     """
 
     channel: Name
@@ -68,9 +71,11 @@ def _give_up(request: BeginVersion, reply: VersionBegun, reason: str) -> list[Gi
 
 @request(reply=VersionBegun, roles=CONSUMERS, home=CHANNEL, undo=_give_up, verb="WeightChannel.begin")
 class BeginVersion(Message, tag="Begin"):
-    """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this session, or when another is begun.
+    """Begin version `version`, which `parts` sessions publish together. It is given up after `length_s`, with this
+    session, or when another is begun.
 
-    parts 0: this session publishes all parts, as many as there are when part 0 comes, and each part starts `length_s` anew.
+    parts 0: this session publishes all parts, as many as there are when part 0 comes, and each part starts `length_s`
+    anew.
     """
 
     channel: Name
@@ -81,7 +86,8 @@ class BeginVersion(Message, tag="Begin"):
 
 @request(reply=DoneReply, roles=CONSUMERS, home=CHANNEL, verb="WeightChannel.publish")
 class GiveUpVersion(Message, tag="GiveUp"):
-    """Give up a version that this session began: its parts are forgotten. One that is published or given up: no error."""
+    """Give up a version that this session began: its parts are forgotten. One that is published or given up: no
+    error."""
 
     channel: Name
     pending: Count
@@ -90,8 +96,8 @@ class GiveUpVersion(Message, tag="GiveUp"):
 class LatestVersion(Message, tag="BasisAt"):
     """The newest version (-1: none yet) with its blocks, which are not pinned.
 
-    extents: size in bytes of each extent they lie in, 0 while more may be written there. lost: how the newest version was
-    lost, if it was: then it has no blocks, and the next is published with all its tensors.
+    extents: size in bytes of each extent they lie in, 0 while more may be written there. lost: how the newest version
+    was lost, if it was: then it has no blocks, and the next is published with all its tensors.
     """
 
     version: int
@@ -111,7 +117,8 @@ class GetLatestVersion(Message, tag="Basis"):
 class WeightsReply(Message, tag="Weights"):
     """A published version; pins its blocks like `ReplyRows`.
 
-    pending: if it is not 0, these are parts of the pending version of this number, and `have` counts its parts up to these.
+    pending: if it is not 0, these are parts of the pending version of this number, and `have` counts its parts up to
+    these.
     """
 
     version: int
@@ -130,8 +137,9 @@ def _unpin_weights(request: Pull, reply: WeightsReply, reason: str) -> list[Unpi
 class Pull(Message):
     """The newest version above `above` (or exactly `version` if >= 0), waiting for it.
 
-    parts: where it is not published yet, the reply may also have parts of it that have come. pending, have: the number of the pending version
-    of which the first `have` parts were received; if that version was given up, the request is refused with the reason.
+    parts: where it is not published yet, the reply may also have parts of it that have come. pending, have: the number
+    of the pending version of which the first `have` parts were received; if that version was given up, the request is
+    refused with the reason.
     """
 
     channel: Name

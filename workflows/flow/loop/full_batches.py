@@ -4,8 +4,9 @@ Rules (APRIL, arXiv 2509.18521; here the stop signal goes through the queue):
 
 1. The trainer announces each full batch on a weight channel: version k says that batch k - 1 is full, the one that
    makes weights k. Its one tensor holds the row ids of the batch.
-2. A generating process waits for it at the server, in a separate thread, and stops between two tokens. Unfinished responses are
-   released with their tokens, log-probs and versions, and prompts that were not begun as they are: no row is lost or done twice.
+2. A generating process waits for it at the server, in a separate thread, and stops between two tokens. Unfinished
+   responses are released with their tokens, log-probs and versions, and prompts that were not begun as they are: no row
+   is lost or done twice.
 3. From then on nothing is generated with weights older than k: the rows wait for these weights and continue under them.
 """
 
@@ -30,7 +31,8 @@ _FOLLOW_S: Final = 3600.0
 """Longest wait for one announcement; then the thread waits again."""
 
 Due = Callable[[], int]
-"""Returns the version that the newest full batch makes; 0 before the first. Raises the error that ended the listening thread."""
+"""Returns the version that the newest full batch makes; 0 before the first. Raises the error that ended the listening
+thread."""
 
 
 def nothing_due() -> int:
@@ -39,7 +41,8 @@ def nothing_due() -> int:
 
 
 def tell_full(queue: tq.Queue, version: int, rows: npt.NDArray[np.int64], *, channel: str = FULL) -> None:
-    """Announce that the batch of weights `version` is full. A second announcement (by a restarted trainer) does nothing."""
+    """Announce that the batch of weights `version` is full. A second announcement (by a restarted trainer) does
+    nothing."""
     with suppress(AlreadyExists):
         queue.weights(channel, keep=1).publish(version, {"rows": np.ascontiguousarray(rows)})
 
@@ -48,7 +51,8 @@ def tell_full(queue: tq.Queue, version: int, rows: npt.NDArray[np.int64], *, cha
 def hearing(
     queue: tq.Queue, *, channel: str = FULL, then: Callable[[int], None] = lambda version: None
 ) -> Iterator[Due]:
-    """Listen for full batches until the block ends. then: called with the version of each, in the thread that listens."""
+    """Listen for full batches until the block ends. then: called with the version of each, in the thread that
+    listens."""
     announced = queue.weights(channel, keep=1)
     latest = 0
     failures: list[Exception] = []

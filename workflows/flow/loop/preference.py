@@ -2,8 +2,10 @@
 
 The law:
 
-1. Rows that are preferred are leased if some are ready; else any row that is ready; else the process waits, for preferred rows only.
-2. It looks for other rows again after `LOOK_S`. Waiting for any row instead would give the first process that waits the first row that comes, whatever its class.
+1. Rows that are preferred are leased if some are ready; else any row that is ready; else the process waits, for
+   preferred rows only.
+2. It looks for other rows again after `LOOK_S`. Waiting for any row instead would give the first process that waits the
+   first row that comes, whatever its class.
 3. A patient process waits for the rows that it prefers before it takes any other.
 4. A class of rows that is at its end says nothing about the table: only a lease of any row ends the stage.
 """

@@ -5,13 +5,17 @@ Rules:
 1. A row is acked, or released unfinished, together with the columns that its stage returns, in one commit.
 2. While the function works, the client renews the lease (see `Table.lease`). A process that is frozen loses it after
    ``lease_s``, a function that hangs after the task's ``time_limit_s``.
-3. When the function raises, its rows are released as failed, and the loop goes on; the queue leases them again as the task's `Retry` says. The
-   loop logs why. A function that knows that another try would fail the same raises `StageFailedInProcess`, which ends the loop
-   at once; so do `Stage.failures_max` failures in a row.
-4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not fatal.
-5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than the stage allows.
-6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each lease.
-7. A stage with `where`, or whose function chooses (`ChoosingWork`), leases the rows that it prefers first (`preference`).
+3. When the function raises, its rows are released as failed, and the loop goes on; the queue leases them again as the
+   task's `Retry` says. The loop logs why. A function that knows that another try would fail the same raises
+   `StageFailedInProcess`, which ends the loop at once; so do `Stage.failures_max` failures in a row.
+4. An ack that comes too late is refused and changes nothing: the rows belong to another worker. It is reported, not
+   fatal.
+5. The loop ends with the table (`EndOfTable`; `Sealed` for a source) or when asked to stop. It never waits longer than
+   the stage allows.
+6. A stage with slots has several leases in work at once, each in a thread (`slots`). The other rules hold for each
+   lease.
+7. A stage with `where`, or whose function chooses (`ChoosingWork`), leases the rows that it prefers first
+   (`preference`).
 """
 
 from __future__ import annotations
@@ -42,8 +46,9 @@ def run_stage(
 ) -> int:
     """Serve `stage` until its table ends, or until `stop` is set; return the number of rows done.
 
-    Blocks until every batch that was begun has ended; a stop takes `LEASE_WAIT_S` more at most. Raises `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing),
-    `StageFailedInProcess` (rule 3), and `PeerError` when the queue is gone.
+    Blocks until every batch that was begun has ended; a stop takes `LEASE_WAIT_S` more at most. Raises
+    `DeadlineExceeded` when no row came for ``stage.stall_s`` (its text says what is missing), `StageFailedInProcess`
+    (rule 3), and `PeerError` when the queue is gone.
     """
     if stage.slots:
         return Feeder(table, stage, work, emit=emit, stop=stop).run()
@@ -93,10 +98,11 @@ def run_source(
     stop: threading.Event | None = None,
     stall_s: float = STALL_S,
 ) -> int:
-    """Put rows as fast as the table admits them, until the source has no more or `stop` is set; return the number of rows put.
+    """Put rows as fast as the table admits them, until the source has no more or `stop` is set; return the number of
+    rows put.
 
-    Also ends when the table is sealed. Blocks: waits for room at the server, at most `stall_s` (then `DeadlineExceeded`). An error of
-    `produce` is raised unchanged, and its reservation is released.
+    Also ends when the table is sealed. Blocks: waits for room at the server, at most `stall_s` (then
+    `DeadlineExceeded`). An error of `produce` is raised unchanged, and its reservation is released.
     """
     rows_put = 0
     while not (stop and stop.is_set()) and (rows := produce.wants()):

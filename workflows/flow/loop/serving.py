@@ -23,7 +23,8 @@ _log: Final = logging.getLogger("transferqueue.flow")
 
 
 class StageFailedInProcess(TransferQueueError):
-    """A stage failed `Stage.failures_max` times in a row; its cause is the last failure. Or its function raised this, to end at once."""
+    """A stage failed `Stage.failures_max` times in a row; its cause is the last failure. Or its function raised this,
+    to end at once."""
 
 
 def serve(batch: tq.Batch, work: Work, ended: Callable[[int], bool] = lambda rows: True) -> Exception | None:
@@ -76,8 +77,8 @@ def _give_back(batch: tq.Batch, failure: Exception) -> None:
 
 
 class FailureLog:
-    """Logs the failures of one stage: the first at once, those after it each minute, with their number. Ends the stage after
-    `Stage.failures_max` failures in a row. Calls must not overlap.
+    """Logs the failures of one stage: the first at once, those after it each minute, with their number. Ends the stage
+    after `Stage.failures_max` failures in a row. Calls must not overlap.
     """
 
     def __init__(self, stage: Stage, emit: Callable[[Event], None]) -> None:
@@ -90,7 +91,8 @@ class FailureLog:
         self._in_a_row = 0
 
     def failed(self, failure: Exception, rows: int, now: float) -> None:
-        """A lease of `rows` rows failed. Raises `StageFailedInProcess` at the stage's limit; `FlowSignal` does not count towards it."""
+        """A lease of `rows` rows failed. Raises `StageFailedInProcess` at the stage's limit; `FlowSignal` does not
+        count towards it."""
         self._emit(Failure(text="".join(traceback.format_exception(failure)), rows=rows))
         self._in_a_row += not isinstance(failure, FlowSignal)
         self._unlogged += 1

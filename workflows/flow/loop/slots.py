@@ -1,15 +1,18 @@
-"""A stage that keeps its slots full: it leases more rows as each finishes, so an engine never drains between two leases.
+"""A stage that keeps its slots full: it leases more rows as each finishes, so an engine never drains between two
+leases.
 
 The law, which `Slots` holds without I/O:
 
-1. At most `slots` rows are in work. A lease is asked for as soon as there is room for the least number of rows that the stage begins with, for no
-   more rows than there is room for. A group is leased whole, so its stage leases when the largest group that it has seen fits, or when
-   nothing is in work.
+1. At most `slots` rows are in work. A lease is asked for as soon as there is room for the least number of rows that the
+   stage begins with, for no more rows than there is room for. A group is leased whole, so its stage leases when the
+   largest group that it has seen fits, or when nothing is in work.
 2. A row's slot is free when its part is committed, not when its lease ends.
-3. A lease that fails ends no other (`serving.FailureLog`). Leases end in any order; each that succeeds ends a row of failures.
-4. The stage has stalled when no row was in work, and none came, for as long as the stage allows. While a row is in work, a wait for more is no stall.
-5. After a failure that ends the stage, no lease is begun, and each running lease ends with the part that it commits next: its other
-   rows are released, as no attempt.
+3. A lease that fails ends no other (`serving.FailureLog`). Leases end in any order; each that succeeds ends a row of
+   failures.
+4. The stage has stalled when no row was in work, and none came, for as long as the stage allows. While a row is in
+   work, a wait for more is no stall.
+5. After a failure that ends the stage, no lease is begun, and each running lease ends with the part that it commits
+   next: its other rows are released, as no attempt.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ class Feeder:
         self._rows_done = 0
 
     def run(self) -> int:
-        """Serve until the table ends, until asked to stop, or until the stage fails (see `runner.run_stage`); return the rows done."""
+        """Serve until the table ends, until asked to stop, or until the stage fails (see `runner.run_stage`); return
+        the rows done."""
         with ThreadPoolExecutor(self._stage.slots, thread_name_prefix=self._stage.task.name) as threads:
             try:
                 while (batch := self._next_batch()) is not None:
@@ -175,7 +179,8 @@ class Feeder:
             self._ended(left, batch.version)
 
     def _ended(self, rows: int, version: int) -> None:
-        """Free the slots of `rows` rows, and report the time since the last report as work: leases overlap, work is reported once."""
+        """Free the slots of `rows` rows, and report the time since the last report as work: leases overlap, work is
+        reported once."""
         if not rows:
             return
         with self._changed:

@@ -11,7 +11,8 @@ from contextlib import contextmanager
 
 @contextmanager
 def signal_pipe() -> Iterator[list[int]]:
-    """Yield a descriptor that can be read once a signal has come, so that a wait for it lets Python handle the signal; none outside of the main thread.
+    """Yield a descriptor that can be read once a signal has come, so that a wait for it lets Python handle the signal;
+    none outside of the main thread.
 
     The descriptor is not blocking; whoever wakes reads it empty.
     """

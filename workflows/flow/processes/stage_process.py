@@ -1,8 +1,10 @@
-"""The process of one stage: ``python -m transferqueue.workflows.flow.processes.stage_process --address … --events FD --job JSON``.
+"""The process of one stage: ``python -m transferqueue.workflows.flow.processes.stage_process --address … --events FD
+--job JSON``.
 
 Its standard input is its lifeline: the supervisor holds the other end. When that end closes, the
 supervisor is gone or ends the flow, and the process exits at once. It needs no clean-up:
-the queue detects the death of its session and gives its rows to other workers. A byte on it asks the process to drain (`draining`).
+the queue detects the death of its session and gives its rows to other workers. A byte on it asks the process to drain
+(`draining`).
 """
 
 from __future__ import annotations
@@ -33,11 +35,14 @@ EXIT_FINAL: Final = 65
 class StageJob(msgspec.Struct, frozen=True, kw_only=True):
     """The work of one process. factory: ``package.module:function``. stage: None for a source.
 
-    settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the function of the
-    factory is called once, without arguments, and leases rows itself until it returns. directory: folder of the run, for files of the
-    process ("": none). elastic: the process is one of several that come and go: SIGTERM by its host drains it, and it is not started again.
-    weights: address of the server whose channels have the weights, such as that of the site ("": the queue's). together: processes with the same name here work only together, such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a
-    source for room; a stage has its own. place: directory that relative paths are of, for a process that is started on another machine ("": the process's own).
+    settings: plain values, for the factory. instance: number of this process among those of the stage. loop: the
+    function of the factory is called once, without arguments, and leases rows itself until it returns. directory:
+    folder of the run, for files of the process ("": none). elastic: the process is one of several that come and go:
+    SIGTERM by its host drains it, and it is not started again. weights: address of the server whose channels have the
+    weights, such as that of the site ("": the queue's). together: processes with the same name here work only together,
+    such as ranks: if one dies, all are started again ("": alone). stall_s: longest wait of a source for room; a stage
+    has its own. place: directory that relative paths are of, for a process that is started on another machine ("": the
+    process's own).
     """
 
     name: str
@@ -106,13 +111,15 @@ def run_job(
 
 @contextmanager
 def _opened(job: StageJob, context: Context) -> Iterator[Any]:
-    """Open the function of the job. A setting that its factory refuses, or a damaged file, is refused after a restart too, so it ends the flow."""
+    """Open the function of the job. A setting that its factory refuses, or a damaged file, is refused after a restart
+    too, so it ends the flow."""
     with ExitStack() as stack:
         try:
             opened = load(job.factory)(context)
             if not hasattr(opened, "__exit__"):
                 raise UsageError(
-                    f"factory {job.factory!r} returned {type(opened).__name__}; it must be a context manager that yields a function"
+                    f"factory {job.factory!r} returned {type(opened).__name__}; it must be a context manager that "
+                    "yields a function"
                 )
             function = stack.enter_context(opened)
         except (UsageError, Corruption) as error:

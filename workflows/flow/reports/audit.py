@@ -28,7 +28,8 @@ class Audit:
         if self.live or self.put != self.done + self.dropped_rows:
             raise InternalError(
                 f'table "{table}" does not balance: {self.put} rows put, {self.live} live, {self.done} done, '
-                f"{self.dropped_rows} dropped {dict(self.dropped)}; all that were put must be done or dropped for a reason"
+                f"{self.dropped_rows} dropped {dict(self.dropped)}; all that were put must be done or dropped for a "
+                "reason"
             )
 
 

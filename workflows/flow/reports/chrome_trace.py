@@ -1,7 +1,7 @@
 """Spans of a flow as a Chrome trace: open it at https://ui.perfetto.dev or chrome://tracing.
 
-Format: "Trace Event Format", Google, 2016: complete events (``ph`` X) in microseconds. Each process of the flow is a process of
-the trace, with separate tracks for busy and waiting time.
+Format: "Trace Event Format", Google, 2016: complete events (``ph`` X) in microseconds. Each process of the flow is a
+process of the trace, with separate tracks for busy and waiting time.
 """
 
 from __future__ import annotations

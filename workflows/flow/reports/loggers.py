@@ -28,7 +28,8 @@ STEP: Final = "step"
 EVALUATION: Final = "evaluation"
 """Kind of the metrics of an evaluation; logged at the step before it."""
 DISPATCH: Final = "dispatch"
-"""Kind of the metrics of a dispatcher, which works ahead of the trainer; logged at the trainer's latest step, as ``dispatch/NAME``."""
+"""Kind of the metrics of a dispatcher, which works ahead of the trainer; logged at the trainer's latest step, as
+``dispatch/NAME``."""
 RANKER: Final = "ranker"
 """Kind of the metrics of a refit of the dispatcher's ranker; logged in the same way, as ``ranker/NAME``."""
 

@@ -8,8 +8,8 @@ A generating process changes weights between two requests. Each change has two t
 
 Generation does not pause when the longest swap is shorter than one request.
 
-The *publish lag* of a change is the time from the publication of its version until a generating process has loaded it; rows that begin
-in between are one version behind. It includes the rest of the request before.
+The *publish lag* of a change is the time from the publication of its version until a generating process has loaded it;
+rows that begin in between are one version behind. It includes the rest of the request before.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from transferqueue.workflows.flow.events import PUBLISH, SWAP, WEIGHTS, WORK, Ti
 
 @dataclass(frozen=True, kw_only=True)
 class Swaps:
-    """Changes of weights over all processes, in seconds; all 0 if there were none. request_s: median duration of a request."""
+    """Changes of weights over all processes, in seconds; all 0 if there were none. request_s: median duration of a
+    request."""
 
     count: int
     swap_s_max: float
@@ -34,8 +35,8 @@ class Swaps:
     def text(self) -> str:
         """Return one line."""
         return (
-            f"{1000 * self.swap_s_max:.1f} ms at most to take weights ({1000 * self.gap_s_max:.1f} with waiting for rows); "
-            f"a request takes {1000 * self.request_s:.1f} ms"
+            f"{1000 * self.swap_s_max:.1f} ms at most to take weights ({1000 * self.gap_s_max:.1f} with waiting for "
+            f"rows); a request takes {1000 * self.request_s:.1f} ms"
         )
 
 
@@ -71,9 +72,11 @@ def _changes(spans: Sequence[TimeSpan]) -> Iterator[tuple[float, float]]:
 
 
 def publish_lag_s(generators: Iterable[Sequence[TimeSpan]], trainers: Iterable[Sequence[TimeSpan]]) -> float:
-    """Return the median publish lag over all changes of weights, in seconds; 0 if none is known. A version counts from its first publication.
+    """Return the median publish lag over all changes of weights, in seconds; 0 if none is known. A version counts from
+    its first publication.
 
-    >>> publish_lag_s([[TimeSpan(name="swap", start=2.5, end=3.0, version=1)]], [[TimeSpan(name="publish", start=1.0, end=1.5, version=1)]])
+    >>> swap = TimeSpan(name="swap", start=2.5, end=3.0, version=1)
+    >>> publish_lag_s([[swap]], [[TimeSpan(name="publish", start=1.0, end=1.5, version=1)]])
     1.5
     """
     published: dict[int, float] = {}

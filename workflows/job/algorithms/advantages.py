@@ -2,18 +2,19 @@
 
 Group kinds compare the responses of one prompt:
 
-- GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): ``(R - mean) / (std + eps)``. The deviation is the sample's (divided by n - 1), as in
-  TRL and verl; the paper does not say which. Dr. GRPO (arXiv 2503.20783) leaves the division out.
+- GRPO (DeepSeekMath, arXiv 2402.03300, section 4.1.2): ``(R - mean) / (std + eps)``. The deviation is the sample's
+  (divided by n - 1), as in TRL and verl; the paper does not say which. Dr. GRPO (arXiv 2503.20783) leaves the division
+  out.
 - RLOO (arXiv 2402.14740): ``R`` less the mean of the other responses.
 
 Token kinds give every token its own:
 
 - REINFORCE++ (arXiv 2501.03262): the discounted reward from the token on, whitened over the batch.
-- GAE (arXiv 1506.02438) for PPO: ``delta_t = r_t + gamma V_t+1 - V_t``, ``A_t = delta_t + gamma lam A_t+1``, whitened over the batch; its
-  return is ``A_t + V_t`` before whitening.
+- GAE (arXiv 1506.02438) for PPO: ``delta_t = r_t + gamma V_t+1 - V_t``, ``A_t = delta_t + gamma lam A_t+1``, whitened
+  over the batch; its return is ``A_t + V_t`` before whitening.
 
-Tokens that the policy did not choose (``mask`` False: those of tools and environments) are stepped over: the policy's next token follows
-its last one. A reward falls on the last token that the policy chose.
+Tokens that the policy did not choose (``mask`` False: those of tools and environments) are stepped over: the policy's
+next token follows its last one. A reward falls on the last token that the policy chose.
 
 The length penalty is DAPO's (arXiv 2503.14476, equation 13). A KL penalty in the reward uses Schulman's estimators
 (http://joschu.net/blog/kl-approx.html) with the bounds that verl gives them, so that one token cannot overflow a row.
@@ -53,9 +54,10 @@ _TINY: Final = float(np.finfo(np.float32).tiny)
 class ScoredRows:
     """What advantages are made from: R rows, one array a row where a value belongs to each of its T tokens.
 
-    rewards: float ``[R]``. group_id: integers ``[R]``, in any order. masks: bool ``[T]``, False for tokens that the policy did not choose.
-    logprobs: the policy's, float ``[T]``; ref_logprobs and values likewise. Only what the algorithm reads must be there
-    (`transferqueue.workflows.job.settings.defaults.columns_of`). `UsageError` for lengths that differ and for a reward that is not finite.
+    rewards: float ``[R]``. group_id: integers ``[R]``, in any order. masks: bool ``[T]``, False for tokens that the
+    policy did not choose. logprobs: the policy's, float ``[T]``; ref_logprobs and values likewise. Only what the
+    algorithm reads must be there (`transferqueue.workflows.job.settings.defaults.columns_of`). `UsageError` for lengths
+    that differ and for a reward that is not finite.
     """
 
     rewards: npt.ArrayLike
@@ -82,9 +84,10 @@ def advantage_columns_of(
 ) -> dict[str, Column | list[Column]]:
     """Return the columns that task ``advantage`` gives for ``rows``, ready to be acked.
 
-    Group kinds: ``advantages``, float32 ``[R]``. reinforce_pp: ``token_advantages``; ppo: also ``returns``; one float32 ``[T]`` a row, 0 where the mask is
-    False. Kinds that whiten need the rows of a whole batch in one call. ``tokens_max`` is the longest response that is allowed; only
-    the overlong penalty reads it. `UsageError` for a column that the algorithm reads and ``rows`` lacks.
+    Group kinds: ``advantages``, float32 ``[R]``. reinforce_pp: ``token_advantages``; ppo: also ``returns``; one float32
+    ``[T]`` a row, 0 where the mask is False. Kinds that whiten need the rows of a whole batch in one call.
+    ``tokens_max`` is the longest response that is allowed; only the overlong penalty reads it. `UsageError` for a
+    column that the algorithm reads and ``rows`` lacks.
 
     >>> rows = ScoredRows(rewards=[1, 0, 0, 0.5], group_id=[7, 7, 7, 7])
     >>> advantage_columns_of(rows, AlgorithmSettings(kind="rloo"))["advantages"].round(4).tolist()
@@ -113,10 +116,11 @@ def group_advantages(
     std: Literal["sample", "population", "none"] = "sample",
     std_eps: float = 1e-4,
 ) -> Column:
-    """Return each row's reward above its group's mean, divided by the group's deviation plus ``std_eps``: float32 ``[R]``.
+    """Return each row's reward above its group's mean, divided by the group's deviation plus ``std_eps``: float32
+    ``[R]``.
 
-    ``std`` divides by n - 1 (sample), by n (population), or not at all (Dr. GRPO). Rows of a group with equal rewards, and a row alone in
-    its group, get exactly 0. `UsageError` for lengths that differ or a reward that is not finite.
+    ``std`` divides by n - 1 (sample), by n (population), or not at all (Dr. GRPO). Rows of a group with equal rewards,
+    and a row alone in its group, get exactly 0. `UsageError` for lengths that differ or a reward that is not finite.
 
     >>> group_advantages([1.0, 0.0, 0.5, 0.5], [7, 7, 8, 8], std_eps=0.0).tolist()
     [0.7071067690849304, -0.7071067690849304, 0.0, 0.0]
@@ -132,7 +136,8 @@ def group_advantages(
 
 
 def leave_one_out_advantages(rewards: npt.ArrayLike, group_id: npt.ArrayLike) -> Column:
-    """Return each row's reward less the mean reward of the others of its group: float32 ``[R]``; 0 for a row that is alone.
+    """Return each row's reward less the mean reward of the others of its group: float32 ``[R]``; 0 for a row that is
+    alone.
 
     >>> leave_one_out_advantages([1.0, 0.0], [3, 3]).tolist()
     [1.0, -1.0]
@@ -142,7 +147,8 @@ def leave_one_out_advantages(rewards: npt.ArrayLike, group_id: npt.ArrayLike) ->
 
 
 def overlong_penalties(lengths: npt.ArrayLike, *, tokens_max: int, buffer: int, penalty: float = 1.0) -> Floats:
-    """Return what a response's length costs: 0 up to ``tokens_max - buffer`` tokens, then linearly down to ``-penalty`` at ``tokens_max``.
+    """Return what a response's length costs: 0 up to ``tokens_max - buffer`` tokens, then linearly down to ``-penalty``
+    at ``tokens_max``.
 
     `UsageError` unless ``0 < buffer <= tokens_max``.
 
@@ -168,7 +174,8 @@ def kl_penalties(logprobs: Ragged, ref_logprobs: Ragged, estimator: Literal["k1"
 
 
 def token_rewards(rewards: npt.ArrayLike, masks: Masks, penalties: Sequence[Floats] = ()) -> list[Floats]:
-    """Return each row's rewards by token, float64 ``[T]``: the row's reward on the last unmasked token, less ``penalties`` on unmasked ones."""
+    """Return each row's rewards by token, float64 ``[T]``: the row's reward on the last unmasked token, less
+    ``penalties`` on unmasked ones."""
     per_row = []
     for row, (reward, mask_T) in enumerate(zip(np.asarray(rewards, np.float64), masks, strict=True)):
         rewards_T = -penalties[row] * mask_T if penalties else np.zeros(len(mask_T))
@@ -213,7 +220,8 @@ def generalized_advantages(
 
 
 def whitened(values: Sequence[Floats], masks: Masks) -> list[Floats]:
-    """Return ``values`` with mean 0 and deviation 1 over all unmasked tokens of all rows (variance by n - 1); 0 at masked tokens.
+    """Return ``values`` with mean 0 and deviation 1 over all unmasked tokens of all rows (variance by n - 1); 0 at
+    masked tokens.
 
     Equal values, and a single one, become exactly 0.
     """
@@ -287,7 +295,8 @@ def _checked(rewards: npt.ArrayLike, group_id: npt.ArrayLike) -> tuple[Floats, n
 def _centred(
     rewards_R: Floats, group_R: npt.NDArray[np.generic]
 ) -> tuple[npt.NDArray[np.intp], Floats, npt.NDArray[np.bool_]]:
-    """Return each row's group size, its reward less the group's mean (0 where all are equal), and whether all are equal."""
+    """Return each row's group size, its reward less the group's mean (0 where all are equal), and whether all are
+    equal."""
     _, member_R, sizes_G = np.unique(group_R, return_inverse=True, return_counts=True)
     low_G, high_G = np.full(len(sizes_G), np.inf), np.full(len(sizes_G), -np.inf)
     np.minimum.at(low_G, member_R, rewards_R)

@@ -1,6 +1,7 @@
 """Estimators of KL(policy || reference) from the log-probs of drawn tokens.
 
-J. Schulman, "Approximating KL Divergence", 2020 (http://joschu.net/blog/kl-approx.html), with ``x = log(policy / reference)``:
+J. Schulman, "Approximating KL Divergence", 2020 (http://joschu.net/blog/kl-approx.html), with
+``x = log(policy / reference)``:
 
 - k1 = ``x``: unbiased, may be negative; as a loss its gradient has mean 0, so it belongs into the reward.
 - k2 = ``x^2 / 2``: biased, never negative.

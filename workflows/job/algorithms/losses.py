@@ -2,17 +2,21 @@
 
 A token's loss, with r a ratio of `transferqueue.workflows.job.algorithms.ratios` and A its advantage:
 
-- clipped (PPO, arXiv 1707.06347, equation 7): ``-min(r A, clip(r, 1 - low, 1 + high) A)``; a wider upper bound is DAPO's (arXiv 2503.14476).
+- clipped (PPO, arXiv 1707.06347, equation 7): ``-min(r A, clip(r, 1 - low, 1 + high) A)``; a wider upper bound is
+  DAPO's (arXiv 2503.14476).
 - dual clip (Ye et al., arXiv 1912.09729): where A < 0, at most ``-dual_clip A``.
-- times the truncated importance weight where ``tis_max`` is set, plus ``kl`` times an estimate of the KL to the reference.
-- distill, reverse (https://thinkingmachines.ai/blog/on-policy-distillation): clipped, with ``A = log teacher - log policy`` at the drawn token.
+- times the truncated importance weight where ``tis_max`` is set, plus ``kl`` times an estimate of the KL to the
+  reference.
+- distill, reverse (https://thinkingmachines.ai/blog/on-policy-distillation): clipped, with
+  ``A = log teacher - log policy`` at the drawn token.
 - distill, forward: ``sum_k p_T (log p_T - log p_S)`` over the teacher's k likeliest tokens (as in verl).
 - sft: ``-log p``.
 - critic: ``max((v - G)^2, (clip(v, v_old - c, v_old + c) - G)^2) / 2``.
 
-The denominator (``aggregate``) is the number of unmasked tokens; of rows with any, each by its token mean; or of those rows times the longest
-response allowed (Dr. GRPO, arXiv 2503.20783). It is additive: the sums and denominators of the parts of a batch, whatever the
-parts, add up to those of the batch. ``total / weight`` of the whole batch is the loss of the papers.
+The denominator (``aggregate``) is the number of unmasked tokens; of rows with any, each by its token mean; or of those
+rows times the longest response allowed (Dr. GRPO, arXiv 2503.20783). It is additive: the sums and denominators of the
+parts of a batch, whatever the parts, add up to those of the batch. ``total / weight`` of the whole batch is the loss of
+the papers.
 """
 
 from __future__ import annotations
@@ -37,12 +41,13 @@ from transferqueue.workflows.job.settings.job import AlgorithmSettings
 def policy_loss(responses: Responses, algorithm: AlgorithmSettings, *, tokens_max: int = 0) -> LossSum:
     """Return the loss of the policy on ``responses``, summed.
 
-    Figures, summed over unmasked tokens (``tokens`` and ``rows`` count them): ``ratio``; ``clipped_low`` and ``clipped_high``, tokens whose loss
-    the clip changed; ``dual_clipped``; ``rollout_kl``, k3 of the current policy from the one that drew; ``ref_kl``, ``tis_weight``, ``teacher_kl``
-    where used; ``entropy`` where given.
+    Figures, summed over unmasked tokens (``tokens`` and ``rows`` count them): ``ratio``; ``clipped_low`` and
+    ``clipped_high``, tokens whose loss the clip changed; ``dual_clipped``; ``rollout_kl``, k3 of the current policy
+    from the one that drew; ``ref_kl``, ``tis_weight``, ``teacher_kl`` where used; ``entropy`` where given.
 
-    Open settings of ``algorithm`` are those of its kind. ``tokens_max`` is the longest response that is allowed; aggregate ``rows_max`` needs it.
-    `UsageError` for a column that the algorithm reads and ``responses`` lacks, and for ``rows_max`` without ``tokens_max``.
+    Open settings of ``algorithm`` are those of its kind. ``tokens_max`` is the longest response that is allowed;
+    aggregate ``rows_max`` needs it. `UsageError` for a column that the algorithm reads and ``responses`` lacks, and for
+    ``rows_max`` without ``tokens_max``.
 
     >>> responses = Responses(
     ...     logprobs_N=torch.tensor([-0.9, -0.5, -0.8], requires_grad=True),
@@ -75,7 +80,8 @@ def policy_loss(responses: Responses, algorithm: AlgorithmSettings, *, tokens_ma
 def value_loss(responses: Responses, algorithm: AlgorithmSettings) -> LossSum:
     """Return the critic's loss on ``responses``, summed over tokens. ``value_clip`` 0: not clipped.
 
-    Figures: ``value_clipped``, tokens whose loss the clip changed, ``value`` and ``return``, and ``value_error``, squared.
+    Figures: ``value_clipped``, tokens whose loss the clip changed, ``value`` and ``return``, and ``value_error``,
+    squared.
     """
     values_N = responses.column("values_N", "the value loss")
     returns_N = responses.column("returns_N", "the value loss")

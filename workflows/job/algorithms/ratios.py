@@ -1,14 +1,16 @@
 """Ratios of two policies at drawn tokens, and the weights of rows that another policy drew.
 
-Three policies occur in an asynchronous job. *rollout* drew the tokens (``rollout_logprobs``), *old* is the policy before the step, which a
-step must stay near, *current* is being trained. On fresh rows all are equal and every ratio is 1.
+Three policies occur in an asynchronous job. *rollout* drew the tokens (``rollout_logprobs``), *old* is the policy
+before the step, which a step must stay near, *current* is being trained. On fresh rows all are equal and every ratio is
+1.
 
 - Token ratio (PPO, arXiv 1707.06347): ``current / old`` at each token.
-- Sequence ratio (GSPO, arXiv 2507.18071, equations 7 and 14): the geometric mean of a row's token ratios; every token of the row gets
-  it, with the gradient of its own log-prob.
-- Product ratio (RLOO, arXiv 2402.14740, as in TRL): the product of a row's token ratios, of which the response is one action.
-- Truncated importance weight (Espeholt et al., IMPALA, arXiv 1802.01561): ``min(old / rollout, bound)``, a constant. With a clip around *old*
-  it is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298).
+- Sequence ratio (GSPO, arXiv 2507.18071, equations 7 and 14): the geometric mean of a row's token ratios; every token
+  of the row gets it, with the gradient of its own log-prob.
+- Product ratio (RLOO, arXiv 2402.14740, as in TRL): the product of a row's token ratios, of which the response is one
+  action.
+- Truncated importance weight (Espeholt et al., IMPALA, arXiv 1802.01561): ``min(old / rollout, bound)``, a constant.
+  With a clip around *old* it is decoupled PPO (Hilton et al., arXiv 2110.00641; AReaL, arXiv 2505.24298).
 
 Log-ratios are held within the bounds that verl gives them, beyond which they have no gradient.
 """
@@ -34,7 +36,8 @@ def token_ratio(responses: Responses, old_logprobs_N: Tensor) -> Tensor:
 
 
 def sequence_ratio(responses: Responses, old_logprobs_N: Tensor) -> Tensor:
-    """Return each row's geometric mean of ``current / old`` at its tokens, ``[N]``: by value the row's, by gradient the token's own."""
+    """Return each row's geometric mean of ``current / old`` at its tokens, ``[N]``: by value the row's, by gradient the
+    token's own."""
     logprobs_N = responses.logprobs_N
     means_R = _row_means(responses, (logprobs_N - old_logprobs_N).detach())
     own_N = logprobs_N - logprobs_N.detach()
@@ -42,7 +45,8 @@ def sequence_ratio(responses: Responses, old_logprobs_N: Tensor) -> Tensor:
 
 
 def product_ratio(responses: Responses, old_logprobs_N: Tensor) -> Tensor:
-    """Return each row's product of ``current / old`` over its tokens, ``[N]``; the gradient goes to all tokens of the row."""
+    """Return each row's product of ``current / old`` over its tokens, ``[N]``; the gradient goes to all tokens of the
+    row."""
     sums_R = responses.row_sums(responses.logprobs_N - old_logprobs_N)
     return responses.over_tokens(sums_R.clamp(-LOG_RATIO_MAX, LOG_RATIO_MAX).exp())
 

@@ -59,8 +59,8 @@ _NOT_DATA: Final = frozenset({"dataset_info.json", "dataset_infos.json", "datase
 def open_data(path: str | Path, *, split: str = "train") -> DataRows:
     """Open the rows of a data set; call `DataRows.select` before rows are read.
 
-    Reads Parquet footers and Arrow schemas, and JSON Lines once. Raises `NotFound` for a path or split that does not exist, and
-    `UsageError` for files of another kind, of several kinds, broken ones, and a data set without rows.
+    Reads Parquet footers and Arrow schemas, and JSON Lines once. Raises `NotFound` for a path or split that does not
+    exist, and `UsageError` for files of another kind, of several kinds, broken ones, and a data set without rows.
 
     >>> from tempfile import TemporaryDirectory
     >>> with TemporaryDirectory() as directory:
@@ -96,8 +96,8 @@ def _check_kind(path: Path, files: Sequence[Path]) -> None:
     unknown = [file for file in files if file.suffix.lower() not in _READERS]
     if unknown:
         raise UsageError(
-            f"data.path {unknown[0]} ends in {unknown[0].suffix or 'nothing'!r}; read are {_KINDS}; convert it, for example with "
-            "pyarrow.csv.read_csv and pyarrow.parquet.write_table"
+            f"data.path {unknown[0]} ends in {unknown[0].suffix or 'nothing'!r}; read are {_KINDS}; convert it, for "
+            "example with pyarrow.csv.read_csv and pyarrow.parquet.write_table"
         )
     kinds = sorted({file.suffix.lower() for file in files})
     if len({_READERS[kind] for kind in kinds}) > 1:
@@ -152,7 +152,8 @@ def _check_one_folder(path: Path, files: Sequence[Path], split: str) -> None:
     folders = {file.parent.relative_to(path) for file in files if _named_split(file.name.split(".")[0], split)}
     if len(folders) > 1:
         raise UsageError(
-            f'data.path {path} has the split "{split}" in several folders: {listing(folders)}; give the path of one of them'
+            f'data.path {path} has the split "{split}" in several folders: {listing(folders)}; give the path of one of '
+            "them"
         )
 
 

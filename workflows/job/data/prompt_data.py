@@ -29,12 +29,14 @@ class PromptData:
     columns: Mapping[str, str]
 
     def check_first(self) -> None:
-        """Raise `UsageError` if the first row makes no prompt, or has a value that rewards could not get; other rows are checked when their turn comes."""
+        """Raise `UsageError` if the first row makes no prompt, or has a value that rewards could not get; other rows
+        are checked when their turn comes."""
         row, place = self.rows.row(0), self.rows.place(0)
         self.values(row, self.renderer.render(row, place).value, place)
 
     def values(self, row: Mapping[str, Any], prompt: Any, place: str) -> dict[str, Any]:
-        """Return the value of column ``data`` for a row: the prompt, and the columns of rewards. `UsageError` for what is no plain value."""
+        """Return the value of column ``data`` for a row: the prompt, and the columns of rewards. `UsageError` for what
+        is no plain value."""
         values = {PROMPT: prompt} | {name: row[column] for name, column in self.columns.items()}
         for name, value in values.items():
             _check_plain(value, name, place)
@@ -44,16 +46,18 @@ class PromptData:
 def open_prompts(job: Job, tokenizer: TextTokenizer | None = None) -> PromptData:
     """Open the data that a job trains on. tokenizer: the model's, if it is loaded already.
 
-    Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and `Impossible` for fewer
-    prompts than the steps of the job need.
+    Raises `NotFound` for a file or column that is missing, `UsageError` for data that makes no prompts, and
+    `Impossible` for fewer prompts than the steps of the job need.
     """
     opened = _opened(job, job.data, tokenizer, "data.path")
     prompts = job.steps * job.trainer.prompts_per_step
     if job.data.epochs and job.data.epochs * len(opened.rows) < prompts:
         raise Impossible(
-            f"steps={job.steps} × prompts_per_step={job.trainer.prompts_per_step} are {prompts:,} prompts; {job.data.path} has "
-            f"{len(opened.rows):,} rows × epochs={job.data.epochs} = {job.data.epochs * len(opened.rows):,}: set "
-            f"steps={job.data.epochs * len(opened.rows) // job.trainer.prompts_per_step}, or data.epochs=0 for as many as it takes"
+            f"steps={job.steps} × prompts_per_step={job.trainer.prompts_per_step} are {prompts:,} prompts; "
+            f"{job.data.path} has {len(opened.rows):,} rows × epochs={job.data.epochs} = "
+            f"{job.data.epochs * len(opened.rows):,}: set "
+            f"steps={job.data.epochs * len(opened.rows) // job.trainer.prompts_per_step}, or data.epochs=0 for as many "
+            "as it takes"
         )
     return opened
 
@@ -84,10 +88,11 @@ def _opened(job: Job, settings: DataSettings, tokenizer: TextTokenizer | None, k
 
 
 def reward_columns(job: Job, has: Sequence[str]) -> dict[str, str]:
-    """Return the data's columns that the rewards of a job get, by the names that they use. Imports the modules of reward functions.
+    """Return the data's columns that the rewards of a job get, by the names that they use. Imports the modules of
+    reward functions.
 
-    A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of `data.columns`, or every
-    column if there are none. Raises `NotFound` for a column that is missing.
+    A function gets the parameters that it names; one with ``**kwargs``, and an environment, gets the names of
+    `data.columns`, or every column if there are none. Raises `NotFound` for a column that is missing.
     """
     named = _named_columns(job.data, has)
     every = list(job.data.columns or named)
@@ -105,7 +110,8 @@ def _named_columns(settings: DataSettings, has: Sequence[str]) -> dict[str, str]
     for name, column in settings.columns.items():
         if column not in has:
             raise NotFound(
-                f'data.columns: {name} = "{column}" is no column of {settings.path}, which has {listing(has)}{near(column, has)}'
+                f'data.columns: {name} = "{column}" is no column of {settings.path}, which has '
+                f"{listing(has)}{near(column, has)}"
             )
     return {name: name for name in has} | dict(settings.columns)
 
@@ -114,13 +120,15 @@ _PLAIN: Final = (str, int, float, bool, bytes, type(None))
 
 
 def _check_plain(value: Any, name: str, place: str) -> None:
-    """Raise `UsageError` for a value that no column can hold, such as a date: it would be refused later, without its place."""
+    """Raise `UsageError` for a value that no column can hold, such as a date: it would be refused later, without its
+    place."""
     if isinstance(value, _PLAIN) and not isinstance(value, int):
         return
     odd = _odd(value)
     if odd is not None:
         raise UsageError(
-            f'{place}: column "{name}" has {odd!r} ({type(odd).__name__}), which is no plain value; rewards get text, numbers up to '
+            f'{place}: column "{name}" has {odd!r} ({type(odd).__name__}), which is no plain value; rewards get text, '
+            "numbers up to "
             "64 bits, lists and objects: convert it in the data, or leave it out with data.columns"
         )
 

@@ -1,8 +1,9 @@
 r"""From a row of data to the text and the tokens of a prompt.
 
-A prompt is a text or a list of messages. It comes from the column `data.prompt`, or from `data.template`, which makes a text from columns.
-With a chat template a text becomes one message of the user; the system message of `data.system` goes first, unless the data has one. A
-model without a chat template (a base model) reads the text as it is, with the tokens that its tokenizer adds, such as one for the beginning.
+A prompt is a text or a list of messages. It comes from the column `data.prompt`, or from `data.template`, which makes a
+text from columns. With a chat template a text becomes one message of the user; the system message of `data.system` goes
+first, unless the data has one. A model without a chat template (a base model) reads the text as it is, with the tokens
+that its tokenizer adds, such as one for the beginning.
 
 >>> template = PromptTemplate("Question: {question}\nAnswer:", ["question", "answer"], "data.jsonl")
 >>> template.fill({"question": "2+2?", "answer": 4}, "data.jsonl, line 1")
@@ -32,8 +33,8 @@ _NEAR: Final = 0.6
 class PromptTemplate:
     """``"{question}"``: a text with columns of the data in braces; two braces stand for one.
 
-    A field is the name of a column and nothing else: no attribute, index, conversion or format. Raises `UsageError` for others and
-    `NotFound` for a column that the data lacks.
+    A field is the name of a column and nothing else: no attribute, index, conversion or format. Raises `UsageError` for
+    others and `NotFound` for a column that the data lacks.
     """
 
     def __init__(self, text: str, columns: Sequence[str], source: str) -> None:
@@ -43,8 +44,8 @@ class PromptTemplate:
             _check_field(name, columns, source)
         if not self.columns:
             raise UsageError(
-                f"data.template {text!r} names no column: every prompt would be the same; write a column in braces, such as "
-                f"{{{columns[0] if columns else 'question'}}}"
+                f"data.template {text!r} names no column: every prompt would be the same; write a column in braces, "
+                f"such as {{{columns[0] if columns else 'question'}}}"
             )
 
     def fill(self, row: dict[str, Any], place: str) -> str:
@@ -72,7 +73,8 @@ def _check_field(name: str, columns: Sequence[str], source: str) -> None:
         return
     if "." in name or "[" in name:
         raise UsageError(
-            f"data.template: {{{name}}} reads inside a value; a field is the name of a column of {source}: {listing(columns)}"
+            f"data.template: {{{name}}} reads inside a value; a field is the name of a column of {source}: "
+            f"{listing(columns)}"
         )
     raise NotFound(
         f"data.template: {{{name}}} is no column of {source}, which has {listing(columns)}{near(name, columns)}"
@@ -102,7 +104,8 @@ def _as_text(value: Any, name: str, place: str) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RenderedPrompt:
-    """One prompt. value: as rewards see it, a text or a list of messages. text: what is tokenized. response: text to learn (sft), or ""."""
+    """One prompt. value: as rewards see it, a text or a list of messages. text: what is tokenized. response: text to
+    learn (sft), or ""."""
 
     value: str | list[dict[str, Any]]
     text: str
@@ -126,8 +129,8 @@ class PromptRenderer:
         self._longest = max(map(len, tokenizer.get_vocab()), default=1)
         if settings.system and not self._chat:
             raise UsageError(
-                f"data.system {_short(settings.system)} with a model that has no chat template: nothing says where it stands; set "
-                "model.chat_template, or write it into data.template"
+                f"data.system {_short(settings.system)} with a model that has no chat template: nothing says where it "
+                "stands; set model.chat_template, or write it into data.template"
             )
         if learns_response and tokenizer.eos_token_id is None:
             raise UsageError("the tokenizer has no end token (eos_token): a response that is learned must end with it")
@@ -142,7 +145,8 @@ class PromptRenderer:
         return tuple(dict.fromkeys((*prompt, *response)))
 
     def render(self, row: dict[str, Any], place: str) -> RenderedPrompt:
-        """Return the prompt of one row. Raises `UsageError` for a value that is no prompt; `place` is the row's place in the data."""
+        """Return the prompt of one row. Raises `UsageError` for a value that is no prompt; `place` is the row's place
+        in the data."""
         if self._template is None:
             value = _prompt(row[self._settings.prompt], self._settings.prompt, place)
         else:
@@ -159,7 +163,8 @@ class PromptRenderer:
         return [next(ids) if len(prompt.text) <= limit else None for prompt in prompts]
 
     def encode(self, texts: Sequence[str]) -> list[Ids]:
-        """Return the ids of texts of prompts. A chat template writes special tokens itself; otherwise the tokenizer adds them."""
+        """Return the ids of texts of prompts. A chat template writes special tokens itself; otherwise the tokenizer
+        adds them."""
         return self._encode(texts, add_special_tokens=not self._chat)
 
     def response_tokens(self, prompt: RenderedPrompt) -> Ids:
@@ -180,8 +185,8 @@ class PromptRenderer:
         if not self._chat:
             if isinstance(value, list):
                 raise UsageError(
-                    f"{place}: the prompt is a list of messages, and the model has no chat template; set model.chat_template, or make a "
-                    "text with data.template"
+                    f"{place}: the prompt is a list of messages, and the model has no chat template; set "
+                    "model.chat_template, or make a text with data.template"
                 )
             return value
         messages = self._messages(value)
@@ -205,7 +210,8 @@ class PromptRenderer:
         if isinstance(value, list) and len(value) > 1 and value[-1].get("role") == "assistant":
             return value[:-1], _response(value[-1:], self._settings.prompt, place)
         raise UsageError(
-            f"{place}: there is no response to learn; set data.response to the column that has it, or let the messages of "
+            f"{place}: there is no response to learn; set data.response to the column that has it, or let the messages "
+            "of "
             f'"{self._settings.prompt}" end with one of the assistant'
         )
 
@@ -221,8 +227,9 @@ class PromptRenderer:
         )
         if not whole.startswith(text):
             raise UsageError(
-                f"{place}: the chat template writes the conversation with its response differently from the prompt before it: "
-                f"{_short(text[-60:])} against {_short(whole[len(text) - 60 : len(text)])}; set model.chat_template"
+                f"{place}: the chat template writes the conversation with its response differently from the prompt "
+                f"before it: {_short(text[-60:])} against {_short(whole[len(text) - 60 : len(text)])}; set "
+                "model.chat_template"
             )
         return RenderedPrompt(value=prompt, text=text, response=whole[len(text) :])
 
@@ -236,7 +243,8 @@ def _check_column(name: str, settings: DataSettings, columns: Sequence[str]) -> 
         f'; set data.prompt = "{usual[0]}" or data.template = "{{{usual[0]}}}"' if usual and key == "prompt" else ""
     )
     raise NotFound(
-        f'data.{key}: "{name}" is no column of {settings.path}, which has {listing(columns)}{remedy or near(name, columns)}'
+        f'data.{key}: "{name}" is no column of {settings.path}, which has '
+        f"{listing(columns)}{remedy or near(name, columns)}"
     )
 
 

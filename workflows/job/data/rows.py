@@ -1,8 +1,9 @@
 """Rows of data files by position: Arrow and Parquet by record batches, JSON Lines by the offsets of its lines.
 
-An Arrow file is memory-mapped, and a row is decoded when it is read. A JSON Lines file is decoded once when it is opened, which finds a
-broken line before anything starts; 16 bytes a line stay in memory, and a row is read from the file again. Parquet cannot be read by rows:
-the columns that are asked for are decoded into memory, at most `PARQUET_BYTES_MAX`.
+An Arrow file is memory-mapped, and a row is decoded when it is read. A JSON Lines file is decoded once when it is
+opened, which finds a broken line before anything starts; 16 bytes a line stay in memory, and a row is read from the
+file again. Parquet cannot be read by rows: the columns that are asked for are decoded into memory, at most
+`PARQUET_BYTES_MAX`.
 """
 
 from __future__ import annotations
@@ -145,8 +146,9 @@ class ParquetRows:
         nbytes = self.decoded_bytes(columns)
         if nbytes > PARQUET_BYTES_MAX:
             raise Impossible(
-                f"{self._path}: columns {listing(columns)} decode to {nbytes / GIB:.1f} GiB, over {PARQUET_BYTES_MAX / GIB:.0f} GiB; "
-                "write the data as Arrow IPC, which is memory-mapped, or read fewer columns (data.columns)"
+                f"{self._path}: columns {listing(columns)} decode to {nbytes / GIB:.1f} GiB, over "
+                f"{PARQUET_BYTES_MAX / GIB:.0f} GiB; write the data as Arrow IPC, which is memory-mapped, or read "
+                "fewer columns (data.columns)"
             )
         table = read_or_refuse(self._path, partial(self._file.read, columns=names), "a Parquet file").select(names)
         return ArrowRows(self._path, table.schema, table.to_batches())
@@ -256,7 +258,8 @@ def _lines(path: Path) -> Iterator[tuple[int, int, bytes]]:
         for number, line in enumerate(iter(lambda: opened.readline(LINE_BYTES_MAX + 1), b""), start=1):
             if len(line) > LINE_BYTES_MAX:
                 raise UsageError(
-                    f"{path}, line {number}: over {LINE_BYTES_MAX >> 20} MiB; one line is one row, split it or use Parquet"
+                    f"{path}, line {number}: over {LINE_BYTES_MAX >> 20} MiB; one line is one row, split it or use "
+                    "Parquet"
                 )
             if line.strip():
                 yield start, number, line
@@ -331,7 +334,8 @@ def json_rows(path: Path) -> JsonLinesRows | JsonArrayRows:
 def _array(path: Path) -> JsonArrayRows:
     if (size := os.path.getsize(path)) > JSON_BYTES_MAX:
         raise Impossible(
-            f"{path} is one JSON array of {size / GIB:.1f} GiB, over {JSON_BYTES_MAX / GIB:.0f}; write one object a line"
+            f"{path} is one JSON array of {size / GIB:.1f} GiB, over {JSON_BYTES_MAX / GIB:.0f}; write one object a "
+            "line"
         )
     try:
         values = msgspec.json.decode(path.read_bytes().removeprefix(b"\xef\xbb\xbf"), type=list[dict[str, Any]])
@@ -380,7 +384,8 @@ class JoinedRows:
         return None
 
     def select(self, columns: Sequence[str]) -> JoinedRows:
-        """Return the same rows with these columns. `NotFound` names a file that lacks one; `Impossible` a sum of Parquet that is too large."""
+        """Return the same rows with these columns. `NotFound` names a file that lacks one; `Impossible` a sum of
+        Parquet that is too large."""
         self._check_bytes(columns)
         return JoinedRows([rows.select(columns) for rows in self._files])
 
@@ -388,8 +393,9 @@ class JoinedRows:
         nbytes = sum(rows.decoded_bytes(columns) for rows in self._files if isinstance(rows, ParquetRows))
         if nbytes > PARQUET_BYTES_MAX:
             raise Impossible(
-                f"columns {listing(columns)} of {len(self._files)} Parquet files decode to {nbytes / GIB:.1f} GiB, over "
-                f"{PARQUET_BYTES_MAX / GIB:.0f} GiB; write the data as Arrow IPC, which is memory-mapped, or read fewer columns (data.columns)"
+                f"columns {listing(columns)} of {len(self._files)} Parquet files decode to {nbytes / GIB:.1f} GiB, "
+                f"over {PARQUET_BYTES_MAX / GIB:.0f} GiB; write the data as Arrow IPC, which is memory-mapped, or read "
+                "fewer columns (data.columns)"
             )
 
     def _locate(self, at: int) -> tuple[DataRows, int]:

@@ -1,8 +1,8 @@
 """The prompts of a run, numbered 0, 1, … over epochs: each epoch is a permutation of the data that the seed determines.
 
-A *place* counts rows of the data in the order in which they are used; a *number* counts those that became prompts. Both differ once
-a prompt with too many tokens is dropped. Whether a row fits is the same in every epoch, so it is asked once: a run that starts again at
-number n reads the prompts before it, at most one pass over the data.
+A *place* counts rows of the data in the order in which they are used; a *number* counts those that became prompts. Both
+differ once a prompt with too many tokens is dropped. Whether a row fits is the same in every epoch, so it is asked
+once: a run that starts again at number n reads the prompts before it, at most one pass over the data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _UNKNOWN, _FITS, _TOO_LONG = np.int8(0), np.int8(1), np.int8(-1)
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedPrompt:
-    """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32 ``[T]`` for sft."""
+    """One prompt. number: its place in the run. ids: int32 ``[P]``. data: value of column ``data``. response_ids: int32
+    ``[T]`` for sft."""
 
     number: int
     ids: Ids
@@ -39,7 +40,8 @@ class NumberedPrompt:
 
 
 class DataOrder:
-    """Positions of rows in the order of their use: epoch after epoch, each shuffled by (seed, epoch). epochs: 0: without end."""
+    """Positions of rows in the order of their use: epoch after epoch, each shuffled by (seed, epoch). epochs: 0:
+    without end."""
 
     def __init__(self, rows: int, *, seed: int, shuffle: bool, epochs: int = 0) -> None:
         self.rows = rows
@@ -48,7 +50,8 @@ class DataOrder:
         self._epoch, self._permutation = -1, np.arange(0, dtype=np.int64)
 
     def positions(self, place: int, count: int) -> Positions:
-        """Return the positions of `count` places from `place` on; fewer at the end of an epoch, none at the end of the last.
+        """Return the positions of `count` places from `place` on; fewer at the end of an epoch, none at the end of the
+        last.
 
         >>> DataOrder(3, seed=0, shuffle=False).positions(1, 9).tolist()
         [1, 2]
@@ -69,8 +72,8 @@ class DataOrder:
 class PromptSequence:
     """Yields the prompts of a run in order. tokens_max: most tokens of a response that is learned (sft).
 
-    A prompt with more than `data.prompt_tokens_max` tokens is left out (`dropped` counts rows of the data), or is a `UsageError` if
-    the data says "refuse". `UsageError` too if no prompt fits.
+    A prompt with more than `data.prompt_tokens_max` tokens is left out (`dropped` counts rows of the data), or is a
+    `UsageError` if the data says "refuse". `UsageError` too if no prompt fits.
     """
 
     def __init__(self, data: PromptData, settings: DataSettings, *, seed: int, tokens_max: int = 0) -> None:
@@ -183,7 +186,8 @@ class PromptSequence:
 
 
 def held_out_prompts(data: PromptData, job: Job) -> list[NumberedPrompt]:
-    """Return the first `evaluation.rows` prompts of `open_held_out` that fit, in the order of the file, numbered from 0."""
+    """Return the first `evaluation.rows` prompts of `open_held_out` that fit, in the order of the file, numbered from
+    0."""
     settings = msgspec.structs.replace(job.data, path=job.evaluation.path, shuffle=False, epochs=1)
     return PromptSequence(data, settings, seed=job.seed, tokens_max=job.sampling.tokens_max).take(job.evaluation.rows)
 

@@ -2,11 +2,11 @@
 
 Rules:
 
-1. Prompts are put in the order of their numbers, whole groups at a time, each group in one commit. So the count of rows that the
-   table ever received says which prompt is next, whenever the process was killed: none is lost or doubled. The queue refuses a second
-   source that puts a group which is live: the group would have too many rows.
-2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old, a reward that fails)
-   puts more in their place, until the trainer seals the table.
+1. Prompts are put in the order of their numbers, whole groups at a time, each group in one commit. So the count of rows
+   that the table ever received says which prompt is next, whenever the process was killed: none is lost or doubled. The
+   queue refuses a second source that puts a group which is live: the group would have too many rows.
+2. A job that never drops a row puts exactly the prompts of its steps. One that may drop groups (equal rewards, too old,
+   a reward that fails) puts more in their place, until the trainer seals the table.
 3. Data that ends before the steps do (`data.epochs`) ends the table: the source seals it, and the trainer's last step
    takes what is left.
 """
@@ -39,7 +39,8 @@ PUT_ROWS: Final = 64
 
 
 def replaces_dropped(job: Job) -> bool:
-    """Whether groups may be dropped while the job runs, so that more prompts than steps · prompts_per_step are needed."""
+    """Whether groups may be dropped while the job runs, so that more prompts than steps · prompts_per_step are
+    needed."""
     return bool(
         filled(job.algorithm).filter_equal
         or job.on == "ray"  # groups whose bytes are lost with a node
@@ -51,8 +52,8 @@ def replaces_dropped(job: Job) -> bool:
 def needs_spare_prompts(job: Job) -> bool:
     """Whether the last steps may wait for prompts beyond steps · prompts_per_step.
 
-    Advantages that are whitened are computed a whole batch at a time. A stale row comes back after that, alone, and at the end of a run there
-    must be other rows that fill its batch.
+    Advantages that are whitened are computed a whole batch at a time. A stale row comes back after that, alone, and at
+    the end of a run there must be other rows that fill its batch.
     """
     comes_back = job.pacing.mode != "sync" and bool(filled(job.algorithm).whiten)
     return comes_back or replaces_dropped(job)
@@ -61,8 +62,9 @@ def needs_spare_prompts(job: Job) -> bool:
 def groups_per_put(job: Job) -> int:
     """Return how many groups one put has.
 
-    Room comes in whole batches, so the groups of a put divide both a batch and all that may be ahead; else the last groups of a batch might
-    wait for room that only that batch would make. Where single groups may be dropped, room comes by groups.
+    Room comes in whole batches, so the groups of a put divide both a batch and all that may be ahead; else the last
+    groups of a batch might wait for room that only that batch would make. Where single groups may be dropped, room
+    comes by groups.
     """
     if replaces_dropped(job):
         return 1
@@ -72,7 +74,8 @@ def groups_per_put(job: Job) -> int:
 
 
 class JobPrompts:
-    """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the table received before."""
+    """The producer (`adapters.protocols.Producer`) of a job's prompts. rows_put: rows that the table received
+    before."""
 
     def __init__(self, job: Job, sequence: PromptSequence, *, rows_put: int) -> None:
         self._size, self._in_parts = group_rows(job), in_parts(job)
@@ -82,7 +85,8 @@ class JobPrompts:
         self._next: list[NumberedPrompt] = []
         if rows_put % self._size:
             raise InternalError(
-                f'table "{names.TABLE}" received {rows_put} rows, which are no whole groups of {self._size}: something else than '
+                f'table "{names.TABLE}" received {rows_put} rows, which are no whole groups of {self._size}: something '
+                "else than "
                 "the source of this job puts rows into it"
             )
         self.data_ended = sequence.skip(rows_put // self._size) < rows_put // self._size

@@ -46,8 +46,9 @@ class TextTokenizer(Protocol):
 def load_tokenizer(model: ModelSettings) -> TextTokenizer:
     """Load the tokenizer that the settings name, and set and check its chat template.
 
-    Blocks while files are read (or downloaded, for an id of the hub). Raises `NotFound` if there is no tokenizer at the path, and `UsageError`
-    for one that cannot be read, for a template that fails, and for one with tokens that the tokenizer lacks.
+    Blocks while files are read (or downloaded, for an id of the hub). Raises `NotFound` if there is no tokenizer at the
+    path, and `UsageError` for one that cannot be read, for a template that fails, and for one with tokens that the
+    tokenizer lacks.
     """
     tokenizer = _load(model)
     if model.chat_template:
@@ -70,7 +71,8 @@ def _load(model: ModelSettings) -> TextTokenizer:
         kind = UsageError if Path(path).expanduser().is_dir() else NotFound
         first = str(error).strip().split("\n")[0]
         raise kind(
-            f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with tokenizer.json"
+            f"model {path} has no tokenizer that can be read: {first}; set model.tokenizer to a directory with "
+            "tokenizer.json"
         ) from error
     return tokenizer
 
@@ -92,7 +94,8 @@ _OWN: Final = "transformers."
 
 
 def class_environment(model: ModelSettings, tokenizer: TextTokenizer) -> dict[str, str]:
-    """Return the variable that tells processes which class `AutoTokenizer` chose for this model, so that they need not load torch to choose it again.
+    """Return the variable that tells processes which class `AutoTokenizer` chose for this model, so that they need not
+    load torch to choose it again.
 
     Loading the class takes a quarter of the time of `AutoTokenizer`, and a fifth of its memory.
     """
@@ -103,7 +106,8 @@ def class_environment(model: ModelSettings, tokenizer: TextTokenizer) -> dict[st
 
 
 def _known_class(path: str) -> Any:
-    """Return the class that was chosen for the tokenizer at `path`; None if none was, or this version of transformers lacks it."""
+    """Return the class that was chosen for the tokenizer at `path`; None if none was, or this version of transformers
+    lacks it."""
     named, _, of_path = os.environ.get(CLASS_VARIABLE, "").partition(" ")
     module, _, name = named.partition(":")
     if of_path != path or not module.startswith(_OWN):
@@ -148,7 +152,8 @@ _PROBE: Final = ({"role": "user", "content": "1"}, {"role": "assistant", "conten
 
 
 def check_template(tokenizer: TextTokenizer, source: str) -> None:
-    """Raise `UsageError` if the chat template fails, or has tokens that the tokenizer lacks. Does nothing without a template.
+    """Raise `UsageError` if the chat template fails, or has tokens that the tokenizer lacks. Does nothing without a
+    template.
 
     A token that is missing would be split into pieces of text that the model has never seen in that place.
     """
@@ -158,15 +163,16 @@ def check_template(tokenizer: TextTokenizer, source: str) -> None:
     known = tokenizer.get_vocab()
     if missing := [token for token in dict.fromkeys(_MARKER.findall(text)) if token not in known]:
         raise UsageError(
-            f"chat template of {source} has {listing(missing)}, which the tokenizer does not have as tokens; give the template of this "
-            "model (model.chat_template), or its tokenizer (model.tokenizer)"
+            f"chat template of {source} has {listing(missing)}, which the tokenizer does not have as tokens; give the "
+            "template of this model (model.chat_template), or its tokenizer (model.tokenizer)"
         )
 
 
 def render(
     tokenizer: TextTokenizer, messages: Sequence[Message], source: str, *, prompt: bool, going_on: bool = False
 ) -> str:
-    """Return the text of a conversation by the chat template. prompt: an answer follows. going_on: the last message is not finished.
+    """Return the text of a conversation by the chat template. prompt: an answer follows. going_on: the last message is
+    not finished.
 
     Raises `UsageError` if the template fails: it names `source`.
     """

@@ -1,10 +1,11 @@
 """A reward model as a term of the reward: the score that a sequence classifier gives to prompt and response.
 
-``args = { output = "probability" }`` makes the probability 1 / (1 + exp(-score)) of it, for a classifier that was trained with two classes. It
-has bounds, so one response cannot outweigh a batch, and a critic's first values and `algorithm.value_clip` are of its size.
+``args = { output = "probability" }`` makes the probability 1 / (1 + exp(-score)) of it, for a classifier that was
+trained with two classes. It has bounds, so one response cannot outweigh a batch, and a critic's first values and
+`algorithm.value_clip` are of its size.
 
-A model that has the policy's tokenizer and chat template reads the tokens as they were drawn. Another one reads the conversation as its own
-template writes it, in its own tokens, as TRL does.
+A model that has the policy's tokenizer and chat template reads the tokens as they were drawn. Another one reads the
+conversation as its own template writes it, in its own tokens, as TRL does.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ class ModelTerm:
         if self._own is None or not self._own.chat_template:
             if not isinstance(prompt, str):
                 raise UsageError(
-                    f"reward model {self._path} has no chat template, and the prompt of {place} is a list of messages; give a model that "
-                    "has one, or make a text of the prompt with data.template"
+                    f"reward model {self._path} has no chat template, and the prompt of {place} is a list of messages; "
+                    "give a model that has one, or make a text of the prompt with data.template"
                 )
             return prompt + response
         messages: list[Message] = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
@@ -77,7 +78,8 @@ class ModelTerm:
 
 
 def _own_tokenizer(path: str, job: Job, policy: TextTokenizer) -> TextTokenizer | None:
-    """Return the model's tokenizer if it writes a conversation otherwise than the policy's; None if the policy's tokens are its own."""
+    """Return the model's tokenizer if it writes a conversation otherwise than the policy's; None if the policy's tokens
+    are its own."""
     directory = Path(path).expanduser()
     if directory.is_dir() and not any((directory / name).is_file() for name in _TOKENIZER_FILES):
         return None

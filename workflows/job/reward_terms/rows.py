@@ -20,7 +20,8 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, kw_only=True)
 class RewardRows:
-    """Rows to score. ids: row ids, for messages. data: values of column ``data``. prompt_ids, response_ids: int32 ``[P]``, ``[T]`` each."""
+    """Rows to score. ids: row ids, for messages. data: values of column ``data``. prompt_ids, response_ids: int32
+    ``[P]``, ``[T]`` each."""
 
     ids: Sequence[int]
     data: Sequence[Mapping[str, Any]]

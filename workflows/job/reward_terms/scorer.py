@@ -2,11 +2,12 @@
 
 Rules:
 
-1. A term gives each row a finite number, or NaN where it does not apply (None of a function). The reward is the sum of weight × score over
-   the terms that apply.
-2. A function that raises, or returns NaN, for a row is named with the row, its prompt and its completion. ``on_error="stop"`` ends the run;
-   "drop" drops that row alone: the function is called again for each row by itself to find it. A function that returns
-   the wrong number of scores always ends the run, and so does one that does not return within ``timeout_s``.
+1. A term gives each row a finite number, or NaN where it does not apply (None of a function). The reward is the sum of
+   weight × score over the terms that apply.
+2. A function that raises, or returns NaN, for a row is named with the row, its prompt and its completion.
+   ``on_error="stop"`` ends the run; "drop" drops that row alone: the function is called again for each row by itself to
+   find it. A function that returns the wrong number of scores always ends the run, and so does one that does not return
+   within ``timeout_s``.
 3. A row to which no term applies counts as a failure of all terms.
 4. A score or reward beyond float32 ends the run.
 """
@@ -34,7 +35,8 @@ DROPPED: Final = "reward_error"
 
 @dataclass(frozen=True, kw_only=True)
 class RowScores:
-    """Scores of rows. rewards: float32 ``[rows]``. terms: float32 ``[rows, terms]``, NaN where one does not apply. failed: rows to drop.
+    """Scores of rows. rewards: float32 ``[rows]``. terms: float32 ``[rows, terms]``, NaN where one does not apply.
+    failed: rows to drop.
 
     failures: why, one text for each row that failed.
     """
@@ -48,7 +50,8 @@ class RowScores:
 class RewardScorer:
     """The reward of a job, for training and for evaluation.
 
-    limit: bounds each call of a function. Makes the functions and loads the models; raises as `load_reward` and `load_classifier` do.
+    limit: bounds each call of a function. Makes the functions and loads the models; raises as `load_reward` and
+    `load_classifier` do.
     """
 
     def __init__(self, job: Job, tokenizer: TextTokenizer, *, limit: TimeLimit = no_limit) -> None:
@@ -79,7 +82,8 @@ class RewardScorer:
         prompt_ids: Sequence[Ids],
         response_ids: Sequence[Ids],
     ) -> RowScores:
-        """Return the scores of rows. Raises `RewardFailed` where a term fails and says "stop"; its text names the row and what it says."""
+        """Return the scores of rows. Raises `RewardFailed` where a term fails and says "stop"; its text names the row
+        and what it says."""
         rows = RewardRows(
             ids=ids, data=data, prompt_ids=prompt_ids, response_ids=response_ids, tokenizer=self._tokenizer
         )
@@ -126,11 +130,12 @@ class RewardScorer:
             failures.setdefault(at, text)
 
     def _check_size(self, largest_B: Floats, rows: RewardRows) -> None:
-        """Refuse rewards that are infinite as float32: the advantages of their groups, and then all weights, would be NaN."""
+        """Refuse rewards that are infinite as float32: the advantages of their groups, and then all weights, would be
+        NaN."""
         for at in np.flatnonzero(largest_B > np.finfo(np.float32).max).tolist():
             raise RewardFailed(
-                f"{rows.described(at)} got a reward or score of size {largest_B[at]:g} ({', '.join(self.names)}); float32 ends at 3.4e+38: "
-                "scale it down",
+                f"{rows.described(at)} got a reward or score of size {largest_B[at]:g} ({', '.join(self.names)}); "
+                "float32 ends at 3.4e+38: scale it down",
                 name=self.names[0],
                 at=at,
             )

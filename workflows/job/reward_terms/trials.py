@@ -1,4 +1,5 @@
-"""Tries the reward functions of a job on a row before anything starts, in a process of its own: a function that hangs or crashes ends that alone.
+"""Tries the reward functions of a job on a row before anything starts, in a process of its own: a function that hangs
+or crashes ends that alone.
 
 ``python -m transferqueue.workflows.job.reward_terms.trials REQUEST REPLY`` is that process.
 """
@@ -33,7 +34,8 @@ _OUTPUT_CHARS: Final = 2000
 
 
 class RewardTrial(msgspec.Struct, frozen=True, kw_only=True):
-    """What a reward function gave for dummy rows. scores: None where it does not apply. failure: why it gave none, if rows may be dropped."""
+    """What a reward function gave for dummy rows. scores: None where it does not apply. failure: why it gave none, if
+    rows may be dropped."""
 
     name: str
     scores: list[float | None] = []
@@ -58,8 +60,9 @@ class _Request(msgspec.Struct, frozen=True, kw_only=True):
 def try_rewards(job: Job, prompts: list[NumberedPrompt], tokenizer: TextTokenizer) -> list[RewardTrial]:
     """Call each reward function with a response "42" to each of these prompts.
 
-    Blocks while a module is imported and called: at most `IMPORT_S` and the function's ``timeout_s``. Raises `RewardFailed` if a function
-    raises or gives no score (unless its rows may be dropped), `DeadlineExceeded` if it hangs, and what `load_reward` raises.
+    Blocks while a module is imported and called: at most `IMPORT_S` and the function's ``timeout_s``. Raises
+    `RewardFailed` if a function raises or gives no score (unless its rows may be dropped), `DeadlineExceeded` if it
+    hangs, and what `load_reward` raises.
     """
     return [
         _tried(settings, f"reward.{at}", prompts, tokenizer)
@@ -104,13 +107,14 @@ def _in_process(request: _Request, settings: RewardSettings, key: str) -> Reward
             )
         except subprocess.TimeoutExpired as error:
             raise DeadlineExceeded(
-                f"reward {request.function} did not return within {key}.timeout_s={settings.timeout_s:g} s (and {IMPORT_S:g} s for its "
-                f"import) for {request.rows} dummy rows; make it faster, or set a longer limit"
+                f"reward {request.function} did not return within {key}.timeout_s={settings.timeout_s:g} s (and "
+                f"{IMPORT_S:g} s for its import) for {request.rows} dummy rows; make it faster, or set a longer limit"
             ) from error
         if done.returncode or not replied.exists():
             output = done.stdout.decode(errors="replace").strip()[-_OUTPUT_CHARS:]
             raise UsageError(
-                f"reward {request.function} ended its process with code {done.returncode} when it was tried; its last output: {output}"
+                f"reward {request.function} ended its process with code {done.returncode} when it was tried; its last "
+                f"output: {output}"
             )
         return msgspec.json.decode(replied.read_bytes(), type=RewardTrial)
 

@@ -1,10 +1,13 @@
-"""Gives up a run that was interrupted and is not to be resumed: what it left in shared memory and in the temporary directory goes.
+"""Gives up a run that was interrupted and is not to be resumed: what it left in shared memory and in the temporary
+directory goes.
 
 Rules:
 
-1. Nothing is removed while a process of the run lives: the run itself and its server hold locks, which the kernel releases when they are gone.
-2. Rows, weights and snapshots of its queue go. Checkpoints, figures, samples and logs stay, and ``discarded`` is left in the folder, so that nobody resumes
-   a run without its rows. A new run begins at its checkpoints with ``checkpoint.resume``.
+1. Nothing is removed while a process of the run lives: the run itself and its server hold locks, which the kernel
+   releases when they are gone.
+2. Rows, weights and snapshots of its queue go. Checkpoints, figures, samples and logs stay, and ``discarded`` is left
+   in the folder, so that nobody resumes a run without its rows. A new run begins at its checkpoints with
+   ``checkpoint.resume``.
 """
 
 from __future__ import annotations
@@ -24,13 +27,14 @@ from transferqueue.workflows.job.run.snapshots import SNAPSHOTS
 def discard_run(folder: RunFolder) -> int:
     """Remove what the run keeps for `run_job` with ``resume``; return the bytes that are free again.
 
-    Raises `AddressInUse`, and removes nothing, while the run or its server lives; `UsageError` for a run that is finished, which keeps nothing.
+    Raises `AddressInUse`, and removes nothing, while the run or its server lives; `UsageError` for a run that is
+    finished, which keeps nothing.
     """
     with folder.locked(), _without_server(folder.path / "state"):
         if folder.finished:
             raise UsageError(
-                f"the run in {folder.path} is finished and keeps no rows: {folder.path / SUMMARY} says how it went; remove the folder to remove "
-                "its files"
+                f"the run in {folder.path} is finished and keeps no rows: {folder.path / SUMMARY} says how it went; "
+                "remove the folder to remove its files"
             )
         # First: a discard that is cut short can be repeated, and the run is not resumed.
         (folder.path / DISCARDED).touch()
@@ -49,7 +53,8 @@ def _without_server(state: Path) -> Iterator[None]:
     lock = FileLock(state / "lock", inherited=False)
     if not lock.take():
         raise AddressInUse(
-            f"the server of the run, with its state in {state}, still runs; it ends with the run: try again, or end it first"
+            f"the server of the run, with its state in {state}, still runs; it ends with the run: try again, or end it "
+            "first"
         )
     try:
         yield

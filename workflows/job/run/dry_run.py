@@ -1,4 +1,5 @@
-"""The dry run: what a job would do, without a server or a process. Two prompts as text and tokens, each reward on a dummy row, tasks, bytes."""
+"""The dry run: what a job would do, without a server or a process. Two prompts as text and tokens, each reward on a
+dummy row, tasks, bytes."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ _IDS_SHOWN: Final = 24
 
 
 class ShownPrompt(msgspec.Struct, frozen=True, kw_only=True):
-    """A prompt: its text after the chat template, its ids, and those of the response that is learned (sft; else empty)."""
+    """A prompt: its text after the chat template, its ids, and those of the response that is learned (sft; else
+    empty)."""
 
     text: str
     ids: list[int]
@@ -40,7 +42,8 @@ class ShownTask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class DryRun(msgspec.Struct, frozen=True, kw_only=True):
-    """What a job would do. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in all. Bytes are upper bounds."""
+    """What a job would do. job: the resolved file. rows_ahead, rows_kept: most live rows, before the trainer and in
+    all. Bytes are upper bounds."""
 
     job: str
     prompts: list[ShownPrompt]
@@ -71,11 +74,12 @@ class DryRun(msgspec.Struct, frozen=True, kw_only=True):
         processes = ", ".join(f"{name} × {count}" if count > 1 else name for name, count in self.processes.items())
         lines += ["", f"# processes ({sum(self.processes.values())}, and the server): {processes}"]
         lines.append(
-            f"# rows: {self.batch_rows:,} a step, up to {self.rows_ahead:,} ahead, up to {self.rows_kept:,} kept for a checkpoint"
+            f"# rows: {self.batch_rows:,} a step, up to {self.rows_ahead:,} ahead, up to {self.rows_kept:,} kept for a "
+            "checkpoint"
         )
         lines.append(
-            f"# bytes: up to {self.row_bytes:,} a row, {_gib(self.row_bytes_total)} of rows, {_gib(self.weight_bytes)} of weights; "
-            f"memory {_gib(self.memory_bytes)}"
+            f"# bytes: up to {self.row_bytes:,} a row, {_gib(self.row_bytes_total)} of rows, {_gib(self.weight_bytes)} "
+            f"of weights; memory {_gib(self.memory_bytes)}"
         )
         return "\n".join(lines) + "\n"
 

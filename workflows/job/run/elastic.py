@@ -16,8 +16,8 @@ from transferqueue.workflows.job.settings.job import Job
 
 
 class ElasticSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """How many generating processes there were. generators: mean over the measured steps. changes: each with step, by, why, generators (before it), and where a step decided delta_s,
-    bound_s, generation_s, training_s and seconds.
+    """How many generating processes there were. generators: mean over the measured steps. changes: each with step, by,
+    why, generators (before it), and where a step decided delta_s, bound_s, generation_s, training_s and seconds.
     """
 
     generators: float
@@ -51,7 +51,9 @@ def scaler_of(job: Job, processes: list[StageJob], observe: Observe) -> Scaler |
 def elastic_summary(events: Iterable[Mapping[str, Any]]) -> ElasticSummary | None:
     """Return the summary of the values of a run's `ELASTIC` events; None if there are none.
 
-    >>> elastic_summary([{"step": 3, "by": 0, "generators": 1}, {"step": 3, "by": 1, "why": "generation is slower", "generators": 1}]).text()
+    >>> changes = [{"step": 3, "by": 0, "generators": 1}]
+    >>> changes += [{"step": 3, "by": 1, "why": "generation is slower", "generators": 1}]
+    >>> elastic_summary(changes).text()
     '1.00 in the mean; 1 → 2 at step 3 (generation is slower)'
     """
     events = list(events)

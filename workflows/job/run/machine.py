@@ -1,4 +1,5 @@
-"""What a job needs of this machine: packages of its engines and loggers, and devices. Checked before anything starts."""
+"""What a job needs of this machine: packages of its engines and loggers, and devices. Checked before anything
+starts."""
 
 from __future__ import annotations
 
@@ -21,14 +22,16 @@ _CPU: Final = ("auto", "cpu")
 
 
 def check_packages(job: Job) -> None:
-    """Raise `UsageError` if a package of an engine or a logger of the job, or Ray, is not installed. Imports nothing."""
+    """Raise `UsageError` if a package of an engine or a logger of the job, or Ray, is not installed. Imports
+    nothing."""
     if job.on == "ray" and find_spec("ray") is None:
         raise UsageError(f'on="ray" needs ray, which is not installed here: {install_line("ray")}')
     for place, engine in enumerate(job.engine if job.algorithm.kind != "sft" else ()):
         module, extra = _ENGINE_PACKAGES.get(engine.kind, ("", ""))
         if module and find_spec(module) is None:
             raise UsageError(
-                f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: {install_line(extra)}, '
+                f'engine.{place}.kind="{engine.kind}" needs {module}, which is not installed here: '
+                f"{install_line(extra)}, "
                 "or set another kind"
             )
     for logger in job.log.to:
@@ -40,7 +43,8 @@ def check_packages(job: Job) -> None:
 
 
 def check_devices(job: Job) -> None:
-    """Raise `UsageError` for a name that is no device, and `NotFound` for a device that this machine lacks. On Ray other machines compute, and none is looked for.
+    """Raise `UsageError` for a name that is no device, and `NotFound` for a device that this machine lacks. On Ray
+    other machines compute, and none is looked for.
 
     Imports torch only if the job names a device other than the CPU.
     """
@@ -67,5 +71,6 @@ def _check_device(key: str, device: str) -> None:
         ) from error
     if kind.type == "cuda" and (kind.index or 0) >= torch.cuda.device_count():
         raise NotFound(
-            f'{key}={device!r}: this machine has {torch.cuda.device_count()} CUDA devices that torch sees; give "auto" or "cpu"'
+            f'{key}={device!r}: this machine has {torch.cuda.device_count()} CUDA devices that torch sees; give "auto" '
+            'or "cpu"'
         )

@@ -26,7 +26,8 @@ def can_draw() -> bool:
 
 
 def draw(path: Path, record: RunRecord, summary: RunSummary) -> None:
-    """Draw over the trainer's steps: the reward (or loss) with the evaluations, the staleness, and the seconds of a step, waiting apart."""
+    """Draw over the trainer's steps: the reward (or loss) with the evaluations, the staleness, and the seconds of a
+    step, waiting apart."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

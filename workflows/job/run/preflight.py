@@ -31,7 +31,8 @@ _BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 @dataclass(frozen=True, kw_only=True)
 class JobBytes:
-    """Most bytes that a job holds in its queue: rows, one version of the weights (0: not known before the model is loaded), and all kept versions."""
+    """Most bytes that a job holds in its queue: rows, one version of the weights (0: not known before the model is
+    loaded), and all kept versions."""
 
     rows: int
     version: int
@@ -47,9 +48,9 @@ class JobBytes:
 def preflight(job: Job, *, code: Path | None = None) -> PromptData:
     """Check a job with its files and return its opened data. code: folder whose modules rewards may name.
 
-    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file, a column or a device that is
-    missing, `UsageError` for data that makes no prompts and for packages that are not installed, `Impossible` for weights that do not fit into
-    the memory of the queue.
+    Imports the modules of reward functions, and loads the tokenizer. Raises `NotFound` for a model, a data file, a
+    column or a device that is missing, `UsageError` for data that makes no prompts and for packages that are not
+    installed, `Impossible` for weights that do not fit into the memory of the queue.
     """
     check_packages(job)
     check_devices(job)
@@ -68,21 +69,24 @@ def preflight(job: Job, *, code: Path | None = None) -> PromptData:
 
 
 def check_queue(address: str) -> None:
-    """Raise `UsageError` or `PeerError` if nothing answers at the address of ``queue.address`` ("": the job has a server of its own)."""
+    """Raise `UsageError` or `PeerError` if nothing answers at the address of ``queue.address`` ("": the job has a
+    server of its own)."""
     if not address:
         return
     try:
         tq.connect(address, timeout_s=QUEUE_S, label="preflight").close()
     except PeerError as error:
         raise Unreachable(
-            f'queue.address="{address}": {error}; start a server there (transferqueue serve), or leave it out: the run then starts its own'
+            f'queue.address="{address}": {error}; start a server there (transferqueue serve), or leave it out: the run '
+            "then starts its own"
         ) from error
 
 
 def _check_resume(path: str) -> None:
     if path not in ("auto", "never") and not Path(path).is_dir():
         raise NotFound(
-            f'checkpoint.resume={path!r}: there is no such directory; give "auto", "never", a run\'s folder, or a checkpoint step-N'
+            f'checkpoint.resume={path!r}: there is no such directory; give "auto", "never", a run\'s folder, or a '
+            "checkpoint step-N"
         )
 
 
@@ -136,8 +140,8 @@ def check_memory(job: Job) -> None:
     held = bytes_of(job)
     if job.algorithm.kind != "sft" and held.total > held.memory:
         raise Impossible(
-            f"weights.keep={job.weights.keep} and one more being published are {_gib(held.weights)}, rows up to {_gib(held.rows)}; memory_gib="
-            f"{job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
+            f"weights.keep={job.weights.keep} and one more being published are {_gib(held.weights)}, rows up to "
+            f"{_gib(held.rows)}; memory_gib={job.queue.memory_gib:g}: set queue.memory_gib={-(-held.total // GIB)}"
         )
 
 

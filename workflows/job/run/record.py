@@ -1,4 +1,5 @@
-"""What a run reports, collected from the events of its processes: files that grow while it runs, and the figures of the summary."""
+"""What a run reports, collected from the events of its processes: files that grow while it runs, and the figures of the
+summary."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ _COUNTERS: Final = ("reward", "loss")
 
 
 class RunRecord:
-    """Collects the events of a run in `folder`, and goes on with what earlier starts of the run wrote there. A context manager.
+    """Collects the events of a run in `folder`, and goes on with what earlier starts of the run wrote there. A context
+    manager.
 
     A step that is trained again after a resume replaces the one of the same number.
     """
@@ -59,7 +61,8 @@ class RunRecord:
         self.terms: dict[int, dict[str, tuple[float, int]]] = {}
         """Of this start, by the table's clock: the sum of each reward term's scores, and of how many rows."""
         self.aborted: Counter[str] = Counter()
-        """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of this start."""
+        """Rows that generators handed back because their batch was full (``rows``), and their ``tokens`` so far, of
+        this start."""
         self.publish_s: list[float] = []
         self.publications: dict[str, list[dict[str, Any]]] = {}
         self.started_s = self.ended_s = 0.0

@@ -3,11 +3,11 @@
 Rules:
 
 1. Nothing starts before the job has passed all rules, those that need its files too (`preflight`).
-2. The server, the stages and the trainer are processes of their own. Whichever is killed is started again, and the run goes on; one
-   that cannot work ends the run with its last words.
+2. The server, the stages and the trainer are processes of their own. Whichever is killed is started again, and the run
+   goes on; one that cannot work ends the run with its last words.
 3. With ``on = "ray"`` server and processes are actors of a cluster (`on_ray`).
-4. However the run ends, no process is left. A run that did not come to its end keeps its rows and its checkpoints, and `run_job` with
-   `resume` goes on with them; a finished one keeps neither rows nor shared memory.
+4. However the run ends, no process is left. A run that did not come to its end keeps its rows and its checkpoints, and
+   `run_job` with `resume` goes on with them; a finished one keeps neither rows nor shared memory.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ RESTARTS_MAX: Final = 5
 
 @dataclass(frozen=True, kw_only=True)
 class RunningJob:
-    """A run that has just started: its folder, the labels of its processes, their ids (on Ray: none), and the link of the page ("": none)."""
+    """A run that has just started: its folder, the labels of its processes, their ids (on Ray: none), and the link of
+    the page ("": none)."""
 
     folder: Path
     address: str
@@ -84,11 +85,14 @@ def run_job(
 ) -> JobOutcome:
     """Run `job` to its end and return its outcome. Blocks for as long as that takes.
 
-    folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name, beside the current one. page: serve the
-    queue's page too. plan: what `job` was changed by; it is kept in the folder, and its prediction is in the summary. observe: called for every event, by the supervising thread. started: called once the processes run.
+    folder: of a new run (None: one in ``runs/``), or of one to go on with. code: folder whose modules rewards may name,
+    beside the current one. page: serve the queue's page too. plan: what `job` was changed by; it is kept in the folder,
+    and its prediction is in the summary. observe: called for every event, by the supervising thread. started: called
+    once the processes run.
 
-    Raises `UsageError` and `Impossible` before anything starts; `AddressInUse` if another process runs the folder; `StageFailed` when a process cannot work; `InternalError` when the row
-    counts do not balance at the end. Ends all processes on `KeyboardInterrupt`.
+    Raises `UsageError` and `Impossible` before anything starts; `AddressInUse` if another process runs the folder;
+    `StageFailed` when a process cannot work; `InternalError` when the row counts do not balance at the end. Ends all
+    processes on `KeyboardInterrupt`.
     """
     job = checked(job)
     tokenizer = preflight(job, code=code).renderer.tokenizer
@@ -216,7 +220,8 @@ def _both(record: RunRecord, observe: Observe, table: tq.Table) -> Observe:
 
 
 def aged(event: Event, table: tq.Table) -> Event:
-    """Add `queue_age_s` to the metrics of a step: for each task, how long ago its next row was put; None if no row waits."""
+    """Add `queue_age_s` to the metrics of a step: for each task, how long ago its next row was put; None if no row
+    waits."""
     if not isinstance(event, Figures) or event.kind != STEP:
         return event
     ages = {name: task["age_s"] for name, task in table.stats()["tasks"].items()}

@@ -1,7 +1,9 @@
-"""The queue of a run: ``transferqueue serve`` as a supervised process of its own, so that it may be killed like any other.
+"""The queue of a run: ``transferqueue serve`` as a supervised process of its own, so that it may be killed like any
+other.
 
-At durability ``process`` and ``disk`` the state lies in the folder of the run, and the next server goes on with it: after its own crash
-(its supervisor starts it again), and after that of the whole run (`train --resume`). The server ends with this process, however that ends.
+At durability ``process`` and ``disk`` the state lies in the folder of the run, and the next server goes on with it:
+after its own crash (its supervisor starts it again), and after that of the whole run (`train --resume`). The server
+ends with this process, however that ends.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ class KilledInStart(Unreachable):
 
 
 class RunServer:
-    """The server of the run in `directory`. A context manager: entering starts it and waits until it listens, leaving stops it.
+    """The server of the run in `directory`. A context manager: entering starts it and waits until it listens, leaving
+    stops it.
 
     address: for clients. link: of the page, "" without one. page: also serve the page. Raises `Unreachable` with the
     server's last words if it does not listen within a minute, or is killed three times before it does.
@@ -166,7 +169,8 @@ class RunServer:
 
 
 def discard_state(directory: Path) -> int:
-    """Remove the state of the server of a run, its shared memory too; snapshots stay. Returns the bytes that it had. Does nothing where there is none."""
+    """Remove the state of the server of a run, its shared memory too; snapshots stay. Returns the bytes that it had.
+    Does nothing where there is none."""
     state = directory / "state"
     freed = _backed_bytes(state)
     with suppress(OSError):
@@ -185,7 +189,8 @@ def _backed_bytes(directory: Path) -> int:
 
 
 def remove_runtime(directory: Path) -> None:
-    """Remove the directory of the socket that an earlier server of the run in `directory` left; it must be gone. Does nothing where there is none."""
+    """Remove the directory of the socket that an earlier server of the run in `directory` left; it must be gone. Does
+    nothing where there is none."""
     noted = directory / _RUNTIME
     with suppress(OSError):
         runtime = Path(noted.read_text(encoding="utf-8"))

@@ -1,12 +1,16 @@
-"""The generating processes of a job at another site: its engines there, and a server of the site that a relay brings the weights to.
+"""The generating processes of a job at another site: its engines there, and a server of the site that a relay brings
+the weights to.
 
 The law:
 
-1. The job runs at one site, with the queue, the trainer and everything else; engines with ``site = NAME`` are not started there. `run_site` starts those at their site, until the job's
-   table has ended. Both sites have the same job file.
-2. Prompts and samples cross the link as rows of the job's table. A version of the weights crosses once, however many engines the site has: a relay writes it into a server of the site, whole
-   or not at all, and the engines read it from memory there.
-3. A process that dies is started again. If the site dies, its rows go to others, or back to it when it comes again: the job waits for them as for any generator.
+1. The job runs at one site, with the queue, the trainer and everything else; engines with ``site = NAME`` are not
+   started there. `run_site` starts those at their site, until the job's table has ended. Both sites have the same job
+   file.
+2. Prompts and samples cross the link as rows of the job's table. A version of the weights crosses once, however many
+   engines the site has: a relay writes it into a server of the site, whole or not at all, and the engines read it from
+   memory there.
+3. A process that dies is started again. If the site dies, its rows go to others, or back to it when it comes again: the
+   job waits for them as for any generator.
 """
 
 from __future__ import annotations
@@ -46,10 +50,13 @@ def run_site(
     observe: Observe = lambda label, event: None,
     tell: Callable[[str], object] = lambda line: None,
 ) -> None:
-    """Run the engines of `site` for a job that runs elsewhere, until its table has ended. Blocks for as long as that takes.
+    """Run the engines of `site` for a job that runs elsewhere, until its table has ended. Blocks for as long as that
+    takes.
 
-    directory: for logs and the server of the site, whose memory has ``queue.memory_gib``. tell: called with a line of text for each version that has come. Raises `UsageError` for a site
-    without engines or a job without ``queue.address``, what `preflight` raises, `DeadlineExceeded` if the job does not begin within an hour, and `StageFailed` when an engine cannot work.
+    directory: for logs and the server of the site, whose memory has ``queue.memory_gib``. tell: called with a line of
+    text for each version that has come. Raises `UsageError` for a site without engines or a job without
+    ``queue.address``, what `preflight` raises, `DeadlineExceeded` if the job does not begin within an hour, and
+    `StageFailed` when an engine cannot work.
     """
     job = checked(job)
     check_site(job, site)
@@ -80,17 +87,20 @@ def check_site(job: Job, site: str) -> None:
     sites = sorted({engine.site for engine in job.engine} - {""})
     if site not in sites:
         raise UsageError(
-            f'site "{site}" has no engine; those of the job are {listing(sites) or "none"}: give an engine site = "{site}"'
+            f'site "{site}" has no engine; those of the job are {listing(sites) or "none"}: give an engine site = '
+            f'"{site}"'
         )
     if not job.queue.address or job.queue.address.startswith("ipc:"):
         raise UsageError(
-            f'queue.address="{job.queue.address}" cannot be reached from site "{site}"; start transferqueue serve with a tcp address at the job\'s site, and give it'
+            f'queue.address="{job.queue.address}" cannot be reached from site "{site}"; start transferqueue serve with '
+            "a tcp address at the job's site, and give it"
         )
 
 
 @contextmanager
 def _relayed(job: Job, here: str, tell: Callable[[str], object]) -> Iterator[None]:
-    """Bring the weights of the job to the server `here` until the block ends. The relay connects again after errors of the network."""
+    """Bring the weights of the job to the server `here` until the block ends. The relay connects again after errors of
+    the network."""
     relay = RelayProcess([job.queue.address], here, names.POLICY, keep=job.weights.keep, tell=tell)
     thread = threading.Thread(target=relay.run, name="weight relay", daemon=True)
     thread.start()

@@ -1,11 +1,15 @@
-"""Snapshots of a run's queue beside the checkpoints of its trainer: from them a run goes on whose server's state is lost, after a reboot for example.
+"""Snapshots of a run's queue beside the checkpoints of its trainer: from them a run goes on whose server's state is
+lost, after a reboot for example.
 
 Rules:
 
-1. A snapshot is taken after each checkpoint, by a thread of its own, while all go on. One that falls due while another is written is left out.
-2. It is restored when a run goes on and its server has no table. The trainer then goes on from its newest checkpoint. If that is newer than the
-   snapshot (the run died between the two), rows of the steps between them are trained once more.
-3. A snapshot that fails is reported in the log of the run, and does not end it: the checkpoint before and its snapshot are there still.
+1. A snapshot is taken after each checkpoint, by a thread of its own, while all go on. One that falls due while another
+   is written is left out.
+2. It is restored when a run goes on and its server has no table. The trainer then goes on from its newest checkpoint.
+   If that is newer than the snapshot (the run died between the two), rows of the steps between them are trained once
+   more.
+3. A snapshot that fails is reported in the log of the run, and does not end it: the checkpoint before and its snapshot
+   are there still.
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ _log: Final = logging.getLogger("transferqueue.job")
 
 
 class QueueSnapshots:
-    """Takes a snapshot after each checkpoint, the newest `keep` of them. A context manager: leaving it waits for the one that is being written."""
+    """Takes a snapshot after each checkpoint, the newest `keep` of them. A context manager: leaving it waits for the
+    one that is being written."""
 
     def __init__(self, queue: tq.Queue, *, keep: int) -> None:
         self._queue, self._keep = queue, keep
@@ -59,7 +64,8 @@ class QueueSnapshots:
 
 
 def restore_if_lost(queue: tq.Queue, folder: Path) -> bool:
-    """Restore the newest snapshot of the run in `folder` if the server has no table; return whether it did. Raises as `Queue.restore`."""
+    """Restore the newest snapshot of the run in `folder` if the server has no table; return whether it did. Raises as
+    `Queue.restore`."""
     if queue.tables() or not any((folder / SNAPSHOTS / NAME).glob("*/MANIFEST.json")):
         return False
     queue.restore(NAME)

@@ -25,22 +25,28 @@ MEASURES: Final = ("reward", "kl", "loss")
 class RunSummary(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a run, with the keys of ``summary.json``.
 
-    measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none); before, after:
-    its mean at the two ends of the run (None: not evaluated). train_reward_first, _last: mean reward of the trained rows in the first and in the last tenth of the
-    steps. seconds: of the last start, its processes' start and evaluations included; trained_s: of that from the trainer's first wait to its last
-    step, over which samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
-    processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for weights. publish_s: median time of a
-    publication. publications: what those of this start cost each trainer or rank (``train-0``, …): their number (versions), bytes that it wrote and seconds that it
-    stood still for one (means), and seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference: mean over steps of |log-prob by the trainer − by the engine| of a token; where a
-    step takes several updates, before the first of them, and logprob_difference_later of the others. staleness: rows by
-    versions behind when the trainer leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last figures of the ranker
-    (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``, ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order.
-    ranker: each refit of the ranker, with the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
-    reward_terms: mean score of each reward term, before its weight, over the rows that were scored in the first and in the last tenth of this start's versions.
-    aborted: of a job that over-samples, how often a row was handed back because its batch was full (``rows``), and ``tokens`` that such rows had.
-    staleness_in_flight: the part of staleness up to the put, in versions since a row's first token; staleness_in_queue: the part after it. publish_lag_s: median time from a publication
-    until a generating process has loaded it. swaps: how long generation stood still for new weights (`flow.reports.weight_swaps`).
-    elastic: how many generating processes there were; None if their number was fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
+    measure: what the evaluations measured on held-out prompts (``reward``, or ``kl`` and ``loss`` where there is none);
+    before, after: its mean at the two ends of the run (None: not evaluated). train_reward_first, _last: mean reward of
+    the trained rows in the first and in the last tenth of the steps. seconds: of the last start, its processes' start
+    and evaluations included; trained_s: of that from the trainer's first wait to its last step, over which
+    samples_per_s, tokens_per_s (of responses), trainer_idle (share spent waiting for rows) and busy (share that
+    processes of a task worked on rows) are. stood_still_s: mean time of a step in which the trainer stood still for
+    weights. publish_s: median time of a publication. publications: what those of this start cost each trainer or rank
+    (``train-0``, …): their number (versions), bytes that it wrote and seconds that it stood still for one (means), and
+    seconds from the update to the version that readers see, or to the rank's part of it (median). logprob_difference:
+    mean over steps of |log-prob by the trainer − by the engine| of a token; where a step takes several updates, before
+    the first of them, and logprob_difference_later of the others. staleness: rows by versions behind when the trainer
+    leased them. starts: how often the run was started. failures: calls of stages that raised. dispatch: the last
+    figures of the ranker (``recall_20``, ``recall_10``, ``recall_5`` of rows that it had not seen, ``skilled``,
+    ``plans_in_order`` of ``plans``, ``why``); empty for rows in the given order. ranker: each refit of the ranker, with
+    the rows that it had learned from and its recall over `judged_rows` rows that finished since the refit before.
+    reward_terms: mean score of each reward term, before its weight, over the rows that were scored in the first and in
+    the last tenth of this start's versions. aborted: of a job that over-samples, how often a row was handed back
+    because its batch was full (``rows``), and ``tokens`` that such rows had. staleness_in_flight: the part of staleness
+    up to the put, in versions since a row's first token; staleness_in_queue: the part after it. publish_lag_s: median
+    time from a publication until a generating process has loaded it. swaps: how long generation stood still for new
+    weights (`flow.reports.weight_swaps`). elastic: how many generating processes there were; None if their number was
+    fixed. step_s: median time from a step to the next. predicted: what the run's plan said of it.
     """
 
     name: str
@@ -198,7 +204,8 @@ _TASKS: Final = (
 def evaluated(evaluations: list[dict[str, Any]]) -> tuple[str, float | None, float | None]:
     """Return what was measured, before the run and after it; None for an evaluation that is missing.
 
-    >>> evaluated([{"when": "before", "reward": 0.25}, {"when": "during", "reward": 0.5}, {"when": "after", "reward": 0.75}])
+    >>> before, after = {"when": "before", "reward": 0.25}, {"when": "after", "reward": 0.75}
+    >>> evaluated([before, {"when": "during", "reward": 0.5}, after])
     ('reward', 0.25, 0.75)
     """
     at = {evaluation["when"]: evaluation for evaluation in reversed(evaluations) if evaluation.get("when") == "before"}
@@ -254,13 +261,14 @@ def _dispatched(figures: Mapping[str, Any]) -> str:
     recalled = [figures[name] for name in ("recall_20", "recall_10", "recall_5") if name in figures]
     recall = " / ".join(f"{share:.2f}" for share in recalled) or "not told"
     return (
-        f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of {figures['plans']} batches in order of length; "
-        f"last: {figures['why']}"
+        f"recall {recall} at 20 / 10 / 5 % of {figures['judged_rows']:,} rows; {figures['plans_in_order']} of "
+        f"{figures['plans']} batches in order of length; last: {figures['why']}"
     )
 
 
 def _recalled(refits: Sequence[Mapping[str, Any]]) -> str:
-    """Recall over time: of the first and of the last quarter of the refits that were judged, weighted by rows; empty without any."""
+    """Recall over time: of the first and of the last quarter of the refits that were judged, weighted by rows; empty
+    without any."""
     judged = [refit for refit in refits if "recall_20" in refit]
     quarter = max(1, len(judged) // 4)
     if not judged:

@@ -43,7 +43,8 @@ def _value(key: str, text: str) -> Any:
 
 
 def _set(into: Any, names: list[str], value: Any, key: str) -> None:
-    """Set the value at the path `names` below `into`. Missing tables are made; the array of engines has one by default."""
+    """Set the value at the path `names` below `into`. Missing tables are made; the array of engines has one by
+    default."""
     name, *below = names
     place: Any = name
     if isinstance(into, list):

@@ -1,8 +1,9 @@
-"""What each kind of algorithm implies: settings that a job leaves open, tasks, and columns that tasks read. No torch here.
+"""What each kind of algorithm implies: settings that a job leaves open, tasks, and columns that tasks read. No torch
+here.
 
-A kind is a row of `KINDS`. `filled` replaces the open settings of an algorithm (an empty text, 0 for a clip bound, None) by those of its
-kind; `tasks_of` and `columns_of` say which tasks a job has and which columns each of them reads. Sources of the values: the papers that
-`transferqueue docs training` names for each kind.
+A kind is a row of `KINDS`. `filled` replaces the open settings of an algorithm (an empty text, 0 for a clip bound,
+None) by those of its kind; `tasks_of` and `columns_of` say which tasks a job has and which columns each of them reads.
+Sources of the values: the papers that `transferqueue docs training` names for each kind.
 """
 
 from __future__ import annotations
@@ -22,12 +23,13 @@ from transferqueue.workflows.job.settings.job import AlgorithmKind, AlgorithmSet
 class KindDefaults:
     """One kind of algorithm.
 
-    std: divisor of a group's centred rewards. ratio: of each token, or of the whole sequence (its geometric mean over tokens).
-    aggregate: what the mean of the loss is over: ``tokens``; ``rows`` of token means; ``rows_max``: rows times the longest response that is
-    allowed. clip_low, clip_high: bounds of the ratio, ``[1 - clip_low, 1 + clip_high]``. whiten: advantages get mean 0 and deviation 1
-    over the batch. filter_equal: groups with equal rewards are replaced. compares: responses of one prompt are compared, so
-    group_size is at least 2. tokenwise: advantages are one for each token (column ``token_advantages``, else ``advantages``).
-    critic: a value model is trained. rollout: responses are generated (not for sft). rewarded: rows have rewards and advantages.
+    std: divisor of a group's centred rewards. ratio: of each token, or of the whole sequence (its geometric mean over
+    tokens). aggregate: what the mean of the loss is over: ``tokens``; ``rows`` of token means; ``rows_max``: rows times
+    the longest response that is allowed. clip_low, clip_high: bounds of the ratio, ``[1 - clip_low, 1 + clip_high]``.
+    whiten: advantages get mean 0 and deviation 1 over the batch. filter_equal: groups with equal rewards are replaced.
+    compares: responses of one prompt are compared, so group_size is at least 2. tokenwise: advantages are one for each
+    token (column ``token_advantages``, else ``advantages``). critic: a value model is trained. rollout: responses are
+    generated (not for sft). rewarded: rows have rewards and advantages.
     """
 
     std: Literal["sample", "none"] = "none"
@@ -100,7 +102,8 @@ def updates(settings: AlgorithmSettings) -> int:
 def tasks_of(settings: AlgorithmSettings) -> tuple[str, ...]:
     """Return the tasks of a job with this algorithm, in the order of a row's life; evaluation apart.
 
-    The proximal policy is scored by a task only where a step takes several updates; before the first one it is the trained policy itself.
+    The proximal policy is scored by a task only where a step takes several updates; before the first one it is the
+    trained policy itself.
 
     >>> tasks_of(AlgorithmSettings(kind="ppo", kl=0.05, kl_in="reward"))
     ('rollout', 'reward', 'reference', 'value', 'advantage', 'train', 'train_critic')
@@ -121,7 +124,8 @@ def tasks_of(settings: AlgorithmSettings) -> tuple[str, ...]:
 
 
 def columns_of(settings: AlgorithmSettings) -> dict[str, tuple[str, ...]]:
-    """Return the columns that tasks ``advantage``, ``train`` and ``train_critic`` read; only the tasks that the job has.
+    """Return the columns that tasks ``advantage``, ``train`` and ``train_critic`` read; only the tasks that the job
+    has.
 
     ``loss_mask`` is not among them: only episodes have it, and it is read wherever it exists.
 

@@ -1,8 +1,8 @@
 """A job as a value: one frozen struct for each table of a job file, and `Job`, which holds them.
 
 The structs hold what the file says, with the defaults of this module and nowhere else. What a
-job leaves open (an empty text, None) is filled in by `transferqueue.workflows.job.settings.resolve`. Rules that concern one value are checked when a struct is made; rules
-between tables by `transferqueue.workflows.job.settings.rules`.
+job leaves open (an empty text, None) is filled in by `transferqueue.workflows.job.settings.resolve`. Rules that concern
+one value are checked when a struct is made; rules between tables by `transferqueue.workflows.job.settings.rules`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ class _Table(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ModelSettings(_Table):
-    """The policy. path: a Hugging Face directory or id, or the directory of a built-in model. tokenizer: a path (empty: the model's). chat_template: a file (empty: the tokenizer's)."""
+    """The policy. path: a Hugging Face directory or id, or the directory of a built-in model. tokenizer: a path (empty:
+    the model's). chat_template: a file (empty: the tokenizer's)."""
 
     path: str
     revision: str = ""
@@ -35,9 +36,9 @@ class ModelSettings(_Table):
 class DataSettings(_Table):
     """The prompts. path: Parquet, Arrow or JSONL, a file or a directory of them, or a directory that `datasets` saved.
 
-    prompt: the column with the prompt, a text or a list of messages. template: makes the prompt from columns (``"{question}"``). system: a system message. response: the
-    column with the answer, for sft. columns: names of the data's columns by the names that rewards ask for. overlong: what happens to a
-    prompt over prompt_tokens_max tokens.
+    prompt: the column with the prompt, a text or a list of messages. template: makes the prompt from columns
+    (``"{question}"``). system: a system message. response: the column with the answer, for sft. columns: names of the
+    data's columns by the names that rewards ask for. overlong: what happens to a prompt over prompt_tokens_max tokens.
     """
 
     path: str
@@ -54,8 +55,9 @@ class DataSettings(_Table):
 
 
 class EngineSettings(_Table):
-    """Processes that generate. count: number of them. slots: requests that one runs at a time. serves: the class of rows that dispatch by length may give it.
-    site: where they run ("": where the job does); ``transferqueue train --site`` starts those of another site there. options: passed to the engine.
+    """Processes that generate. count: number of them. slots: requests that one runs at a time. serves: the class of
+    rows that dispatch by length may give it. site: where they run ("": where the job does);
+    ``transferqueue train --site`` starts those of another site there. options: passed to the engine.
     """
 
     kind: EngineKind = "vllm"
@@ -70,7 +72,8 @@ class EngineSettings(_Table):
 
 
 class SamplingSettings(_Table):
-    """How responses are drawn. group_size: responses of a prompt. budget: tokens that one lease adds to a response at most (0: no bound)."""
+    """How responses are drawn. group_size: responses of a prompt. budget: tokens that one lease adds to a response at
+    most (0: no bound)."""
 
     group_size: int = 8
     tokens_max: int = 512
@@ -81,7 +84,8 @@ class SamplingSettings(_Table):
 
 
 class RewardSettings(_Table):
-    """One term of the reward: exactly one of function (``module:function``, in TRL's form), model (a sequence classifier) and environment (``module:factory``). weight: 0 measures the term and does not reward it."""
+    """One term of the reward: exactly one of function (``module:function``, in TRL's form), model (a sequence
+    classifier) and environment (``module:factory``). weight: 0 measures the term and does not reward it."""
 
     function: str = ""
     model: str = ""
@@ -94,7 +98,8 @@ class RewardSettings(_Table):
 
 
 class AlgorithmSettings(_Table):
-    """What is learned. kind decides what is left open here: empty texts, None, and 0 for clip_low and clip_high (see `defaults.filled`)."""
+    """What is learned. kind decides what is left open here: empty texts, None, and 0 for clip_low and clip_high (see
+    `defaults.filled`)."""
 
     kind: AlgorithmKind
     std: Literal["sample", "population", "none", ""] = ""
@@ -124,7 +129,8 @@ class AlgorithmSettings(_Table):
 
 
 class ScorerSettings(_Table):
-    """A model that scores rows: the reference or the teacher. path: empty: there is none. tokens: of one packed forward pass."""
+    """A model that scores rows: the reference or the teacher. path: empty: there is none. tokens: of one packed forward
+    pass."""
 
     path: str = ""
     device: str = "auto"
@@ -140,10 +146,12 @@ class CriticSettings(ScorerSettings):
 
 
 class TrainerSettings(_Table):
-    """How the policy is trained. micro_tokens: tokens of one forward and backward pass. stream: begin with the rows that are ready.
+    """How the policy is trained. micro_tokens: tokens of one forward and backward pass. stream: begin with the rows
+    that are ready.
 
-    order: "ready" takes groups as they become ready; "ordinal" in the order of the data, so that a run with fixed seeds repeats bit for bit. patience_s: rank 0 waits
-    so long for another rank in the middle of a step; then all ranks are started again.
+    order: "ready" takes groups as they become ready; "ordinal" in the order of the data, so that a run with fixed seeds
+    repeats bit for bit. patience_s: rank 0 waits so long for another rank in the middle of a step; then all ranks are
+    started again.
     """
 
     prompts_per_step: int = 32
@@ -171,8 +179,9 @@ class TrainerSettings(_Table):
 class PacingSettings(_Table):
     """How far generation runs ahead. window: prompts from the oldest live one that a step may use, in batches.
 
-    over_sample: batches of prompts that a synchronous job begins. A step takes the groups that are ready first. Generators then stop the others between two tokens:
-    their rows go on under the next weights, and are trained up to ``ceil(over_sample) - 1`` versions later. Episodes are generated to their end.
+    over_sample: batches of prompts that a synchronous job begins. A step takes the groups that are ready first.
+    Generators then stop the others between two tokens: their rows go on under the next weights, and are trained up to
+    ``ceil(over_sample) - 1`` versions later. Episodes are generated to their end.
     """
 
     mode: Mode = "async"
@@ -184,18 +193,21 @@ class PacingSettings(_Table):
 
 
 class DispatchSettings(_Table):
-    """Which engine generates which row. kind: "given": any, in the order of the data; "length": by the expected length of the response (StreamRL), long ones first and
-    where that is faster in engines with small batches. It adds a process, and helps where engines take several rounds for a step whose responses differ in length.
+    """Which engine generates which row. kind: "given": any, in the order of the data; "length": by the expected length
+    of the response (StreamRL), long ones first and where that is faster in engines with small batches. It adds a
+    process, and helps where engines take several rounds for a step whose responses differ in length.
     """
 
     kind: Literal["given", "length"] = "given"
 
 
 class ElasticSettings(_Table):
-    """How many generating processes there are while the job runs: `min` to `max` (0: always the counts of ``engine``). More are started like the last of ``engine``.
+    """How many generating processes there are while the job runs: `min` to `max` (0: always the counts of ``engine``).
+    More are started like the last of ``engine``.
 
-    threshold: a process is added when generation takes longer than training by this share of what it would save. idle_s: with ``min = 0``, the last one ends
-    after so long without a row. deadline_s: a process that is removed is killed after it.
+    threshold: a process is added when generation takes longer than training by this share of what it would save.
+    idle_s: with ``min = 0``, the last one ends after so long without a row. deadline_s: a process that is removed is
+    killed after it.
     """
 
     min: int = 1
@@ -206,7 +218,8 @@ class ElasticSettings(_Table):
 
 
 class WeightsSettings(_Table):
-    """How weights are published. background: only the copy to host memory stops the trainer. in_flight: engines change weights between two tokens."""
+    """How weights are published. background: only the copy to host memory stops the trainer. in_flight: engines change
+    weights between two tokens."""
 
     background: bool = True
     dtype: str = "bfloat16"
@@ -217,7 +230,8 @@ class WeightsSettings(_Table):
 
 
 class CheckpointSettings(_Table):
-    """Checkpoints of the trainer and its queue. every: steps between two (0: none). resume: auto, never, or a directory."""
+    """Checkpoints of the trainer and its queue. every: steps between two (0: none). resume: auto, never, or a
+    directory."""
 
     every: int = 50
     keep: int = 2
@@ -226,7 +240,8 @@ class CheckpointSettings(_Table):
 
 
 class EvaluationSettings(_Table):
-    """Held-out prompts. path: empty: none are evaluated. every: steps between two evaluations (0: before and after only)."""
+    """Held-out prompts. path: empty: none are evaluated. every: steps between two evaluations (0: before and after
+    only)."""
 
     path: str = ""
     split: str = "test"
@@ -252,9 +267,10 @@ class QueueSettings(_Table):
 
 
 class RaySettings(_Table):
-    """How a job with ``on = "ray"`` is spread over the cluster. options: arguments of Ray's ``options`` of an actor (``num_gpus``, ``num_cpus``, ``resources``,
-    ``label_selector``, …) by task, or by process (``rollout-1``). replicas: shards that store each row; with 2 no row is lost with a node. shard_gib: most memory of the shard
-    on each node (0: as ``queue.memory_gib``, which is the server's).
+    """How a job with ``on = "ray"`` is spread over the cluster. options: arguments of Ray's ``options`` of an actor
+    (``num_gpus``, ``num_cpus``, ``resources``, ``label_selector``, …) by task, or by process (``rollout-1``). replicas:
+    shards that store each row; with 2 no row is lost with a node. shard_gib: most memory of the shard on each node (0:
+    as ``queue.memory_gib``, which is the server's).
     """
 
     options: dict[str, dict[str, Any]] = {}

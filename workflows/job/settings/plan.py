@@ -18,7 +18,8 @@ STEPS: Final = 8
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the simulation says. step_s: median seconds from a step to the next. trainer_idle, generators_idle: shares of time without rows."""
+    """What the simulation says. step_s: median seconds from a step to the next. trainer_idle, generators_idle: shares
+    of time without rows."""
 
     step_s: float
     samples_per_s: float
@@ -29,7 +30,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class PlanFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A plan of a job. changes: values by key, as ``--set`` takes them.
 
-    >>> plan = PlanFile(changes={"pacing.mode": "sync", "engine.0.count": 2}, predicted=Predicted(step_s=1.5, samples_per_s=20.0))
+    >>> predicted = Predicted(step_s=1.5, samples_per_s=20.0)
+    >>> plan = PlanFile(changes={"pacing.mode": "sync", "engine.0.count": 2}, predicted=predicted)
     >>> plan.sets()
     ['pacing.mode="sync"', 'engine.0.count=2']
     """
@@ -64,7 +66,8 @@ def read_plan(path: Path) -> PlanFile:
 
 
 def plan_file(profile: Profile, plan: DevicePlan) -> PlanFile:
-    """Return a plan of `profile` as a file, with the prediction of a longer simulation. `Impossible` for a profile whose rows are no whole groups, or of several kinds of devices."""
+    """Return a plan of `profile` as a file, with the prediction of a longer simulation. `Impossible` for a profile
+    whose rows are no whole groups, or of several kinds of devices."""
     _check(profile)
     lengths = draw_lengths(profile, STEPS)
     planned = predict(profile, plan, bound_s(profile, plan, lengths), lengths)
@@ -99,10 +102,11 @@ def changes_of(profile: Profile, plan: DevicePlan) -> dict[str, Any]:
 def _check(profile: Profile) -> None:
     if profile.batch_rows % profile.group_rows:
         raise Impossible(
-            f"batch_rows={profile.batch_rows} is no whole number of groups of {profile.group_rows} rows; profile the job again"
+            f"batch_rows={profile.batch_rows} is no whole number of groups of {profile.group_rows} rows; profile the "
+            "job again"
         )
     if profile.kinds:
         raise Impossible(
-            f"a plan for {len(profile.kinds)} kinds of devices is no change of a job file, whose processes run on one machine; place its engines and its trainer "
-            "yourself, as the table says"
+            f"a plan for {len(profile.kinds)} kinds of devices is no change of a job file, whose processes run on one "
+            "machine; place its engines and its trainer yourself, as the table says"
         )

@@ -15,7 +15,8 @@ from transferqueue.workflows.job.settings.job import Job
 
 @dataclass(frozen=True)
 class NumberRange:
-    """Numbers from `low` to `high`. above: `low` itself is refused. or_zero: 0 is allowed too. why: what the number is, for the error."""
+    """Numbers from `low` to `high`. above: `low` itself is refused. or_zero: 0 is allowed too. why: what the number is,
+    for the error."""
 
     low: float = 0.0
     high: float = math.inf

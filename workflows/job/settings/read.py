@@ -1,11 +1,12 @@
-"""Reads a job from a TOML file: strict, with errors that name the key, its value, the rule and the remedy. No torch here.
+"""Reads a job from a TOML file: strict, with errors that name the key, its value, the rule and the remedy. No torch
+here.
 
 Rules:
 
-1. A file is a `Job`: each table of the file is a struct of `transferqueue.workflows.job.settings.job`. Unknown keys are refused,
-   with the key that was probably meant, or the table that the key belongs to.
-2. Changes (``trainer.lr=2e-6``) are applied before anything is checked. The value is TOML; a bare word is a text. Tables merge,
-   arrays are replaced, and a number in a key is a place in an array (``engine.0.count=2``).
+1. A file is a `Job`: each table of the file is a struct of `transferqueue.workflows.job.settings.job`. Unknown keys are
+   refused, with the key that was probably meant, or the table that the key belongs to.
+2. Changes (``trainer.lr=2e-6``) are applied before anything is checked. The value is TOML; a bare word is a text.
+   Tables merge, arrays are replaced, and a number in a key is a place in an array (``engine.0.count=2``).
 3. Every job passes `transferqueue.workflows.job.settings.rules.check`, whether it comes from a file or from Python.
 """
 
@@ -33,10 +34,12 @@ NAME_BYTES_MAX: Final = 200
 
 
 def job_from_file(path: Path | str, set: Iterable[str] = ()) -> Job:  # noqa: A002  (the option's name)
-    """Return the job that the file says, with everything left open filled in, checked by all rules that need no other file.
+    """Return the job that the file says, with everything left open filled in, checked by all rules that need no other
+    file.
 
-    set: changes, such as ``["trainer.lr=2e-6", "pacing.mode=sync"]``. Raises `NotFound` for a missing file, `UsageError` for
-    text that is no TOML, unknown keys and values out of their range, `Impossible` for a job that could not progress.
+    set: changes, such as ``["trainer.lr=2e-6", "pacing.mode=sync"]``. Raises `NotFound` for a missing file,
+    `UsageError` for text that is no TOML, unknown keys and values out of their range, `Impossible` for a job that could
+    not progress.
     """
     values = read_toml(Path(path))
     for change in set:
@@ -45,7 +48,8 @@ def job_from_file(path: Path | str, set: Iterable[str] = ()) -> Job:  # noqa: A0
 
 
 def job_from_values(values: Mapping[str, Any], *, named: str = "") -> Job:
-    """Return the job of plain values (a TOML file as a dict), as `job_from_file` does. named: its name if it gives none.
+    """Return the job of plain values (a TOML file as a dict), as `job_from_file` does. named: its name if it gives
+    none.
 
     >>> plain = {"model": {"path": "tiny"}, "data": {"path": "prompts.jsonl"}, "algorithm": {"kind": "grpo"}}
     >>> plain["reward"] = [{"function": "rewards:exact"}]
@@ -76,7 +80,8 @@ def _check_name(name: str) -> None:
     """Refuse a name that cannot begin the name of a folder: that of the run is ``runs/NAME-TIME``."""
     if len(name.encode(errors="replace")) > NAME_BYTES_MAX or "/" in name or not name.isprintable():
         raise UsageError(
-            f"name={name!r}: it is part of the folder of a run; give at most {NAME_BYTES_MAX} bytes of printable text without a slash"
+            f"name={name!r}: it is part of the folder of a run; give at most {NAME_BYTES_MAX} bytes of printable text "
+            "without a slash"
         )
 
 

@@ -1,6 +1,7 @@
 """Fills in what a job leaves open: an empty text, None, "auto". No torch here.
 
-What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model decides.
+What depends on the machine (device "auto") or on the model's files stays open, and the process that loads the model
+decides.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a job must satisfy before anything starts: rules between its tables, each refusal with its arithmetic. No torch here.
+"""What a job must satisfy before anything starts: rules between its tables, each refusal with its arithmetic. No torch
+here.
 
-A rule is a function that raises. `UsageError` says that two settings contradict each other or that one is read by nobody;
-`Impossible` that the job could never progress. Ranges of single numbers: `transferqueue.workflows.job.settings.ranges`.
+A rule is a function that raises. `UsageError` says that two settings contradict each other or that one is read by
+nobody; `Impossible` that the job could never progress. Ranges of single numbers:
+`transferqueue.workflows.job.settings.ranges`.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 def check(job: Job) -> None:
-    """Raise `UsageError` or `Impossible` for the first rule that `job` breaks. Open settings are read as `resolve` would fill them."""
+    """Raise `UsageError` or `Impossible` for the first rule that `job` breaks. Open settings are read as `resolve`
+    would fill them."""
     check_ranges(job)
     for rule in _RULES:
         rule(job)
@@ -66,8 +69,8 @@ def _dtypes(job: Job) -> None:
 def _data(job: Job) -> None:
     if job.algorithm.kind != "sft" and job.data.response:
         raise UsageError(
-            f"data.response={job.data.response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets the column "
-            "by its name, or by data.columns"
+            f"data.response={job.data.response!r} is read by sft alone, and kind={job.algorithm.kind!r}; a reward gets "
+            "the column by its name, or by data.columns"
         )
 
 
@@ -75,7 +78,8 @@ def _models_of_the_kind(job: Job) -> None:
     kind = job.algorithm.kind
     if kind == "ppo" and not job.critic.path:
         raise UsageError(
-            'kind="ppo" needs critic.path: a model whose values the advantages are over; for one without a critic see kind="reinforce_pp"'
+            'kind="ppo" needs critic.path: a model whose values the advantages are over; for one without a critic see '
+            'kind="reinforce_pp"'
         )
     if kind != "ppo" and job.critic.path:
         raise UsageError(f"critic.path={job.critic.path!r} is read by ppo alone, and kind={kind!r}; leave it out")
@@ -98,13 +102,15 @@ def _rewards(job: Job) -> None:
         raise UsageError(f'kind={kind!r} needs a reward: reward = [{{ function = "module:function" }}]')
     if kind == "sft" and job.reward:
         raise UsageError(
-            'reward with kind="sft": it learns from data.response, and nothing is generated that could be scored; leave it out'
+            'reward with kind="sft": it learns from data.response, and nothing is generated that could be scored; '
+            "leave it out"
         )
     for place, reward in enumerate(job.reward):
         given = [name for name in ("function", "model", "environment") if getattr(reward, name)]
         if len(given) != 1:
             raise UsageError(
-                f"reward.{place} has {' and '.join(given) or 'none'} of function, model and environment; give exactly one"
+                f"reward.{place} has {' and '.join(given) or 'none'} of function, model and environment; give exactly "
+                "one"
             )
         named = reward.function or reward.environment
         if named and not _FUNCTION.fullmatch(named):
@@ -121,7 +127,8 @@ def _rewards(job: Job) -> None:
         raise UsageError(f"reward.0.weight={job.reward[0].weight}: every weight is 0, so nothing is rewarded; set one")
     if len(job.reward) > 1 and any(reward.environment for reward in job.reward):
         raise UsageError(
-            f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; give it alone"
+            f"reward has {len(job.reward)} terms, one of them an environment, whose episodes bring their own rewards; "
+            "give it alone"
         )
 
 
@@ -138,13 +145,15 @@ def _groups(job: Job) -> None:
     if defaults_of(kind).compares and size == 1:
         others = ", ".join(f'"{name}"' for name, other in KINDS.items() if other.rewarded and not other.compares)
         raise Impossible(
-            f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: {others}"
+            f"group_size=1 with {kind}: all advantages are 0; set sampling.group_size=8, or a kind without groups: "
+            f"{others}"
         )
     if job.algorithm.filter_equal and size == 1:
         raise Impossible("filter_equal with group_size=1: the rewards of every group are equal, and all are dropped")
     if job.algorithm.filter_equal and not defaults_of(kind).compares:
         raise UsageError(
-            f"filter_equal with kind={kind!r}, whose rows are trained one by one and not in whole groups: a group that is not whole yet would be "
+            f"filter_equal with kind={kind!r}, whose rows are trained one by one and not in whole groups: a group that "
+            "is not whole yet would be "
             'dropped; leave it out, or set kind="rloo"'
         )
 
@@ -152,11 +161,13 @@ def _groups(job: Job) -> None:
 def _sampling(job: Job) -> None:
     if job.sampling.top_p < 1 and job.algorithm.kind != "sft":
         raise UsageError(
-            f"top_p={job.sampling.top_p:g}: log-probs of a cut distribution are not those of the trained model; set sampling.top_p=1"
+            f"top_p={job.sampling.top_p:g}: log-probs of a cut distribution are not those of the trained model; set "
+            "sampling.top_p=1"
         )
     if job.algorithm.overlong_buffer > job.sampling.tokens_max:
         raise UsageError(
-            f"overlong_buffer={job.algorithm.overlong_buffer} is more than tokens_max={job.sampling.tokens_max}: it is the last part of a response"
+            f"overlong_buffer={job.algorithm.overlong_buffer} is more than tokens_max={job.sampling.tokens_max}: it is "
+            "the last part of a response"
         )
 
 
@@ -167,15 +178,18 @@ def _corrections(job: Job) -> None:
     algorithm = job.algorithm
     if algorithm.tis_max and algorithm.old == "rollout":
         raise UsageError(
-            f'tis_max={algorithm.tis_max:g} with old="rollout": the mismatch would count twice, in the ratio and in its weight; set algorithm.old="trainer"'
+            f'tis_max={algorithm.tis_max:g} with old="rollout": the mismatch would count twice, in the ratio and in '
+            'its weight; set algorithm.old="trainer"'
         )
     if algorithm.kind in ("sft", "distill") and (algorithm.tis_max or algorithm.dual_clip):
         raise UsageError(
-            f"tis_max={algorithm.tis_max:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its loss has no ratio; leave them out"
+            f"tis_max={algorithm.tis_max:g}, dual_clip={algorithm.dual_clip:g} with kind={algorithm.kind!r}: its loss "
+            "has no ratio; leave them out"
         )
     if algorithm.clip_high and algorithm.clip_low and algorithm.clip_high < algorithm.clip_low:
         raise UsageError(
-            f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow less than a worse one shrinks"
+            f"clip_high={algorithm.clip_high:g} is below clip_low={algorithm.clip_low:g}: a better action could grow "
+            "less than a worse one shrinks"
         )
 
 
@@ -183,7 +197,8 @@ def _kl(job: Job) -> None:
     algorithm = job.algorithm
     if algorithm.kl and algorithm.kind == "sft":
         raise UsageError(
-            f'kl={algorithm.kl:g} with kind="sft": nothing is drawn, so there is no divergence to estimate; leave it out'
+            f'kl={algorithm.kl:g} with kind="sft": nothing is drawn, so there is no divergence to estimate; leave it '
+            "out"
         )
     if algorithm.kl and algorithm.kl_in == "reward" and not defaults_of(algorithm.kind).rewarded:
         raise UsageError(f'kl_in="reward" with kind={algorithm.kind!r}, which has no reward; set kl_in="loss"')
@@ -195,11 +210,13 @@ def _distillation(job: Job) -> None:
         raise UsageError(f"top_k={algorithm.top_k} is read by distill alone, and kind={algorithm.kind!r}; leave it out")
     if algorithm.top_k > 1 and algorithm.direction == "reverse" and algorithm.kind == "distill":
         raise UsageError(
-            f'top_k={algorithm.top_k} with direction="reverse": it reads the teacher\'s log-prob of the drawn token alone; set direction="forward", or leave top_k out'
+            f'top_k={algorithm.top_k} with direction="reverse": it reads the teacher\'s log-prob of the drawn token '
+            'alone; set direction="forward", or leave top_k out'
         )
     if algorithm.kind == "distill" and algorithm.direction == "forward" and not algorithm.top_k:
         raise UsageError(
-            'direction="forward" with top_k=0: it is a sum over the teacher\'s most probable tokens; set algorithm.top_k=64'
+            'direction="forward" with top_k=0: it is a sum over the teacher\'s most probable tokens; set '
+            "algorithm.top_k=64"
         )
 
 
@@ -207,7 +224,8 @@ def _updates(job: Job) -> None:
     algorithm, trainer = job.algorithm, job.trainer
     if algorithm.minibatches > trainer.prompts_per_step:
         raise Impossible(
-            f"minibatches={algorithm.minibatches} of prompts_per_step={trainer.prompts_per_step}: some would have no prompt; give at most {trainer.prompts_per_step}"
+            f"minibatches={algorithm.minibatches} of prompts_per_step={trainer.prompts_per_step}: some would have no "
+            f"prompt; give at most {trainer.prompts_per_step}"
         )
     if (
         trainer.stream == "on"
@@ -219,7 +237,8 @@ def _updates(job: Job) -> None:
         )
     if trainer.stream == "on" and updates(algorithm) > 1:
         raise UsageError(
-            f'epochs={algorithm.epochs}, minibatches={algorithm.minibatches} with stream="on": several updates need the batch; use stream="auto"'
+            f'epochs={algorithm.epochs}, minibatches={algorithm.minibatches} with stream="on": several updates need '
+            'the batch; use stream="auto"'
         )
 
 
@@ -250,7 +269,8 @@ def _ranks(job: Job) -> None:
         )
     if trainer.ranks > trainer.prompts_per_step:
         raise Impossible(
-            f"ranks={trainer.ranks} share prompts_per_step={trainer.prompts_per_step}: some would have no prompt; give at most as many ranks"
+            f"ranks={trainer.ranks} share prompts_per_step={trainer.prompts_per_step}: some would have no prompt; give "
+            "at most as many ranks"
         )
     if trainer.at_least > trainer.prompts_per_step:
         raise Impossible(
@@ -267,7 +287,8 @@ def _engines(job: Job) -> None:
         return
     if not job.engine:
         raise Impossible(
-            f'engine=[] with kind={job.algorithm.kind!r}: nothing would generate; give engine = [{{ kind = "transformers" }}]'
+            f"engine=[] with kind={job.algorithm.kind!r}: nothing would generate; give engine = [{{ kind = "
+            '"transformers" }]'
         )
     for place, engine in enumerate(job.engine):
         if engine.kind in _SERVED and not engine.url:
@@ -276,11 +297,13 @@ def _engines(job: Job) -> None:
             )
         if engine.kind not in _SERVED and engine.url:
             raise UsageError(
-                f"engine.{place}.url={engine.url!r} with kind={engine.kind!r}, which runs here; kinds with a url are {', '.join(_SERVED)}"
+                f"engine.{place}.url={engine.url!r} with kind={engine.kind!r}, which runs here; kinds with a url are "
+                f"{', '.join(_SERVED)}"
             )
         if engine.kind in _APART and engine.tensor_parallel > 1:
             raise UsageError(
-                f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one device; set kind="vllm"'
+                f'engine.{place}.tensor_parallel={engine.tensor_parallel} with kind="{engine.kind}", which uses one '
+                'device; set kind="vllm"'
             )
     classes = {engine.serves for engine in job.engine}
     if len(classes) == 1 and classes != {"any"}:
@@ -295,14 +318,15 @@ def _order(job: Job) -> None:
     for place, engine in enumerate(job.engine):
         if engine.kind not in _APART:
             raise UsageError(
-                f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so that a run does not repeat bit for bit; '
-                'set trainer.order="ready", or kind="transformers"'
+                f'order="ordinal" with engine.{place}.kind={engine.kind!r}, which batches requests as they come, so '
+                'that a run does not repeat bit for bit; set trainer.order="ready", or kind="transformers"'
             )
     parts = {"sampling.budget": job.sampling.budget, "pacing.over_sample": job.pacing.over_sample}
     for key, value in parts.items():
         if value > (1 if key == "pacing.over_sample" else 0):
             raise UsageError(
-                f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on the time; set trainer.order="ready", '
+                f'order="ordinal" with {key}={value:g}: responses would be generated in parts, whose ends depend on '
+                'the time; set trainer.order="ready", '
                 "or leave it out"
             )
 
@@ -315,13 +339,15 @@ def _dispatch(job: Job) -> None:
     for place, engine in enumerate(job.engine):
         if engine.serves != "any" and not by_length:
             raise UsageError(
-                f'engine.{place}.serves={engine.serves!r} with dispatch.kind={job.dispatch.kind!r}: rows have no classes; set dispatch.kind="length", or leave it out'
+                f"engine.{place}.serves={engine.serves!r} with dispatch.kind={job.dispatch.kind!r}: rows have no "
+                'classes; set dispatch.kind="length", or leave it out'
             )
     if by_length and job.algorithm.kind == "sft":
         raise UsageError('dispatch.kind="length" with kind="sft": nothing is generated; leave it out')
     if by_length and job.trainer.order == "ordinal":
         raise UsageError(
-            'dispatch.kind="length" with order="ordinal": rows would be generated in an order that depends on the time; set trainer.order="ready"'
+            'dispatch.kind="length" with order="ordinal": rows would be generated in an order that depends on the '
+            'time; set trainer.order="ready"'
         )
 
 
@@ -336,17 +362,20 @@ def _elastic(job: Job) -> None:
         raise UsageError(f'elastic.max={elastic.max} with kind="sft", which generates nothing; leave it out')
     if not elastic.min <= count <= elastic.max:
         raise Impossible(
-            f"elastic.min={elastic.min}, max={elastic.max} with {count} processes of engine: the job starts with these; give a min and a max around them"
+            f"elastic.min={elastic.min}, max={elastic.max} with {count} processes of engine: the job starts with "
+            "these; give a min and a max around them"
         )
     if job.dispatch.kind == "length":
         raise UsageError(
-            f'elastic.max={elastic.max} with dispatch.kind="length", whose plans divide rows among a fixed number of engines; leave one of them out'
+            f'elastic.max={elastic.max} with dispatch.kind="length", whose plans divide rows among a fixed number of '
+            "engines; leave one of them out"
         )
     last = job.engine[-1]
     if last.kind in _SERVED:
         raise UsageError(
-            f"elastic.max={elastic.max} with engine.{len(job.engine) - 1}.kind={last.kind!r}: one more process would send requests to the same server, and "
-            "nothing more would generate; start further servers, or leave elastic out"
+            f"elastic.max={elastic.max} with engine.{len(job.engine) - 1}.kind={last.kind!r}: one more process would "
+            "send requests to the same server, and nothing more would generate; start further servers, or leave "
+            "elastic out"
         )
 
 
@@ -354,11 +383,13 @@ def _sites(job: Job) -> None:
     sites = sorted({engine.site for engine in job.engine} - {""})
     if sites and job.elastic.max:
         raise UsageError(
-            f"elastic.max={job.elastic.max} with engines at {', '.join(sites)}: processes are added at the job's own site; leave one of them out"
+            f"elastic.max={job.elastic.max} with engines at {', '.join(sites)}: processes are added at the job's own "
+            "site; leave one of them out"
         )
     if sites and not job.queue.address:
         raise UsageError(
-            f'engine.site="{sites[0]}" without queue.address: the server of a run listens on its own machine alone; start transferqueue serve with a tcp address that '
+            f'engine.site="{sites[0]}" without queue.address: the server of a run listens on its own machine alone; '
+            "start transferqueue serve with a tcp address that "
             "the site can reach, and give queue.address"
         )
 
@@ -370,11 +401,13 @@ def _on_ray(job: Job) -> None:
         return
     if sites := sorted({engine.site for engine in job.engine} - {""}):
         raise UsageError(
-            f'engine.site="{sites[0]}" with on="ray": Ray places engines itself; leave it out, and set ray.options.rollout'
+            f'engine.site="{sites[0]}" with on="ray": Ray places engines itself; leave it out, and set '
+            "ray.options.rollout"
         )
     if job.queue.durability == "disk":
         raise UsageError(
-            'queue.durability="disk" with on="ray": rows lie in the memory of several nodes, and a snapshot beside each checkpoint keeps them; leave it out'
+            'queue.durability="disk" with on="ray": rows lie in the memory of several nodes, and a snapshot beside '
+            "each checkpoint keeps them; leave it out"
         )
 
 
@@ -393,22 +426,25 @@ def _pacing(job: Job) -> None:
         raise Impossible(f'{at_hand}: nothing could be generated ahead; give at least 1 of both, or mode="sync"')
     if pacing.over_sample > 1 and pacing.mode != "sync":
         raise Impossible(
-            f'over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: a job with depth begins more than a batch anyway; set mode="sync", or more depth'
+            f"over_sample={pacing.over_sample:g} with mode={pacing.mode!r}: a job with depth begins more than a batch "
+            'anyway; set mode="sync", or more depth'
         )
     if pacing.max_staleness is not None and surplus > pacing.max_staleness:
         raise Impossible(
-            f"over_sample={pacing.over_sample:g} with max_staleness={pacing.max_staleness}: the last rows begun would be trained "
-            f"{surplus} versions later; give at least that"
+            f"over_sample={pacing.over_sample:g} with max_staleness={pacing.max_staleness}: the last rows begun would "
+            f"be trained {surplus} versions later; give at least that"
         )
     if pacing.mode != "async" and job.weights.every > 1:
         raise Impossible(
-            f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to {job.weights.every - 1} steps "
+            f"weights.every={job.weights.every} with mode={pacing.mode!r}: rows would be generated with weights up to "
+            f"{job.weights.every - 1} steps "
             'older than the mode allows; set 1, or mode="async"'
         )
     if pacing.mode == "async" and pacing.max_staleness is not None and job.weights.every > pacing.max_staleness:
         raise Impossible(
-            f"weights.every={job.weights.every} with max_staleness={pacing.max_staleness}: versions are numbered by steps, so each publication makes every row "
-            f"that was generated ahead {job.weights.every} versions old, too old to be trained; set pacing.max_staleness={job.weights.every}, or "
+            f"weights.every={job.weights.every} with max_staleness={pacing.max_staleness}: versions are numbered by "
+            f"steps, so each publication makes every row that was generated ahead {job.weights.every} versions old, "
+            f"too old to be trained; set pacing.max_staleness={job.weights.every}, or "
             f"weights.every={pacing.max_staleness}"
         )
 
@@ -427,16 +463,17 @@ def _memory(job: Job) -> None:
     ahead = rows_ahead(job)
     if ahead * row > memory:
         raise Impossible(
-            f"prompts_per_step={job.trainer.prompts_per_step} × group_size={group_rows(job)}, with the batches ahead, are {ahead:,} rows, up to {_gib(ahead * row)}; "
-            f"memory_gib={job.queue.memory_gib:g}"
+            f"prompts_per_step={job.trainer.prompts_per_step} × group_size={group_rows(job)}, with the batches ahead, "
+            f"are {ahead:,} rows, up to {_gib(ahead * row)}; memory_gib={job.queue.memory_gib:g}"
         )
     kept = rows_kept(job)
     if kept * row > memory:
         top_k = f", top_k={job.algorithm.top_k}" if job.algorithm.top_k else ""
         steps = max(1, int((memory / row - ahead) // batch_rows(job)))
         raise Impossible(
-            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {_gib(kept * row)}; memory_gib={job.queue.memory_gib:g}; "
-            f"set queue.memory_gib={math.ceil(kept * row / GIB)}, or checkpoint.every={steps}"
+            f"checkpoint.every={job.checkpoint.every}{top_k} keep {kept:,} rows, up to {_gib(kept * row)}; "
+            f"memory_gib={job.queue.memory_gib:g}; set queue.memory_gib={math.ceil(kept * row / GIB)}, or "
+            f"checkpoint.every={steps}"
         )
 
 

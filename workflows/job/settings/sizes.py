@@ -36,7 +36,8 @@ def batch_rows(job: Job) -> int:
 
 
 def depth(job: Job) -> float:
-    """Batches that may be outstanding beyond the current one: the depth of the mode, and the surplus of over-sampling."""
+    """Batches that may be outstanding beyond the current one: the depth of the mode, and the surplus of
+    over-sampling."""
     by_mode = 0 if job.pacing.mode == "sync" else 1
     return (by_mode if job.pacing.depth is None else job.pacing.depth) + surplus_prompts(
         job
@@ -87,7 +88,7 @@ def tokens_of_row(job: Job) -> int:
 def pass_tokens(job: Job, tokens: int) -> int:
     """Return the most tokens of a forward pass of a scoring process.
 
-    In the order of the data each row has a pass of its own (1: no two rows fit). Which rows are ready together depends on the time, and the last bits of a row's
-    numbers on the rows beside it: a run would not repeat bit for bit.
+    In the order of the data each row has a pass of its own (1: no two rows fit). Which rows are ready together depends
+    on the time, and the last bits of a row's numbers on the rows beside it: a run would not repeat bit for bit.
     """
     return 1 if job.trainer.order == "ordinal" else tokens

@@ -1,10 +1,12 @@
 """The stage ``advantage``: from the rewards of a prompt's responses to what the trainer's loss reads.
 
-Kinds that compare responses get whole groups. With ``filter_equal`` a group whose rewards are equal is dropped, since it teaches nothing,
-and the source admits another in its place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2). Kinds that whiten get a whole batch.
+Kinds that compare responses get whole groups. With ``filter_equal`` a group whose rewards are equal is dropped, since
+it teaches nothing, and the source admits another in its place (dynamic sampling; DAPO, arXiv 2503.14476, section 3.2).
+Kinds that whiten get a whole batch.
 
-In sync mode with rows in the order of the data, the rows of a whitened batch are exactly those of the trainer's next step (`StepRows`), and are computed with in that order. So a
-run with fixed seeds repeats bit for bit, also after a step was taken back.
+In sync mode with rows in the order of the data, the rows of a whitened batch are exactly those of the trainer's next
+step (`StepRows`), and are computed with in that order. So a run with fixed seeds repeats bit for bit, also after a step
+was taken back.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _OPEN: Final = ("pending", "held", "ready", "leased")
 
 @contextmanager
 def advantage(context: Context) -> Iterator[Work]:
-    """Factory of the stage. Figures of kind "advantage", one for each lease: rows, rows dropped, mean and deviation of the rewards."""
+    """Factory of the stage. Figures of kind "advantage", one for each lease: rows, rows dropped, mean and deviation of
+    the rewards."""
     job = context.settings(Job)
     algorithm = filled(job.algorithm)
     streak = DropStreak(
@@ -82,10 +85,12 @@ def advantage(context: Context) -> Iterator[Work]:
 
 
 class StepRows:
-    """Holds the stage to the rows of the trainer's next step: the lowest ordinals that the trainer has not learned from.
+    """Holds the stage to the rows of the trainer's next step: the lowest ordinals that the trainer has not learned
+    from.
 
-    Until a step is taken back there are no other rows. After it, rows of later steps are generated together with its own, and a lease may give some of both.
-    Then the rows go back, and the stage waits for those below the end of the step.
+    Until a step is taken back there are no other rows. After it, rows of later steps are generated together with its
+    own, and a lease may give some of both. Then the rows go back, and the stage waits for those below the end of the
+    step.
     """
 
     def __init__(self, context: Context) -> None:
@@ -107,7 +112,8 @@ class StepRows:
         return not before.size
 
     def _still_to_come(self, batch: tq.Batch) -> npt.NDArray[np.int64]:
-        """Ordinals before the batch's last one whose rows the stage has not finished. In sync mode rows that were trained are of lower versions."""
+        """Ordinals before the batch's last one whose rows the stage has not finished. In sync mode rows that were
+        trained are of lower versions."""
         earlier = self._table.read(where=tq.Compare("ordinal", "<", int(batch.ordinal.max())), fields=[])
         current = (earlier.policy_version < 0) | (earlier.policy_version >= int(batch.policy_version.max()))
         rows = np.setdiff1d(earlier.rows[current], batch.rows)
@@ -128,7 +134,8 @@ def _differ(rewards_B: npt.NDArray[np.float32], group_B: npt.NDArray[np.int64]) 
 
 
 def _scored_rows(batch: tq.Batch, job: Job, at: npt.NDArray[np.intp]) -> ScoredRows:
-    """Return what the advantages of these rows are made from. Log-probs are the proximal policy's where the job has them."""
+    """Return what the advantages of these rows are made from. Log-probs are the proximal policy's where the job has
+    them."""
     read = columns_of(job.algorithm)["advantage"]
     policy = "prox_logprobs" if "prox_logprobs" in read else "rollout_logprobs"
     has_mask = "loss_mask" in batch.fields

@@ -1,7 +1,8 @@
 """Tokens between two turns of an episode: what stands between the model's last token and its next one.
 
-The history is never rendered or tokenized again. The chat template is asked once for a conversation with an answer of known text, followed by the
-observation; what it writes after that answer is the turn. If the model ended its answer itself, the end token is not repeated.
+The history is never rendered or tokenized again. The chat template is asked once for a conversation with an answer of
+known text, followed by the observation; what it writes after that answer is the turn. If the model ended its answer
+itself, the end token is not repeated.
 """
 
 from __future__ import annotations
@@ -25,16 +26,18 @@ class ChatTurns:
         self._tokenizer, self._stop_ids, self._role = tokenizer, frozenset(stop_ids), role
 
     def encode(self, observation: Any, turn: int, drawn: Ids) -> Ids:
-        """Return the ids of an observation and of the beginning of the next answer: int32 ``[tokens]``; none for an observation of None or "".
+        """Return the ids of an observation and of the beginning of the next answer: int32 ``[tokens]``; none for an
+        observation of None or "".
 
-        observation: a text. drawn: the tokens that the model drew before it. Without a chat template the ids are those of the text. Raises `UsageError` for
-        what is no text.
+        observation: a text. drawn: the tokens that the model drew before it. Without a chat template the ids are those
+        of the text. Raises `UsageError` for what is no text.
         """
         if observation is None or observation == "":
             return np.empty(0, np.int32)
         if not isinstance(observation, str):
             raise UsageError(
-                f"the environment gave an observation of {type(observation).__name__} in turn {turn}; give a text, or None if there is nothing to read"
+                f"the environment gave an observation of {type(observation).__name__} in turn {turn}; give a text, or "
+                "None if there is nothing to read"
             )
         if not self._tokenizer.chat_template:
             return self._ids(observation)
@@ -56,8 +59,8 @@ class ChatTurns:
         _, answer, after = text.partition(_ANSWER)
         if not answer:
             raise UsageError(
-                "the chat template leaves out an answer that is followed by another message, so nothing says what stands between two turns; set "
-                "model.chat_template to one that keeps it"
+                "the chat template leaves out an answer that is followed by another message, so nothing says what "
+                "stands between two turns; set model.chat_template to one that keeps it"
             )
         return after
 

@@ -1,4 +1,5 @@
-"""Ends a stage that does nothing but drop rows: the source would put others in their place for ever, and the trainer wait for ever."""
+"""Ends a stage that does nothing but drop rows: the source would put others in their place for ever, and the trainer
+wait for ever."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import batch_rows
 
 BATCHES_MAX: Final = 20
-"""Batches of rows that may be dropped one after the other before a job counts as one that cannot progress; verl's bound of tries is 10."""
+"""Batches of rows that may be dropped one after the other before a job counts as one that cannot progress; verl's bound
+of tries is 10."""
 
 
 class DropStreak:
@@ -21,9 +23,11 @@ class DropStreak:
         self._rows = 0
 
     def count(self, *, kept: int, dropped: int) -> None:
-        """Count the rows of one lease. Raises `StageFailedInProcess` after `BATCHES_MAX` batches of rows that were all dropped."""
+        """Count the rows of one lease. Raises `StageFailedInProcess` after `BATCHES_MAX` batches of rows that were all
+        dropped."""
         self._rows = 0 if kept else self._rows + dropped
         if self._rows >= self._rows_max:
             raise StageFailedInProcess(
-                f"the last {self._rows:,} rows, {BATCHES_MAX} batches, were all dropped: {self._what}. The trainer would wait for ever: {self._remedy}"
+                f"the last {self._rows:,} rows, {BATCHES_MAX} batches, were all dropped: {self._what}. The trainer "
+                f"would wait for ever: {self._remedy}"
             )

@@ -1,11 +1,13 @@
 """Held-out evaluation, in a process of its own beside training.
 
-The trainer asks for one by a row of the table "evaluation" (`request_evaluation`); this process takes the version that the row names, or the newest if that
-is no longer kept, generates responses to the held-out prompts, scores them as training does, and reports a metric of kind "evaluation" that
-says which version it was. The trainer does not wait. The first version of a run is taken as soon as it is published, and held until it has been
-evaluated or another is asked for, so a run is evaluated before its first step even if the trainer is quick.
+The trainer asks for one by a row of the table "evaluation" (`request_evaluation`); this process takes the version that
+the row names, or the newest if that is no longer kept, generates responses to the held-out prompts, scores them as
+training does, and reports a metric of kind "evaluation" that says which version it was. The trainer does not wait. The
+first version of a run is taken as soon as it is published, and held until it has been evaluated or another is asked
+for, so a run is evaluated before its first step even if the trainer is quick.
 
-What is measured is said by `measures`: the mean reward; for distillation the divergence from the teacher; for sft the loss.
+What is measured is said by `measures`: the mean reward; for distillation the divergence from the teacher; for sft the
+loss.
 """
 
 from __future__ import annotations
@@ -51,8 +53,8 @@ def requests_table(queue: tq.Queue) -> tq.Table:
 def request_evaluation(queue: tq.Queue, step: int, version: int) -> None:
     """Ask for the held-out figures of `version`, published after `step` steps. Returns at once.
 
-    A request for a step that waits already does nothing, and neither does one after `end_evaluations`: a trainer that was started again may ask
-    once more.
+    A request for a step that waits already does nothing, and neither does one after `end_evaluations`: a trainer that
+    was started again may ask once more.
     """
     with suppress(tq.AlreadyExists, Sealed):
         requests_table(queue).put(step=[step], version=[version], key=[f"step-{step}"])
@@ -75,9 +77,11 @@ def when_of(step: int, steps: int) -> str:
 
 @contextmanager
 def evaluate(context: Context) -> Iterator[Callable[[], None]]:
-    """Factory of the process: its function serves requests until the trainer has ended them, or the job's table is drained.
+    """Factory of the process: its function serves requests until the trainer has ended them, or the job's table is
+    drained.
 
-    Blocks for the first weights, at most an hour. Raises `DeadlineExceeded` if none come, and what opening the held-out data raises.
+    Blocks for the first weights, at most an hour. Raises `DeadlineExceeded` if none come, and what opening the held-out
+    data raises.
     """
     job = context.settings(Job)
     with ExitStack() as stack:
@@ -87,9 +91,11 @@ def evaluate(context: Context) -> Iterator[Callable[[], None]]:
 
 
 def evaluation_engine(job: Job) -> EngineSettings:
-    """Return the engine that evaluates: one of this process, since new weights of a shared server would change what is trained on.
+    """Return the engine that evaluates: one of this process, since new weights of a shared server would change what is
+    trained on.
 
-    It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a model that needs several devices.
+    It is transformers, with the options of the job's first such engine; the built-in one for its model; vLLM for a
+    model that needs several devices.
     """
     slots = max(engine.slots for engine in job.engine)
     here = [engine for engine in job.engine if engine.kind in ("transformers", "vllm")]
@@ -140,7 +146,8 @@ class HeldWeights:
             self._first = self._channel.pull(timeout_s=_FIRST_S)
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
-                f'no weights came on channel "{POLICY}" within {_FIRST_S:g} s; the trainer publishes them before its first step'
+                f'no weights came on channel "{POLICY}" within {_FIRST_S:g} s; the trainer publishes them before its '
+                "first step"
             ) from error
         return self
 

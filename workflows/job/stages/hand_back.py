@@ -1,7 +1,8 @@
 """A generator that drains gives its unfinished rows back with their tokens, so that others go on with them.
 
-The engine is told to abort; each request then ends with its tokens so far (`Pause.ABORT`), and `Generate` releases those rows. A request that began while the engine
-was pausing is met by the next round. An engine that cannot abort finishes its rows instead.
+The engine is told to abort; each request then ends with its tokens so far (`Pause.ABORT`), and `Generate` releases
+those rows. A request that began while the engine was pausing is met by the next round. An engine that cannot abort
+finishes its rows instead.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ _ROUND_S: Final = 0.2
 
 
 class HandBack:
-    """The function of a generating stage, until a drain: then rows that were not begun are released as they are. Called from several threads at once."""
+    """The function of a generating stage, until a drain: then rows that were not begun are released as they are. Called
+    from several threads at once."""
 
     def __init__(self, work: Work, drain: DrainRequest) -> None:
         self._work, self._drain = work, drain
@@ -53,14 +55,17 @@ class HandBack:
         return parts
 
     def abort(self, engine: Generator) -> None:
-        """End every request of the engine, also those that begin meanwhile, with its tokens so far. Returns when none runs."""
+        """End every request of the engine, also those that begin meanwhile, with its tokens so far. Returns when none
+        runs."""
         abort_while(engine, lambda: self._running > 0, self._changed)
 
 
 def abort_while(engine: Generator, runs: Callable[[], bool], changed: threading.Condition) -> None:
-    """Abort the requests of `engine` in rounds until none runs, or return at once where the engine cannot: its rows are then finished.
+    """Abort the requests of `engine` in rounds until none runs, or return at once where the engine cannot: its rows are
+    then finished.
 
-    runs: whether requests run that are to end; asked while `changed` is held. changed: notified when a request ends; taken here.
+    runs: whether requests run that are to end; asked while `changed` is held. changed: notified when a request ends;
+    taken here.
     """
     with changed:
         while runs():

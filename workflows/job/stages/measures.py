@@ -1,11 +1,12 @@
-"""What a held-out evaluation measures: the reward of responses; for distillation the divergence from the teacher; for sft the loss.
+"""What a held-out evaluation measures: the reward of responses; for distillation the divergence from the teacher; for
+sft the loss.
 
-| job | measured | how |
-|---|---|---|
-| with rewards | ``reward`` | responses drawn at `evaluation.temperature` (0: greedy), scored as in training; ``reward/NAME`` for each term |
-| with an environment | ``reward`` | episodes, played the same way |
-| distill | ``kl`` | mean over tokens of log p_student − log p_teacher, of responses that the student draws at the temperature of training: an estimate of the reverse KL |
-| sft | ``loss`` | mean negative log-prob of the tokens of held-out responses |
+- With rewards: ``reward`` of responses drawn at `evaluation.temperature` (0: greedy), scored as in training, and
+  ``reward/NAME`` for each term.
+- With an environment: ``reward`` of episodes, played the same way.
+- distill: ``kl``, the mean over tokens of log p_student − log p_teacher, of responses that the student draws at the
+  temperature of training: an estimate of the reverse KL.
+- sft: ``loss``, the mean negative log-prob of the tokens of held-out responses.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
 
 _SEED: Final = 1_000_003
-"""Added to the job's seed: held-out responses are drawn with other numbers than training's, and with the same ones in each evaluation."""
+"""Added to the job's seed: held-out responses are drawn with other numbers than training's, and with the same ones in
+each evaluation."""
 
 OpenEngine = Callable[[], AbstractContextManager[Generator]]
 
@@ -51,7 +53,8 @@ class Measure(Protocol):
 
 @contextmanager
 def measure_of(job: Job, open_engine: OpenEngine) -> Iterator[Measure]:
-    """Open the held-out prompts, and what the job is measured with. open_engine: opens a generator, if responses are drawn.
+    """Open the held-out prompts, and what the job is measured with. open_engine: opens a generator, if responses are
+    drawn.
 
     Raises as `open_held_out` does, and `UsageError` if no held-out prompt is short enough.
     """
@@ -107,7 +110,8 @@ class ResponseReward(_Drawing):
         self._scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
 
     def figures(self) -> dict[str, Any]:
-        """``rows`` (scored), ``reward``, ``reward/NAME``, ``tokens`` (mean), ``ended`` (share that drew an end token), ``failed`` if a reward did."""
+        """``rows`` (scored), ``reward``, ``reward/NAME``, ``tokens`` (mean), ``ended`` (share that drew an end token),
+        ``failed`` if a reward did."""
         drawn = self._drawn()
         scores = self._scorer.score(
             ids=[self._prompts[completion.prompt].number for completion in drawn],
@@ -228,7 +232,8 @@ def _response(prompt: NumberedPrompt) -> Ids:
 
 
 def _logprobs(model: Any, prompts: Sequence[Ids], responses: Sequence[Ids], tokens: int, temperature: float) -> Any:
-    """Log-probs of all response tokens, float32 ``[N]`` in the order of the rows; in passes of at most `tokens` tokens."""
+    """Log-probs of all response tokens, float32 ``[N]`` in the order of the rows; in passes of at most `tokens`
+    tokens."""
     import torch
 
     from transferqueue.adapters.scoring import micro_batches, response_logprobs

@@ -1,16 +1,19 @@
 """The play stage of a job: each row is an episode of an environment, played by the engine that the job names.
 
-An environment is in Gymnasium's form, with texts. ``reward = [{ environment = "module:factory", args = {...} }]`` names a function (or class) that is called
-with `args` for each episode:
+An environment is in Gymnasium's form, with texts. ``reward = [{ environment = "module:factory", args = {...} }]`` names
+a function (or class) that is called with `args` for each episode:
 
-- ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is the same for all responses to a prompt, which are
-  compared, so they begin alike. Returns ``(observation, info)``. The prompt
-  of the data comes first; a first observation is a further message, None is nothing.
-- ``step(action)``: the text that the model drew in this turn. Returns ``(observation, reward, terminated, truncated, info)``.
-- ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
+- ``reset(seed=, options=)``: options is the row's column ``data`` (the prompt, and the columns of the data); seed is
+  the same for all responses to a prompt, which are compared, so they begin alike. Returns ``(observation, info)``. The
+  prompt of the data comes first; a first observation is a further message, None is nothing.
+- ``step(action)``: the text that the model drew in this turn. Returns
+  ``(observation, reward, terminated, truncated, info)``.
+- ``close()``. A call that does not return within ``timeout_s`` ends the run with the environment's name: Python cannot
+  stop it. An attribute ``role`` says what observations are: "user" (the default), or "tool".
 
-A row's response is everything after its prompt: what the model drew, and between it the observations, whose tokens have `loss_mask` False. It has at most
-`sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over the turns, which `turn_rewards` keeps.
+A row's response is everything after its prompt: what the model drew, and between it the observations, whose tokens have
+`loss_mask` False. It has at most `sampling.tokens_max` tokens. `rewards` is the term's weight times the sum over the
+turns, which `turn_rewards` keeps.
 """
 
 from __future__ import annotations
@@ -101,7 +104,8 @@ class LimitedEnvironment:
     def _call(self, name: str) -> AbstractContextManager[None]:
         return self._limit.call(
             lambda: (
-                f"{self._said()}: {name} did not return within reward.0.timeout_s={self._limit.limit_s:g} s; set a longer limit, or one in the environment"
+                f"{self._said()}: {name} did not return within reward.0.timeout_s={self._limit.limit_s:g} s; set a "
+                "longer limit, or one in the environment"
             )
         )
 
@@ -149,9 +153,11 @@ class Play:
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]
     ) -> Episode | None:
-        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the environment's seed is made from.
+        """Play one row; None if its environment failed and the job drops such rows. number: of its prompt, which the
+        environment's seed is made from.
 
-        An environment that raises gets another try, up to `TRIES_MAX` in all, unless it fails with the same words as before.
+        An environment that raises gets another try, up to `TRIES_MAX` in all, unless it fails with the same words as
+        before.
         """
         said, attempt = "", 0
         while True:
@@ -194,8 +200,8 @@ class Play:
     def _failure(self, error: Exception, attempts: int, ordinal: int, data: Mapping[str, Any]) -> str:
         notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
         return (
-            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with {type(error).__name__}: {error} "
-            f"(try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
+            f"reward.environment {self._settings.environment}: the episode of ordinal {ordinal} failed with "
+            f"{type(error).__name__}: {error} (try {attempts}){notes}; its data is {str(dict(data))[:_SHOWN_CHARS]}"
         )
 
     def _environment(self, ordinal: int, data: Mapping[str, Any]) -> LimitedEnvironment:

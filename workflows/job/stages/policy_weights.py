@@ -3,12 +3,13 @@
 The law:
 
 1. Nothing is generated before the first version is there.
-2. *Follow in flight* (async): a thread loads each version as it is published, while tokens are drawn. *Follow between requests* is the same, but
-   requests that run are finished first and new ones wait.
-3. *Exact* (sync, delayed): a row is generated with one version from its first token to its last. In sync mode it is the clock at its lease. In delayed mode
-   rows of step k + 1 get the version before the one that step k makes (the delayed parameter update of AsyncFlow, arXiv 2507.01663, section 4).
-   The engine changes weights when no row of an older version is left in it.
-   Once a batch is full, nothing more begins in sync mode with weights older than those that the batch makes (`surplus`).
+2. *Follow in flight* (async): a thread loads each version as it is published, while tokens are drawn. *Follow between
+   requests* is the same, but requests that run are finished first and new ones wait.
+3. *Exact* (sync, delayed): a row is generated with one version from its first token to its last. In sync mode it is the
+   clock at its lease. In delayed mode rows of step k + 1 get the version before the one that step k makes (the delayed
+   parameter update of AsyncFlow, arXiv 2507.01663, section 4). The engine changes weights when no row of an older
+   version is left in it. Once a batch is full, nothing more begins in sync mode with weights older than those that the
+   batch makes (`surplus`).
 4. A row never begins with weights that would make it stale: it waits for newer ones.
 """
 
@@ -41,16 +42,18 @@ class PolicyWeights(Protocol):
     """When rows of a batch may be generated."""
 
     def turns(self, batch: tq.Batch) -> list[tuple[int, list[int]]]:
-        """Return (version, positions) in the order in which the rows are to be generated. What a version means is `at`'s affair."""
+        """Return (version, positions) in the order in which the rows are to be generated. What a version means is
+        `at`'s affair."""
 
     def at(self, version: int) -> AbstractContextManager[None]:
-        """Wait until rows of that turn may be generated; the block is their generation. From several threads at once."""
+        """Wait until rows of that turn may be generated; the block is their generation. From several threads at
+        once."""
 
 
 @contextmanager
 def policy_weights(context: Context, engine: Generator, job: Job, due: Due = nothing_due) -> Iterator[PolicyWeights]:
-    """Load the first version into `engine` and yield the weights that the job's mode asks for. An engine that takes no weights keeps its own.
-    due: of a job that over-samples.
+    """Load the first version into `engine` and yield the weights that the job's mode asks for. An engine that takes no
+    weights keeps its own. due: of a job that over-samples.
 
     Blocks for the first version, at most `FIRST_S`. Raises `DeadlineExceeded` if none comes.
     """
@@ -58,7 +61,8 @@ def policy_weights(context: Context, engine: Generator, job: Job, due: Due = not
     try:
         if not updater.follow(FIRST_S):
             raise DeadlineExceeded(
-                f'no weights came on channel "{POLICY}" within {FIRST_S:g} s; the trainer publishes them before its first step'
+                f'no weights came on channel "{POLICY}" within {FIRST_S:g} s; the trainer publishes them before its '
+                "first step"
             )
     except Unsupported:
         yield FixedWeights()
@@ -95,7 +99,8 @@ class FixedWeights:
 
 
 class VersionGate:
-    """Lets rows of one version into an engine at a time. load: makes a version, or a newer one, the engine's, and returns it; called while nothing runs."""
+    """Lets rows of one version into an engine at a time. load: makes a version, or a newer one, the engine's, and
+    returns it; called while nothing runs."""
 
     def __init__(self, load: Callable[[int], int], version: int) -> None:
         self._load, self._version, self._inside = load, version, 0
@@ -103,11 +108,13 @@ class VersionGate:
 
     @contextmanager
     def at(self, version: int, timeout_s: float) -> Iterator[None]:
-        """Enter with `version` or a newer one, once no row of an older version is inside. Raises `DeadlineExceeded` after `timeout_s`."""
+        """Enter with `version` or a newer one, once no row of an older version is inside. Raises `DeadlineExceeded`
+        after `timeout_s`."""
         with self._changed:
             if not self._changed.wait_for(lambda: self._version >= version or not self._inside, timeout_s):
                 raise DeadlineExceeded(
-                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, of which {self._inside} requests still run"
+                    f"rows of version {version} waited {timeout_s:g} s for rows of version {self._version}, of which "
+                    f"{self._inside} requests still run"
                 )
             if self._version < version:
                 self._version = self._load(version)
@@ -143,8 +150,8 @@ class ExactWeights:
             yield
 
     def _version_of(self, group: int, clock: int) -> int:
-        """The version for a row of a group; one that is published. A requeued row belongs to an earlier step: the clock decides, or it would
-        become stale again.
+        """The version for a row of a group; one that is published. A requeued row belongs to an earlier step: the clock
+        decides, or it would become stale again.
         """
         if self._job.pacing.mode == "sync":
             return max(clock, self._due())
@@ -211,7 +218,8 @@ class _StageOver(Exception):
 def followed_weights(context: Context, engine: Generator, job: Job, version: int) -> Iterator[FollowedWeights]:
     """Update weights in a thread until the block ends.
 
-    Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python ends.
+    Leaving waits for an update that has begun: a thread inside an engine's C++ code aborts the process when Python
+    ends.
     """
     weights = FollowedWeights(job.pacing.max_staleness or 0, version)
     load = _updating(context, engine, WEIGHTS)

@@ -2,8 +2,10 @@
 
 Rules:
 
-1. Task `rank` is leased a whole batch at a time, so that all its rows become ready at once, ranked. What is not whole within `LINGER_S` goes on as it is.
-2. The plan of the batch is published before its rows are acked. Until the ranker has skill, rows keep the order of the data; they are judged all the same.
+1. Task `rank` is leased a whole batch at a time, so that all its rows become ready at once, ranked. What is not whole
+   within `LINGER_S` goes on as it is.
+2. The plan of the batch is published before its rows are acked. Until the ranker has skill, rows keep the order of the
+   data; they are judged all the same.
 3. A thread serves task `lengths`: it teaches the ranker and refits it. Rows never wait for that.
 4. The ranker is saved in the run's folder after each refit, and a later life of the process goes on with it.
 5. Each refit reports its recall on rows that it had not seen, as figures of the run and as a table on the queue's page.

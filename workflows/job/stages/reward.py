@@ -27,15 +27,16 @@ _SHOWN: Final = 3
 
 @contextmanager
 def reward(context: Context) -> Iterator[Work]:
-    """Factory of the stage. A reward that fails and says "stop" ends the run at once: a second try would fail the same."""
+    """Factory of the stage. A reward that fails and says "stop" ends the run at once: a second try would fail the
+    same."""
     with reward_with(context, load_tokenizer(context.settings(Job).model)) as score:
         yield score
 
 
 @contextmanager
 def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
-    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term, ``scored/NAME``, of how many rows, and
-    rows dropped.
+    """Load the rewards. Figures of kind "reward", one for each lease: ``reward/NAME``, the mean score of a term,
+    ``scored/NAME``, of how many rows, and rows dropped.
     """
     job = context.settings(Job)
     scorer = RewardScorer(job, tokenizer, limit=ended_process_after)

@@ -32,9 +32,10 @@ _PARTS: Final = 16
 def rollout(context: Context) -> Iterator[Work]:
     """Factory of ``rollout``: starts the engine, waits for the first weights, and generates.
 
-    Its function gives `response_ids`, `token_versions` (int32 ``[T]``), `rollout_logprobs` (float32 ``[T]``, of the distribution that was drawn from) and
-    `finish_reason`, with the end token as the response's last. It may be called from several threads at once (`Stage.slots`). A row draws with a seed
-    that is a hash of the job's seed and its ordinal.
+    Its function gives `response_ids`, `token_versions` (int32 ``[T]``), `rollout_logprobs` (float32 ``[T]``, of the
+    distribution that was drawn from) and `finish_reason`, with the end token as the response's last. It may be called
+    from several threads at once (`Stage.slots`). A row draws with a seed that is a hash of the job's seed and its
+    ordinal.
     """
     job = context.settings(Job)
     surplus = Surplus(context) if stops_surplus(job) else None
@@ -50,8 +51,8 @@ def rollout(context: Context) -> Iterator[Work]:
 def generating(
     context: Context, job: Job, surplus: Surplus | None = None
 ) -> Iterator[tuple[Generator, PolicyWeights, Sampling, Callable[[Work], Work]]]:
-    """Open the engine of this process with the first weights; yield it, its weights, the job's sampling, and what makes the stage's function lease rows by length, if
-    the job dispatches so. surplus: stops the engine when a batch is full.
+    """Open the engine of this process with the first weights; yield it, its weights, the job's sampling, and what makes
+    the stage's function lease rows by length, if the job dispatches so. surplus: stops the engine when a batch is full.
     """
     settings = engine_of(job, context.instance)
     sampling = sampling_of(job, settings)
@@ -112,7 +113,8 @@ class EngineRollout:
 
 
 def sampling_of(job: Job, settings: EngineSettings) -> Sampling:
-    """Return how the job draws. Stop tokens: the end tokens of the tokenizer and of the model's generation settings, and `sampling.stop`.
+    """Return how the job draws. Stop tokens: the end tokens of the tokenizer and of the model's generation settings,
+    and `sampling.stop`.
 
     Raises `UsageError` for a stop text that is not one token.
     """
@@ -144,6 +146,7 @@ def stop_id(tokenizer: Any, text: str) -> int:
     ids: list[int] = tokenizer([text], add_special_tokens=False)["input_ids"][0]
     if len(ids) != 1:
         raise UsageError(
-            f"sampling.stop={text!r} is {len(ids)} tokens ({ids[:8]}); engines stop at one token id: give a text that is a single token of the model"
+            f"sampling.stop={text!r} is {len(ids)} tokens ({ids[:8]}); engines stop at one token id: give a text that "
+            "is a single token of the model"
         )
     return int(ids[0])

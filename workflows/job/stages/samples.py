@@ -27,7 +27,8 @@ class SampleReporter:
         self._version, self._left = -1, 0
 
     def report(self, batch: tq.Batch, rewards_B: npt.NDArray[Any]) -> None:
-        """Report the first rows of `batch` if its version has not had enough yet. Rows without a reward (NaN) are passed over."""
+        """Report the first rows of `batch` if its version has not had enough yet. Rows without a reward (NaN) are
+        passed over."""
         if batch.version != self._version:
             self._version, self._left = batch.version, self._each
         at = np.flatnonzero(np.isfinite(rewards_B))[: self._left]

@@ -1,10 +1,13 @@
-"""The processes that score rows by a model: reference and teacher, which stay as they are, proximal policy and critic, which are trained.
+"""The processes that score rows by a model: reference and teacher, which stay as they are, proximal policy and critic,
+which are trained.
 
-A process whose model is trained waits for the first version before its first row, and then takes the newest version for each lease.
+A process whose model is trained waits for the first version before its first row, and then takes the newest version for
+each lease.
 
-In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after the policy of the same step, whose
-version admits new rows. Versions of both channels are equal (`transferqueue.workflows.job.training.pair`), so a lease waits for the critic's version that its rows
-were generated with.
+In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after
+the policy of the same step, whose version admits new rows. Versions of both channels are equal
+(`transferqueue.workflows.job.training.pair`), so a lease waits for the critic's version that its rows were generated
+with.
 """
 
 from __future__ import annotations
@@ -33,7 +36,8 @@ CRITIC_S: Final = 3600.0
 
 @contextmanager
 def reference(context: Context) -> Iterator[LogProbs]:
-    """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it was)."""
+    """Yield the stage that gives ``ref_logprobs``, by the model of ``reference.path`` (default: the policy as it
+    was)."""
     job = context.settings(Job)
     model = _scorer(load_causal_lm, job.reference, job.model)
     yield LogProbs(
@@ -74,7 +78,8 @@ def value(context: Context) -> Iterator[Values]:
 
 @contextmanager
 def teacher(context: Context) -> Iterator[TeacherTopK]:
-    """Yield the stage that gives ``teacher_ids`` and ``teacher_logprobs``: ``top_k`` most probable tokens, or the drawn one alone."""
+    """Yield the stage that gives ``teacher_ids`` and ``teacher_logprobs``: ``top_k`` most probable tokens, or the drawn
+    one alone."""
     job = context.settings(Job)
     yield TeacherTopK(
         _scorer(load_causal_lm, job.teacher, job.model),
@@ -108,7 +113,8 @@ def _followed(context: Context, channel: str, model: Any) -> WeightUpdater:
     updater = WeightUpdater(context.queue, channel, update)
     if not updater.follow(FIRST_S):
         raise DeadlineExceeded(
-            f'no weights came on channel "{channel}" within {FIRST_S:g} s; the trainer publishes them before its first step'
+            f'no weights came on channel "{channel}" within {FIRST_S:g} s; the trainer publishes them before its first '
+            "step"
         )
     return updater
 
@@ -118,6 +124,6 @@ def _wait_for_critic(newest: WeightUpdater, version: int) -> None:
     while newest.version < version:
         if not newest.follow(CRITIC_S):
             raise DeadlineExceeded(
-                f'rows of version {version} wait for that version of the critic, which is at {newest.version}, and channel "{CRITIC}" got no other for '
-                f'{CRITIC_S:g} s; see the log of task "{TRAIN_CRITIC}"'
+                f"rows of version {version} wait for that version of the critic, which is at {newest.version}, and "
+                f'channel "{CRITIC}" got no other for {CRITIC_S:g} s; see the log of task "{TRAIN_CRITIC}"'
             )

@@ -1,12 +1,15 @@
-"""When a batch is full, the requests of a job that over-samples end, and their rows go on under the weights that the batch makes.
+"""When a batch is full, the requests of a job that over-samples end, and their rows go on under the weights that the
+batch makes.
 
 Rules:
 
-1. The trainer announces a full batch (`transferqueue.workflows.flow.loop.full_batches`). The engine is then told to abort: each request ends with its tokens so far, and
-   its row is handed back with them. A row that was not begun is handed back as it is. So no row is lost, or generated twice at once.
-2. A row that is leased again waits for the weights that the batch makes (`policy_weights`). It goes on with its tokens, or begins anew where its oldest token is
-   more than `pacing.max_staleness` versions behind.
-3. A request that began while the engine was aborting is met by the next round. An engine that cannot abort, or takes no weights, finishes its rows instead.
+1. The trainer announces a full batch (`transferqueue.workflows.flow.loop.full_batches`). The engine is then told to
+   abort: each request ends with its tokens so far, and its row is handed back with them. A row that was not begun is
+   handed back as it is. So no row is lost, or generated twice at once.
+2. A row that is leased again waits for the weights that the batch makes (`policy_weights`). It goes on with its tokens,
+   or begins anew where its oldest token is more than `pacing.max_staleness` versions behind.
+3. A request that began while the engine was aborting is met by the next round. An engine that cannot abort, or takes no
+   weights, finishes its rows instead.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ from transferqueue.workflows.job.stages.hand_back import abort_while
 
 
 class Surplus:
-    """The requests of one generating process, and whether their batch is full. Its methods are called from several threads at once."""
+    """The requests of one generating process, and whether their batch is full. Its methods are called from several
+    threads at once."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -43,8 +47,8 @@ class Surplus:
             yield due
 
     def until_full(self, version: int, rows: Sequence[int], parts: Iterator[PartialResult]) -> Iterator[PartialResult]:
-        """Yield the results of `rows`, of which those that a full batch left unfinished are handed back. version: of their turn; -1: of an engine that
-        takes no weights.
+        """Yield the results of `rows`, of which those that a full batch left unfinished are handed back. version: of
+        their turn; -1: of an engine that takes no weights.
         """
         with self._changed:
             is_full = self._is_full(version)
@@ -64,7 +68,8 @@ class Surplus:
                 self._changed.notify_all()
 
     def stop(self, engine: Generator, due: int) -> None:
-        """The batch that makes the weights `due` is full: abort the requests under older weights. Returns when none runs, or the engine cannot."""
+        """The batch that makes the weights `due` is full: abort the requests under older weights. Returns when none
+        runs, or the engine cannot."""
         with self._changed:
             self._due = due
         abort_while(engine, lambda: any(map(self._is_full, self._running)), self._changed)

@@ -24,7 +24,8 @@ _EXAMPLES: Final = """examples:
   a policy that answers a third of the questions right, and the questions to train it on:
     python -m transferqueue.workflows.job.tiny_model models/tiny --warm-up 200 --task sort --data data/sort
   a reward model and a critic for the same task, which know the mistakes of that policy:
-    python -m transferqueue.workflows.job.tiny_model models/reward --kind classifier --warm-up 1500 --until 0.98 --policy models/tiny
+    python -m transferqueue.workflows.job.tiny_model models/reward --kind classifier --warm-up 1500 \\
+        --until 0.98 --policy models/tiny
     python -m transferqueue.workflows.job.tiny_model models/critic --kind value --warm-up 400 --policy models/tiny
 
 The reward function of every task: transferqueue.workflows.job.tiny_model.tasks:exact (it reads the column answer).
@@ -34,7 +35,9 @@ The reward function of every task: transferqueue.workflows.job.tiny_model.tasks:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m transferqueue.workflows.job.tiny_model",
-        description="Make a tiny Qwen3 directory offline: about 140,000 parameters, byte-level tokenizer, chat template.",
+        description=(
+            "Make a tiny Qwen3 directory offline: about 140,000 parameters, byte-level tokenizer, chat template."
+        ),
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -1,7 +1,8 @@
-"""Answers that a tiny model learns from: the right ones, and for a judge also ones with a mistake and ones that a policy drew.
+"""Answers that a tiny model learns from: the right ones, and for a judge also ones with a mistake and ones that a
+policy drew.
 
-A judge that saw only right answers with one mistake calls other mistakes right: of a policy's own wrong answers, one in six. A policy that is
-trained on its score finds them. So a judge may learn from answers that the policy draws.
+A judge that saw only right answers with one mistake calls other mistakes right: of a policy's own wrong answers, one in
+six. A policy that is trained on its score finds them. So a judge may learn from answers that the policy draws.
 """
 
 from __future__ import annotations
@@ -57,9 +58,11 @@ class MistakenAnswers:
 
 
 class DrawnAnswers:
-    """Answers that a policy draws at temperature 1. alone: all rows; else one row of two, and those of `others` in between.
+    """Answers that a policy draws at temperature 1. alone: all rows; else one row of two, and those of `others` in
+    between.
 
-    policy: a directory that `make.make` wrote. Raises `NotFound` if it has no model. Draws from torch's global generator.
+    policy: a directory that `make.make` wrote. Raises `NotFound` if it has no model. Draws from torch's global
+    generator.
     """
 
     def __init__(self, policy: str | Path, others: Answers, *, alone: bool) -> None:

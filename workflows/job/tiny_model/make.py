@@ -53,7 +53,8 @@ KINDS: Final[Mapping[str, _Recipe]] = {
         drawn_alone=True,
     ),
 }
-"""builtin: a policy that needs no library of Hugging Face (`adapters.builtin`). qwen3: a policy. classifier: a reward model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
+"""builtin: a policy that needs no library of Hugging Face (`adapters.builtin`). qwen3: a policy. classifier: a reward
+model, whose score is above 0 for right answers. value: a critic, which predicts the reward before each token."""
 
 
 def config(tokenizer: Any, **changes: Any) -> Any:
@@ -93,11 +94,12 @@ def make(
 ) -> float:
     """Write a model and its tokenizer into `directory`; return its held-out figure (0.0 without a warm-up).
 
-    steps: most steps of the warm-up, each of 64 rows. until: held-out figure at which it ends earlier; of a policy, the expected
-    reward at temperature 1. policy: a directory whose model draws answers for a reward model (every second one) or a critic (all): they then
-    know its own mistakes. lr: learning rate of the warm-up. changes: of the configuration. Weights are float32 and a function of the arguments.
-    Raises `NotFound` for an unknown kind, task or policy and `UsageError` for a negative number of steps and for a policy that learns from
-    another, before anything is written.
+    steps: most steps of the warm-up, each of 64 rows. until: held-out figure at which it ends earlier; of a policy, the
+    expected reward at temperature 1. policy: a directory whose model draws answers for a reward model (every second
+    one) or a critic (all): they then know its own mistakes. lr: learning rate of the warm-up. changes: of the
+    configuration. Weights are float32 and a function of the arguments. Raises `NotFound` for an unknown kind, task or
+    policy and `UsageError` for a negative number of steps and for a policy that learns from another, before anything is
+    written.
     """
     if kind not in KINDS:
         raise NotFound(f'kind "{kind}" is unknown; there are {listing(KINDS)}')
@@ -157,7 +159,8 @@ def _answers(recipe: _Recipe, tokenizer: Any, policy: str | Path | None, seed: i
 
 
 def write_data(directory: str | Path, *, task: str = "sort", train: int = 4096, test: int = 256, seed: int = 0) -> None:
-    """Write ``train.jsonl`` and ``test.jsonl``: one object a line, with question, answer and the task's other columns. No question is twice in a file or in both."""
+    """Write ``train.jsonl`` and ``test.jsonl``: one object a line, with question, answer and the task's other columns.
+    No question is twice in a file or in both."""
     if task not in TASKS:
         raise NotFound(f'task "{task}" is unknown; there are {listing(TASKS)}')
     place = Path(directory)

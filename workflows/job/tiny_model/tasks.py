@@ -1,4 +1,5 @@
-"""Tasks that a tiny model can learn: a question, its only answer, and a split that keeps test questions out of training.
+"""Tasks that a tiny model can learn: a question, its only answer, and a split that keeps test questions out of
+training.
 
 A question belongs to the test split by a hash of its text, so the splits are disjoint whatever seed draws them.
 """
@@ -38,7 +39,8 @@ def _sort(draws: random.Random) -> TaskQuestion:
 
 
 def _tool(draws: random.Random) -> TaskQuestion:
-    """The two turns of a sum with a calculator: the call, ``<12+34>``, and after the calculator's message, ``46``, that number."""
+    """The two turns of a sum with a calculator: the call, ``<12+34>``, and after the calculator's message, ``46``, that
+    number."""
     left, right = draws.randrange(100), draws.randrange(100)
     question, call, result = f"{left}+{right}=", f"<{left}+{right}>", str(left + right)
     if draws.random() < 0.5:
@@ -47,7 +49,8 @@ def _tool(draws: random.Random) -> TaskQuestion:
 
 
 def _count(draws: random.Random) -> TaskQuestion:
-    """Count up to a number that is mostly small: half of the answers have at most 15 characters, a tenth more than 40, the longest 87."""
+    """Count up to a number that is mostly small: half of the answers have at most 15 characters, a tenth more than 40,
+    the longest 87."""
     last, unit = min(24, max(1, int(draws.lognormvariate(1.6, 0.8)))), "".join(draws.choices(string.ascii_letters, k=2))
     return TaskQuestion(f"count {last}{unit}", "".join(f"{number}{unit}" for number in range(1, last + 1)))
 

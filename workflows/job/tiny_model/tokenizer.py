@@ -31,7 +31,8 @@ CHAT_TEMPLATE: Final = (
 
 
 def build_tokenizer() -> Any:
-    """Return a `transformers.PreTrainedTokenizerFast` of about 280 tokens. End token ``<|im_end|>``, padding ``<|endoftext|>``."""
+    """Return a `transformers.PreTrainedTokenizerFast` of about 280 tokens. End token ``<|im_end|>``, padding
+    ``<|endoftext|>``."""
     import tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,7 +1,7 @@
 """Short supervised training of tiny models: answers for a policy, judgements for a reward model and a critic.
 
-A judge learns at every token whether the answer is right so far: from its last token alone it learns a third as fast. Which answers it sees
-says `answers`.
+A judge learns at every token whether the answer is right so far: from its last token alone it learns a third as fast.
+Which answers it sees says `answers`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _RISE_STEPS: Final = 10
 
 
 class PaddedRows(NamedTuple):
-    """Prompts and responses, padded on the right. ids: int64 ``[rows, tokens]``. is_response: bool. right: float32, 1 where the response so far is right, else 0."""
+    """Prompts and responses, padded on the right. ids: int64 ``[rows, tokens]``. is_response: bool. right: float32, 1
+    where the response so far is right, else 0."""
 
     ids_RT: Tensor
     is_response_RT: Tensor
@@ -75,7 +76,8 @@ def _right_so_far(response: Sequence[int], truth: Sequence[int]) -> list[float]:
 
 
 def answer_logprobs(model: Any, rows: PaddedRows) -> Tensor:
-    """Return the log-probability of each response token, 0 elsewhere: float32 ``[rows, tokens - 1]``, with a gradient."""
+    """Return the log-probability of each response token, 0 elsewhere: float32 ``[rows, tokens - 1]``, with a
+    gradient."""
     logits_RTV = model(input_ids=rows.ids_RT[:, :-1]).logits.float()
     logprobs_RT = logits_RTV.log_softmax(-1).gather(-1, rows.ids_RT[:, 1:, None])[..., 0]
     masked_RT: Tensor = logprobs_RT * rows.is_response_RT[:, 1:]
@@ -141,9 +143,11 @@ def warm_up(
     seed: int = 0,
     lr: float = LEARNING_RATE,
 ) -> float:
-    """Train `model` in place for at most `steps` steps, until `measure` of held-out rows reaches `until`; return that figure.
+    """Train `model` in place for at most `steps` steps, until `measure` of held-out rows reaches `until`; return that
+    figure.
 
-    answers: what is learned or judged. The result depends on the arguments alone, and on torch's global generator where `answers` draw from it.
+    answers: what is learned or judged. The result depends on the arguments alone, and on torch's global generator where
+    `answers` draw from it.
     """
     questions = list(islice(problems(task, "test", seed=seed), _HELD_OUT_ROWS))
     held_out = rows_of(tokenizer, questions, answers(questions))

@@ -3,11 +3,13 @@
 ``DIRECTORY/step-00000040/``::
 
     model.safetensors       weights by name, in the dtype that is trained; of a model with adapters, the adapters
-    optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; states of random generators
+    optimizer.safetensors   ``name/exp_avg``, ``name/exp_avg_sq``, ``name/step`` of each trained weight; generators
     state.json              step, version of its weights, where the random generators are, what wrote it
 
-A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the directory is renamed. ``state.json`` has the checksum of each file, which is compared before anything is loaded. A reader takes the newest
-directory of that form, so a death at any moment leaves the checkpoint before or this one, never a part. The schedule has no state: the rate follows from the step.
+A checkpoint is written into a directory beside it, whose files and names are synchronised with the disk; then the
+directory is renamed. ``state.json`` has the checksum of each file, which is compared before anything is loaded. A
+reader takes the newest directory of that form, so a death at any moment leaves the checkpoint before or this one, never
+a part. The schedule has no state: the rate follows from the step.
 """
 
 from __future__ import annotations
@@ -37,12 +39,16 @@ from transferqueue.workflows.job.training.pair import checkpoint_path, checkpoin
 FORMAT: Final = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"
 _TENSORS: Final = (_MODEL, _OPTIMIZER)
-_REMEDY: Final = "put it back, or start a new run with checkpoint.resume at an older checkpoint: rows of its steps are final in this run"
+_REMEDY: Final = (
+    "put it back, or start a new run with checkpoint.resume at an older checkpoint: rows of its steps are final in "
+    "this run"
+)
 _RANDOM: Final = "random/"
 
 
 class CheckpointState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the data were trained.
+    """What a checkpoint says of itself. step: of the trainer. version: of its weights. position: which places of the
+    data were trained.
 
     checksums: of the other files by name, xxh3-64 in hexadecimal.
     """
@@ -78,10 +84,11 @@ class Checkpoints:
         return self.path(steps[-1]) if steps else None
 
     def save(self, learner: StepLearner, version: int, position: StreamPosition) -> dict[str, float]:
-        """Write a checkpoint of the learner as it is now, then remove those beyond `keep`. Returns its step, seconds and bytes.
+        """Write a checkpoint of the learner as it is now, then remove those beyond `keep`. Returns its step, seconds
+        and bytes.
 
-        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power. `StageFailedInProcess` if it
-        cannot be written: what there is of it is removed, and the checkpoints before stay.
+        Under FSDP2 every rank calls this; rank 0 writes. Blocks until the checkpoint would survive a loss of power.
+        `StageFailedInProcess` if it cannot be written: what there is of it is removed, and the checkpoints before stay.
         """
         started = time.monotonic()
         tensors = learner_tensors(learner)
@@ -106,7 +113,8 @@ class Checkpoints:
             shutil.rmtree(unfinished, ignore_errors=True)
             nbytes = sum(tensor.nbytes for part in tensors for tensor in part.values())
             raise StageFailedInProcess(
-                f'the checkpoint of step {state.step}, {nbytes / MIB:,.1f} MiB, cannot be written to "{self.directory}": {error}; make room there, and go on '
+                f"the checkpoint of step {state.step}, {nbytes / MIB:,.1f} MiB, cannot be written to "
+                f'"{self.directory}": {error}; make room there, and go on '
                 "with train --resume"
             ) from error
 
@@ -138,7 +146,8 @@ class Checkpoints:
 
 
 def load_checkpoint(path: Path, learner: StepLearner) -> CheckpointState:
-    """Make the learner what it was when the checkpoint at `path` was written. Returns what the checkpoint says of itself.
+    """Make the learner what it was when the checkpoint at `path` was written. Returns what the checkpoint says of
+    itself.
 
     `NotFound` if it is not complete, `Corruption` if a file cannot be read, `UsageError` if it is of another model.
     """
@@ -165,7 +174,8 @@ def checkpoint_state(path: Path) -> CheckpointState:
         raise Corruption(f'"{path / _STATE}" cannot be read: {error}; {_REMEDY}') from error
     if state.format != FORMAT:
         raise UsageError(
-            f'checkpoint "{path}" has format {state.format}, and this version reads {FORMAT}; use the version that wrote it'
+            f'checkpoint "{path}" has format {state.format}, and this version reads {FORMAT}; use the version that '
+            "wrote it"
         )
     return state
 
@@ -223,8 +233,8 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _saved_weights(model: nn.Module) -> dict[str, Tensor]:
-    """The weights that a checkpoint has, by name: all, or those that are trained if others are not. Tied ones, which are one parameter, by their
-    first name alone."""
+    """The weights that a checkpoint has, by name: all, or those that are trained if others are not. Tied ones, which
+    are one parameter, by their first name alone."""
     state = model.state_dict(keep_vars=True)
     first = {id(tensor): name for name, tensor in reversed(state.items())}
     partly = not all(parameter.requires_grad for parameter in model.parameters())

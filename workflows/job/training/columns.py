@@ -52,10 +52,11 @@ def lengths(columns: RowColumns) -> list[int]:
 
 
 def loss_columns(columns: RowColumns, algorithm: AlgorithmSettings, device: torch.device) -> dict[str, Tensor]:
-    """Return what `Responses` takes beside the log-probs: mask, offsets, and every column of `columns` that a loss reads.
+    """Return what `Responses` takes beside the log-probs: mask, offsets, and every column of `columns` that a loss
+    reads.
 
-    Tokens are masked where ``loss_mask`` is False and, with ``mask_truncated``, in rows whose ``finish_reason`` is ``length``. `UsageError` for a
-    column whose row has another number of values than its response.
+    Tokens are masked where ``loss_mask`` is False and, with ``mask_truncated``, in rows whose ``finish_reason`` is
+    ``length``. `UsageError` for a column whose row has another number of values than its response.
     """
     counts = [len(response) for response in columns["response_ids"]]
     offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])

@@ -2,14 +2,16 @@
 
 Rules:
 
-1. A step takes a number of *units*: prompts with all their responses, or single rows where the algorithm compares none. The *place* of a unit is
-   its number in the data, over all epochs.
+1. A step takes a number of *units*: prompts with all their responses, or single rows where the algorithm compares none.
+   The *place* of a unit is its number in the data, over all epochs.
 2. A streaming step computes with units as they come, and asks for the rest; other steps ask for all at once.
-3. In the order ``ready`` a unit that has come is computed with at once. Short responses come first, so with units of several steps in flight
-   each step would take the shortest of all. The *window* bounds that: only places below the oldest unfinished one plus the window are asked for.
-4. In the order ``ordinal`` a step takes the lowest unfinished places, and computes with them in that order and in parts of a fixed number of units. So
-   every run with the same rows adds the same numbers in the same order.
-5. A place may be *gone*: its rows were dropped, or replaced by those of another prompt. The window then moves on, and the order skips it.
+3. In the order ``ready`` a unit that has come is computed with at once. Short responses come first, so with units of
+   several steps in flight each step would take the shortest of all. The *window* bounds that: only places below the
+   oldest unfinished one plus the window are asked for.
+4. In the order ``ordinal`` a step takes the lowest unfinished places, and computes with them in that order and in parts
+   of a fixed number of units. So every run with the same rows adds the same numbers in the same order.
+5. A place may be *gone*: its rows were dropped, or replaced by those of another prompt. The window then moves on, and
+   the order skips it.
 """
 
 from __future__ import annotations
@@ -26,10 +28,11 @@ Unit = TypeVar("Unit")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepShape:
-    """The shape of every step. units: in a step. at_least: units of one request; the order ``ordinal`` computes with as many at a time.
+    """The shape of every step. units: in a step. at_least: units of one request; the order ``ordinal`` computes with as
+    many at a time.
 
-    stream: begin before all units have come. window: in steps; ``math.inf``: any place is taken. The order ``ordinal`` has a window of one step.
-    `UsageError` for numbers below 1, and for at_least above units.
+    stream: begin before all units have come. window: in steps; ``math.inf``: any place is taken. The order ``ordinal``
+    has a window of one step. `UsageError` for numbers below 1, and for at_least above units.
     """
 
     units: int
@@ -41,7 +44,8 @@ class StepShape:
     def __post_init__(self) -> None:
         if not 1 <= self.at_least <= self.units:
             raise UsageError(
-                f"at_least={self.at_least} of units={self.units}: a request takes 1 to {self.units} units; change trainer.at_least"
+                f"at_least={self.at_least} of units={self.units}: a request takes 1 to {self.units} units; change "
+                "trainer.at_least"
             )
         if self.window < 1:
             raise UsageError(

@@ -1,10 +1,12 @@
-"""Learners that take the rows of a step as they come: forward and backward of each micro-batch at once, one update at its end.
+"""Learners that take the rows of a step as they come: forward and backward of each micro-batch at once, one update at
+its end.
 
-The loss of a step is ``(1/N) sum_m S_m``: S_m is the sum over micro-batch m, N the weight of the whole step (tokens or rows), which is known only
-when its last row has come. A gradient is linear in the loss, so each micro-batch adds the gradient of ``S_m / c``, with a constant c, in float32, and
-the step multiplies the sum by ``c W / N`` before it clips. W undoes the mean that FSDP2 takes over W ranks. c is a power of two near N, so
-dividing by it is exact, and numbers stay near those of an ordinary mean. The result does not depend on how rows were split, but for the
-order in which float32 numbers are added.
+The loss of a step is ``(1/N) sum_m S_m``: S_m is the sum over micro-batch m, N the weight of the whole step (tokens or
+rows), which is known only when its last row has come. A gradient is linear in the loss, so each micro-batch adds the
+gradient of ``S_m / c``, with a constant c, in float32, and the step multiplies the sum by ``c W / N`` before it clips.
+W undoes the mean that FSDP2 takes over W ranks. c is a power of two near N, so dividing by it is exact, and numbers
+stay near those of an ordinary mean. The result does not depend on how rows were split, but for the order in which
+float32 numbers are added.
 
 This holds for one unknown weight per gradient. The critic has a model, and so a gradient, of its own.
 """
@@ -40,7 +42,8 @@ _PER_STEP: Final = frozenset({"tokens", "rows"})
 
 
 def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "constant") -> float:
-    """Return the share of the learning rate at `step` (from 0): up over `warmup` steps, then as the schedule says, down to 0 at `steps`.
+    """Return the share of the learning rate at `step` (from 0): up over `warmup` steps, then as the schedule says, down
+    to 0 at `steps`.
 
     >>> [rate_share(step, steps=6, warmup=2, schedule="linear") for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -54,9 +57,10 @@ def rate_share(step: int, *, steps: int, warmup: int = 0, schedule: str = "const
 class StepLearner(ABC):
     """Owns a model and its optimizer (AdamW): `accumulate` for rows as they come, `step` once a step.
 
-    model: plain, or sharded by ``fully_shard``; then, and with several `ranks`, every rank calls every method in the same order. trainer: as the
-    job has it; weights and gradients have the dtype of the model's parameters, and gradients are added in float32. compute: dtype of the forward
-    pass (autocast where it differs). steps: of the whole run, for the schedule.
+    model: plain, or sharded by ``fully_shard``; then, and with several `ranks`, every rank calls every method in the
+    same order. trainer: as the job has it; weights and gradients have the dtype of the model's parameters, and
+    gradients are added in float32. compute: dtype of the forward pass (autocast where it differs). steps: of the whole
+    run, for the schedule.
     """
 
     def __init__(
@@ -86,21 +90,25 @@ class StepLearner(ABC):
     # ------------------------------------------------------------ rows
 
     def micro_batches(self, columns: RowColumns, at_least: int = 1) -> list[list[int]]:
-        """Return the rows of each pass: at most ``micro_tokens`` tokens, and at least `at_least` passes if there are as many rows."""
+        """Return the rows of each pass: at most ``micro_tokens`` tokens, and at least `at_least` passes if there are as
+        many rows."""
         sizes = lengths(columns)
         tokens = min(self._trainer.micro_tokens, max(1, -(-sum(sizes) // at_least)))
         return micro_batches(sizes, tokens, padded=not is_packed(self.model))
 
     def accumulate(self, columns: RowColumns) -> None:
-        """Compute the rows' loss and add its gradient. columns: what the loss reads, one value a row (see `RowColumns`).
+        """Compute the rows' loss and add its gradient. columns: what the loss reads, one value a row (see
+        `RowColumns`).
 
-        Blocks for the passes. `UsageError` for rows that the loss cannot take; the gradient is then that of the passes before.
+        Blocks for the passes. `UsageError` for rows that the loss cannot take; the gradient is then that of the passes
+        before.
         """
         for rows in self.micro_batches(columns) if rows_of(columns) else []:
             self.backward(select(columns, rows))
 
     def backward(self, columns: RowColumns, weight: float = 1.0) -> None:
-        """Make one pass over the rows. weight 0: they count as none; a rank without rows takes part in a collective that way."""
+        """Make one pass over the rows. weight 0: they count as none; a rank without rows takes part in a collective
+        that way."""
         with self._autocast():
             loss = self.loss(columns)
         (loss.total * (weight / self._scale)).backward()
@@ -124,8 +132,9 @@ class StepLearner(ABC):
     def step(self, *, counts: bool = True) -> dict[str, float]:
         """Update the weights with the mean gradient of the accumulated rows, over all ranks. Returns figures.
 
-        ``loss`` and what the loss counts are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are sums; ``gradient_norm`` is from before
-        clipping; ``lr``. counts False: further updates of the same step follow. `UsageError` if no rank has accumulated a row.
+        ``loss`` and what the loss counts are means over its weight or over tokens; ``tokens``, ``rows``, ``passes`` are
+        sums; ``gradient_norm`` is from before clipping; ``lr``. counts False: further updates of the same step follow.
+        `UsageError` if no rank has accumulated a row.
         """
         sums = self.ranks.summed(self._sums)
         if not sums.get("weight", 0.0) > 0:
@@ -146,11 +155,13 @@ class StepLearner(ABC):
         return {**_means(sums), "gradient_norm": float(norm), "lr": self._lr * share}
 
     def weights(self) -> WeightSource:
-        """Return the weights by name, adapters merged; not copied. Iterating gathers shards: do it on every rank, in the same order."""
+        """Return the weights by name, adapters merged; not copied. Iterating gathers shards: do it on every rank, in
+        the same order."""
         return published_weights(self.model)
 
     def own_weights(self) -> WeightSource:
-        """Return what this rank publishes: its shards, if weights are sharded, else all `weights`. Every rank calls it: adapters are merged."""
+        """Return what this rank publishes: its shards, if weights are sharded, else all `weights`. Every rank calls it:
+        adapters are merged."""
         source = published_weights(self.model)
         return RankShards(source.sharded(), self.ranks.rank) if self.ranks.parallel == "fsdp2" else source
 
@@ -178,7 +189,8 @@ class StepLearner(ABC):
 class PolicyLearner(StepLearner):
     """Learns a policy: any kind of algorithm, sft and distillation included.
 
-    temperature: that responses were drawn with. tokens_max: the longest response that is allowed (for Dr. GRPO). rows_near: about how many rows a step has.
+    temperature: that responses were drawn with. tokens_max: the longest response that is allowed (for Dr. GRPO).
+    rows_near: about how many rows a step has.
 
     Example::
 
@@ -230,7 +242,8 @@ class PolicyLearner(StepLearner):
 
 
 class ValueLearner(StepLearner):
-    """Learns a value model: the critic of ppo. lr: of the critic. tokens_near: about how many response tokens a step has."""
+    """Learns a value model: the critic of ppo. lr: of the critic. tokens_near: about how many response tokens a step
+    has."""
 
     def __init__(
         self,

@@ -1,16 +1,20 @@
-"""The policy's trainer and the critic's as a pair: they go back to the same step. No torch here: the supervisor of a run uses it too.
+"""The policy's trainer and the critic's as a pair: they go back to the same step. No torch here: the supervisor of a
+run uses it too.
 
 Rules:
 
-1. A checkpoint of a step counts once both trainers have one. Whoever writes the second says ``checkpointed`` for both tasks, so rows are final in both or
-   in neither. The policy's last checkpoint counts for any later one of the critic, which trains until the table ends.
-2. The processes of a pair die together and start together (`StageJob.together`). Before they start, `begin_again` removes checkpoints that one
-   of them lacks, and writes the version that both publish first, which no channel has yet.
-3. The critic publishes that version first; then the policy; then the critic leases rows. So no row is generated, scored or learned from before both are back, and
-   versions of both channels stay equal: the values of rows of version v are given by the critic's version v.
-4. In sync mode the critic with weights of version v learns only from rows of version v. When a step was taken back, rows of the steps after it may be in the
-   table, and they are generated again together with its own. The critic may have finished its step before the policy has; the rows of the next step are then still
-   of the version before. They become stale with the policy's next version, and come again. Without this rule the critic would learn from both.
+1. A checkpoint of a step counts once both trainers have one. Whoever writes the second says ``checkpointed`` for both
+   tasks, so rows are final in both or in neither. The policy's last checkpoint counts for any later one of the critic,
+   which trains until the table ends.
+2. The processes of a pair die together and start together (`StageJob.together`). Before they start, `begin_again`
+   removes checkpoints that one of them lacks, and writes the version that both publish first, which no channel has yet.
+3. The critic publishes that version first; then the policy; then the critic leases rows. So no row is generated, scored
+   or learned from before both are back, and versions of both channels stay equal: the values of rows of version v are
+   given by the critic's version v.
+4. In sync mode the critic with weights of version v learns only from rows of version v. When a step was taken back,
+   rows of the steps after it may be in the table, and they are generated again together with its own. The critic may
+   have finished its step before the policy has; the rows of the next step are then still of the version before. They
+   become stale with the policy's next version, and come again. Without this rule the critic would learn from both.
 """
 
 from __future__ import annotations
@@ -50,7 +54,8 @@ def latest_version(channel: tq.WeightChannel) -> int:
 
 
 def begin_pair(queue: tq.Queue, folder: Path, last: int) -> None:
-    """Let both trainers of the run in `folder` go back to the same step. last: the policy's. Neither process may run. Raises as `TrainerPair.begin_again`."""
+    """Let both trainers of the run in `folder` go back to the same step. last: the policy's. Neither process may run.
+    Raises as `TrainerPair.begin_again`."""
     newest = max(latest_version(queue.weights(channel)) for channel in (names.POLICY, names.CRITIC))
     TrainerPair(folder, last).begin_again(newest + 1)
 
@@ -69,7 +74,8 @@ def checkpoint_steps(directory: Path) -> list[int]:
 
 
 def newest_pair(policy: Sequence[int], critic: Sequence[int], last: int) -> tuple[int, int] | None:
-    """Return the newest checkpoints of policy and critic that belong together; None if no two do. last: step of the policy's last one.
+    """Return the newest checkpoints of policy and critic that belong together; None if no two do. last: step of the
+    policy's last one.
 
     >>> newest_pair([2, 4], [2], last=9), newest_pair([8, 9], [9, 10], last=9), newest_pair([2], [], last=9)
     ((2, 2), (9, 10), None)
@@ -105,9 +111,11 @@ class TrainerPair:
         return msgspec.json.decode(path.read_bytes(), type=PairStart) if path.exists() else None
 
     def begin_again(self, version: int) -> None:
-        """Remove checkpoints newer than the newest pair, and note the version that both trainers publish first. Neither process may run.
+        """Remove checkpoints newer than the newest pair, and note the version that both trainers publish first. Neither
+        process may run.
 
-        Raises `Corruption`, and removes nothing, if one trainer has several checkpoints and the other none that belongs to one of them: files are missing.
+        Raises `Corruption`, and removes nothing, if one trainer has several checkpoints and the other none that belongs
+        to one of them: files are missing.
         """
         newest = self.newest()
         late = {

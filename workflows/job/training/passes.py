@@ -36,7 +36,8 @@ class Kind(IntEnum):
 class Passes:
     """Rank 0's view of the learner on all ranks: `compute` as rows come, `update` when the step's rows are there.
 
-    A step takes ``epochs`` times ``minibatches`` updates. With more than one, the rows are kept, and all passes are made by `update`.
+    A step takes ``epochs`` times ``minibatches`` updates. With more than one, the rows are kept, and all passes are
+    made by `update`.
     """
 
     def __init__(self, learner: StepLearner, algorithm: AlgorithmSettings, *, seed: int) -> None:
@@ -60,7 +61,8 @@ class Passes:
         self._kept_ids += ids
 
     def update(self) -> dict[str, float]:
-        """Update the weights once the step's rows were given; returns figures, of several updates their means (but see `of_updates`)."""
+        """Update the weights once the step's rows were given; returns figures, of several updates their means (but see
+        `of_updates`)."""
         if not self.keeps_rows:
             return self._update(counts=True)
         columns, figures = joined(self._kept), []
@@ -109,11 +111,13 @@ class Passes:
 
 
 DIFFERENCE: Final = "logprob_difference"
-"""Figure that compares log-probs by the trainer with those of the engine: only before the first update have both the same weights."""
+"""Figure that compares log-probs by the trainer with those of the engine: only before the first update have both the
+same weights."""
 
 
 def of_updates(figures: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the figures of a step of several updates: their means, but for `DIFFERENCE` that of the first, and the mean of the others apart.
+    """Return the figures of a step of several updates: their means, but for `DIFFERENCE` that of the first, and the
+    mean of the others apart.
 
     >>> of_updates([{"loss": 1.0, "logprob_difference": 0.01}, {"loss": 3.0, "logprob_difference": 0.5}])
     {'loss': 2.0, 'logprob_difference': 0.01, 'logprob_difference_later': 0.5}
@@ -150,7 +154,8 @@ def decoded(values: Sequence[int]) -> list[list[int]]:
 
 
 class RankFollower:
-    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. publisher: publishes the shards of this rank."""
+    """Ranks but the first: carry out what rank 0 tells. fields: columns that the loss reads. publisher: publishes the
+    shards of this rank."""
 
     def __init__(
         self,

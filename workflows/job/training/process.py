@@ -1,6 +1,7 @@
 """The processes ``train`` and ``train_critic``: one each, or one for each rank of the policy's trainer.
 
-Each loads its model, goes on from the newest checkpoint of its run, and runs the loop of `transferqueue.workflows.job.training.trainer`.
+Each loads its model, goes on from the newest checkpoint of its run, and runs the loop of
+`transferqueue.workflows.job.training.trainer`.
 """
 
 from __future__ import annotations
@@ -89,7 +90,8 @@ def policy_learner(job: Job, ranks: Ranks = ALONE) -> PolicyLearner:
 
 
 def _base_dtype(job: Job) -> str:
-    """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits than engines have."""
+    """The dtype of the policy's weights in the trainer. Under adapters they do not change, so they need no more digits
+    than engines have."""
     frozen = (
         job.trainer.lora_rank > 0 and job.trainer.parallel != "fsdp2"
     )  # which shards a layer as tensors of one dtype
@@ -201,7 +203,8 @@ class _Partner:
             self._queue.weights(self._other).pull(above=version - 1, timeout_s=FIRST_S).release()
         except DeadlineExceeded as error:
             raise DeadlineExceeded(
-                f'no version {version} came on channel "{self._other}" within {FIRST_S:g} s: its trainer publishes it when its model is loaded; see its log'
+                f'no version {version} came on channel "{self._other}" within {FIRST_S:g} s: its trainer publishes it '
+                "when its model is loaded; see its log"
             ) from error
 
     def is_trained(self, row: int) -> bool:
@@ -248,7 +251,8 @@ def _publisher(context: Context, job: Job, channel: tq.WeightChannel, learner: S
     return Publisher(
         channel,
         dtype=torch_dtype(job.weights.dtype) if job.weights.dtype else None,
-        # In sync mode the next rows need these weights. Rows that a killed trainer left may be ready before: none is leased until they are stale.
+        # In sync mode the next rows need these weights. Rows that a killed trainer left may be ready before: none is
+        # leased until they are stale.
         background=job.weights.background and depth(job) > 0,
         rank=learner.ranks.rank,
         ranks=learner.ranks.world if learner.ranks.parallel == "fsdp2" else 1,
@@ -307,7 +311,8 @@ def _checkpoints(context: Context, job: Job, task: str) -> Checkpoints | None:
 
 
 def _resumed(job: Job, learner: StepLearner, checkpoints: Checkpoints | None) -> CheckpointState | None:
-    """Load the checkpoint that the trainer goes on from: the newest of this run, else the one that the job names. None: there is none."""
+    """Load the checkpoint that the trainer goes on from: the newest of this run, else the one that the job names. None:
+    there is none."""
     resume = job.checkpoint.resume
     newest = checkpoints.newest() if checkpoints is not None else None
     if newest is None and resume not in ("auto", "never"):
@@ -328,7 +333,8 @@ def _taken_up(
 
 
 def _named(path: Path, learner: StepLearner, job: Job) -> Path:
-    """Return the checkpoint that `path` names: itself, or the newest of a run's folder; of a run with a critic, the newest that belong together."""
+    """Return the checkpoint that `path` names: itself, or the newest of a run's folder; of a run with a critic, the
+    newest that belong together."""
     if path.name.startswith("step-"):
         return path
     task = names.TRAIN if isinstance(learner, PolicyLearner) else names.TRAIN_CRITIC

@@ -2,14 +2,15 @@
 
 Rules:
 
-1. The copy of step k begins when its update is done. Forward and backward passes read the weights and change none, so only the update of step k + 1
-   waits for the copy.
-2. A thread copies, publishes the version, and only then acks the rows of the step. So whoever sees room for new rows finds the weights that learned
-   from the old ones. Versions are published in order, one at a time.
+1. The copy of step k begins when its update is done. Forward and backward passes read the weights and change none, so
+   only the update of step k + 1 waits for the copy.
+2. A thread copies, publishes the version, and only then acks the rows of the step. So whoever sees room for new rows
+   finds the weights that learned from the old ones. Versions are published in order, one at a time.
 3. An error of the thread is raised by the trainer's next call here: no step follows one that could not be published.
-4. With sharded weights (FSDP2) every rank has a publisher, which copies and publishes the rank's own shards as one part of the version. Rank 0 begins
-   the version, and its part, the last, makes all visible; then the step is acked. Nothing crosses between ranks but the number of the version.
-   A version whose parts have not come after `PUBLISH_S` is given up: `VersionGivenUp` or `DeadlineExceeded` end the ranks, which start again.
+4. With sharded weights (FSDP2) every rank has a publisher, which copies and publishes the rank's own shards as one part
+   of the version. Rank 0 begins the version, and its part, the last, makes all visible; then the step is acked. Nothing
+   crosses between ranks but the number of the version. A version whose parts have not come after `PUBLISH_S` is given
+   up: `VersionGivenUp` or `DeadlineExceeded` end the ranks, which start again.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ THREAD: Final = "publication"
 class HostCopy:
     """Copies of tensors in host memory, in buffers that are used again; pinned where the tensors are on a GPU.
 
-    On a GPU the copies have a stream of their own: they wait for the update (`mark`), and later passes do not wait for them.
+    On a GPU the copies have a stream of their own: they wait for the update (`mark`), and later passes do not wait for
+    them.
     """
 
     def __init__(self, dtype: torch.dtype | None = None) -> None:
@@ -53,7 +55,8 @@ class HostCopy:
             self._updated.record()
 
     def take(self, source: WeightSource) -> dict[str, Tensor]:
-        """Copy the tensors and return the copies, which are valid until the next call. Floating tensors get the dtype of this object.
+        """Copy the tensors and return the copies, which are valid until the next call. Floating tensors get the dtype
+        of this object.
 
         Blocks until the copies are there.
         """
@@ -81,9 +84,9 @@ class HostCopy:
 class Publisher:
     """Publishes the weights of a trainer on a channel, in a thread of its own, and acks each step after its version.
 
-    dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done. rank, ranks: of those that publish one
-    version together (rule 4). emit: is told how long each publication took. figures: is told its bytes and seconds. Call from one thread; `close`
-    ends the thread.
+    dtype: of the published floating tensors; None: as they are. background False: `publish` returns when all is done.
+    rank, ranks: of those that publish one version together (rule 4). emit: is told how long each publication took.
+    figures: is told its bytes and seconds. Call from one thread; `close` ends the thread.
     """
 
     def __init__(
@@ -111,14 +114,16 @@ class Publisher:
         self._thread.start()
 
     def begin(self, version: int) -> int:
-        """Begin a version of several ranks, once the one before is published. Rank 0 only. Returns its number; 0 where one rank publishes all."""
+        """Begin a version of several ranks, once the one before is published. Rank 0 only. Returns its number; 0 where
+        one rank publishes all."""
         self.wait()
         return self._channel.begin(version, parts=self._ranks, length_s=PUBLISH_S) if self._ranks > 1 else 0
 
     def publish(
         self, version: int, source: WeightSource, then: Callable[[], object] = lambda: None, *, pending: int = 0
     ) -> None:
-        """Publish `source` as `version`, then call `then` (in the publication's thread). pending: number of a version of several ranks.
+        """Publish `source` as `version`, then call `then` (in the publication's thread). pending: number of a version
+        of several ranks.
 
         Waits until the step before is published. `source` must not change until `wait_copied` returns.
         """

@@ -2,15 +2,18 @@
 
 Rules:
 
-1. Rank 0 splits every part of a step into passes and tells each rank its rows, as row ids. A rank reads them from the table: no rank but 0 has leases, so
-   a step is acked in one commit, and the death of any rank gives all rows of the step back.
-2. All ranks make equally many passes. One that has no rows for a pass repeats rows with weight 0, since under FSDP2 a pass is a collective.
-3. Under ``ddp`` each rank has the whole model, and gradients are summed once a step. Under ``fsdp2`` every pass adds the mean over ranks to a sharded
-   gradient, and the step multiplies by the number of ranks.
-4. A rank that dies ends all: the supervisor sees its death at once, kills the others, and starts all of them again, from the last checkpoint
-   (`StageJob.together`). Without a supervisor the next collective of the others fails.
-5. A rank that lives and does not go on (stopped, or in a collective that never ends) is missed by rank 0, whose collectives last at most `patience_s`: it waits in one only while
-   the others have work. It fails then, and rule 4 follows. The others cannot miss rank 0 so: they wait for its commands as long as it waits for rows.
+1. Rank 0 splits every part of a step into passes and tells each rank its rows, as row ids. A rank reads them from the
+   table: no rank but 0 has leases, so a step is acked in one commit, and the death of any rank gives all rows of the
+   step back.
+2. All ranks make equally many passes. One that has no rows for a pass repeats rows with weight 0, since under FSDP2 a
+   pass is a collective.
+3. Under ``ddp`` each rank has the whole model, and gradients are summed once a step. Under ``fsdp2`` every pass adds
+   the mean over ranks to a sharded gradient, and the step multiplies by the number of ranks.
+4. A rank that dies ends all: the supervisor sees its death at once, kills the others, and starts all of them again,
+   from the last checkpoint (`StageJob.together`). Without a supervisor the next collective of the others fails.
+5. A rank that lives and does not go on (stopped, or in a collective that never ends) is missed by rank 0, whose
+   collectives last at most `patience_s`: it waits in one only while the others have work. It fails then, and rule 4
+   follows. The others cannot miss rank 0 so: they wait for its commands as long as it waits for rows.
 """
 
 from __future__ import annotations
@@ -61,7 +64,8 @@ class Ranks:
     def __init__(self, rank: int = 0, world: int = 1, parallel: Parallel = "single") -> None:
         if not 0 <= rank < world or (world > 1) != (parallel != "single"):
             raise UsageError(
-                f"rank {rank} of {world}, parallel={parallel!r}: give ranks 0 to world - 1, and several only for ddp or fsdp2"
+                f"rank {rank} of {world}, parallel={parallel!r}: give ranks 0 to world - 1, and several only for ddp "
+                "or fsdp2"
             )
         self.rank, self.world, self.parallel = rank, world, parallel
 
@@ -88,7 +92,8 @@ class Ranks:
     # ------------------------------------------------------------ sums
 
     def summed(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """Return figures summed over ranks; every rank calls it. Names are those of rank 0, which has rows whenever another rank has."""
+        """Return figures summed over ranks; every rank calls it. Names are those of rank 0, which has rows whenever
+        another rank has."""
         if self.world == 1:
             return dict(sums)
         text = json.dumps(sorted(sums)).encode() if self.leads else b""
@@ -140,9 +145,11 @@ ALONE: Final = Ranks()
 def meeting(
     queue: tq.Queue, rank: int, world: int, parallel: Parallel, *, patience_s: float = PATIENCE_S
 ) -> Iterator[Ranks]:
-    """Join the other ranks of this life of the trainer; leave when the block ends. patience_s: longest wait of rank 0 in a collective (rule 5).
+    """Join the other ranks of this life of the trainer; leave when the block ends. patience_s: longest wait of rank 0
+    in a collective (rule 5).
 
-    Rank 0 announces a port on its host through the queue. Blocks until all have come, at most `MEETING_S`; `Unreachable` then.
+    Rank 0 announces a port on its host through the queue. Blocks until all have come, at most `MEETING_S`;
+    `Unreachable` then.
     """
     if world == 1:
         yield ALONE

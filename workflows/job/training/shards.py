@@ -1,7 +1,7 @@
 """The part of the weights that one rank of a sharded trainer has, and so publishes.
 
-FSDP2 splits each parameter over the ranks along dimension 0, in chunks of equal size; the last ranks may have fewer rows, or none. What is not sharded
-(buffers) is the same on all ranks, and rank 0 publishes it.
+FSDP2 splits each parameter over the ranks along dimension 0, in chunks of equal size; the last ranks may have fewer
+rows, or none. What is not sharded (buffers) is the same on all ranks, and rank 0 publishes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from transferqueue.adapters.weights import spec
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows of a tensor that this rank has, ``[n, ...]``: from row `first` on, of `rows`. rows 0: the tensor is whole."""
+    """Rows of a tensor that this rank has, ``[n, ...]``: from row `first` on, of `rows`. rows 0: the tensor is
+    whole."""
 
     values: Tensor
     first: int = 0
@@ -27,10 +28,11 @@ class Shard:
 
 
 class RankShards:
-    """A weight source over the shards of one rank. Its tensors are the local ones; `slices` says where copies of them belong.
+    """A weight source over the shards of one rank. Its tensors are the local ones; `slices` says where copies of them
+    belong.
 
-    tensors: sharded or not, of the model on this rank. They are not copied: valid until the next step. `Unsupported` for a tensor that is split
-    otherwise than FSDP2 does.
+    tensors: sharded or not, of the model on this rank. They are not copied: valid until the next step. `Unsupported`
+    for a tensor that is split otherwise than FSDP2 does.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], rank: int) -> None:
@@ -69,6 +71,7 @@ def _shard(name: str, tensor: Tensor, rank: int) -> Shard | None:
     first = min(rank * chunk, rows)
     if local.shape[0] != min(chunk, rows - first):
         raise Unsupported(
-            f'rank {rank} has {local.shape[0]} of {rows} rows of tensor "{name}", not {min(chunk, rows - first)}; chunks must be equal'
+            f'rank {rank} has {local.shape[0]} of {rows} rows of tensor "{name}", not {min(chunk, rows - first)}; '
+            "chunks must be equal"
         )
     return Shard(local, first, rows) if local.shape[0] else None

@@ -3,14 +3,14 @@
 Rules:
 
 1. Leases are held from the first row of a step to its ack, over any number of requests. The client renews them.
-2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are published. So a
-   trainer that dies at any moment has counted all rows of a step or none.
-3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its rows: the step is given up,
-   its gradient is discarded, and its other rows are released.
-4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are acked as soon as they come again,
-   with the step that learned from them, and are not computed with.
-5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline. The server says which:
-   the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
+2. All rows of a step are acked together with their step, in one commit, after the weights that learned from them are
+   published. So a trainer that dies at any moment has counted all rows of a step or none.
+3. If a lease is lost before the update (the process was stopped for long, or the task was rolled back), others have its
+   rows: the step is given up, its gradient is discarded, and its other rows are released.
+4. If a lease is lost after the update, the model has learned from rows that may come again. Those that still exist are
+   acked as soon as they come again, with the step that learned from them, and are not computed with.
+5. A wait for rows ends with rows, at the end of the table, when a place that it waits for is gone, or at its deadline.
+   The server says which: the lease names the places (``awaited``), and that its rows are not given back (``but_held``).
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ Compute = Callable[[RowColumns, list[int]], None]
 
 @dataclass(frozen=True, kw_only=True)
 class StreamTerms:
-    """What is leased. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else single rows. fields: columns that are
-    computed with. figures: scalar columns of which the step reports means. stall_s: longest wait for a row (default: no limit).
+    """What is leased. whole: units are groups of `group_rows` rows, whose ordinals are neighbours; else single rows.
+    fields: columns that are computed with. figures: scalar columns of which the step reports means. stall_s: longest
+    wait for a row (default: no limit).
     """
 
     task: str
@@ -52,7 +53,8 @@ class StreamTerms:
 
 @dataclass(slots=True)
 class GatheredStep:
-    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows. version_from: see `RowStream.step`."""
+    """The rows of one step, leased until `ack`. idle_s: seconds that were waited for rows. version_from: see
+    `RowStream.step`."""
 
     batches: list[tq.Batch] = field(default_factory=list)
     idle_s: float = 0.0
@@ -89,7 +91,8 @@ class Unit:
 
 
 class RowStream:
-    """The rows of one task, step by step. `ack` may be called from another thread than the others. position: where an earlier process was."""
+    """The rows of one task, step by step. `ack` may be called from another thread than the others. position: where an
+    earlier process was."""
 
     def __init__(
         self,
@@ -109,9 +112,9 @@ class RowStream:
     def step(self, compute: Compute, *, version_from: int = -1) -> GatheredStep | None:
         """Gather the rows of the next step, and compute with them as they come. None: the table has ended.
 
-        version_from: take only rows that this version of the policy, or a later one, generated (-1: any). The last step of a table may have fewer
-        rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute` raises, all rows are released, those that it computed with as
-        failed.
+        version_from: take only rows that this version of the policy, or a later one, generated (-1: any). The last step
+        of a table may have fewer rows. Blocks; `DeadlineExceeded` when no row came for ``stall_s``. If `compute`
+        raises, all rows are released, those that it computed with as failed.
         """
         gathered = GatheredStep(version_from=version_from)
         try:
@@ -147,7 +150,8 @@ class RowStream:
                 continue  # released as failed
 
     def ack(self, gathered: GatheredStep, step: int) -> int:
-        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, which is 0 unless a lease was."""
+        """Ack all rows with their step, in one commit. Returns how many rows were lost meanwhile, which is 0 unless a
+        lease was."""
         lost: list[int] = []
         batches = gathered.batches
         while batches:
@@ -228,8 +232,8 @@ class RowStream:
         """The units of a batch, with their places."""
         if self.terms.shape.order == "ordinal" and int(batch.ordinal.min()) < 0:
             raise UsageError(
-                f'row {int(batch.rows[batch.ordinal.argmin()])} of table "{self.table.name}" has no ordinal, which order="ordinal" needs; put rows '
-                'with ordinal=, or set trainer.order="ready"'
+                f'row {int(batch.rows[batch.ordinal.argmin()])} of table "{self.table.name}" has no ordinal, which '
+                'order="ordinal" needs; put rows with ordinal=, or set trainer.order="ready"'
             )
         order = np.lexsort((batch.rows, batch.ordinal))
         if not self.terms.whole:

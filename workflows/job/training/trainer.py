@@ -2,14 +2,18 @@
 
 Rules:
 
-1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so often a checkpoint of k, and
-   then ``checkpointed(k)``. Without checkpoints the ack is final at once.
-2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between the two), and then ``rollback(c)``: rows of
-   later steps come again, and leases of an earlier life end. Versions only rise: if a version after that of c was published, the weights of c are published
-   again under the next number. Rows of the lost versions are then as stale as the table's pacing says.
-3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as dropped ("surplus").
-4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same checkpoint (`pair`).
-5. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule 4).
+1. In order for each step k: update, publish the version that learned from the rows, ack the rows with step k; every so
+   often a checkpoint of k, and then ``checkpointed(k)``. Without checkpoints the ack is final at once.
+2. A trainer that begins loads the newest checkpoint c, says ``checkpointed(c)`` again (the death may have been between
+   the two), and then ``rollback(c)``: rows of later steps come again, and leases of an earlier life end. Versions only
+   rise: if a version after that of c was published, the weights of c are published again under the next number. Rows of
+   the lost versions are then as stale as the table's pacing says.
+3. After its last step the policy's trainer seals the table and drops the rows that were generated ahead: they end as
+   dropped ("surplus").
+4. The critic's trainer goes on until the table ends. It and the policy's are a pair, which goes back to the same
+   checkpoint (`pair`).
+5. In sync mode the critic takes the rows of step k + 1 only if the policy generated them after its step k (`pair`, rule
+   4).
 """
 
 from __future__ import annotations
@@ -35,10 +39,13 @@ SURPLUS: Final = "surplus"
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerTerms:
-    """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none). publish_every: likewise.
+    """task: whose rows are trained. steps: of the whole run. save_every: steps between two checkpoints (0: none).
+    publish_every: likewise.
 
-    endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between
-    two evaluations (0: before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them (rule 5).
+    endless: go on after the last step, until the table ends. kind: of the event that reports a step. reward: whether
+    rows bring rewards. seals: the table ends with this trainer. evaluate_every: steps between two evaluations (0:
+    before and after only). in_turn: rows of a step are taken only if the weights of the step before generated them
+    (rule 5).
     """
 
     task: str
@@ -91,7 +98,8 @@ class NoEvaluations:
 
 @dataclass
 class Trainer:
-    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives what this rank publishes."""
+    """The loop of rank 0. step: steps taken so far. latest: the newest version published. weights: gives what this rank
+    publishes."""
 
     table: tq.Table
     stream: RowStream
@@ -126,7 +134,8 @@ class Trainer:
             self.evaluations.request(self.step, self.version)
 
     def run(self) -> None:
-        """Train until the last step or the end of the table; then save, and end the table if it ends with this trainer."""
+        """Train until the last step or the end of the table; then save, and end the table if it ends with this
+        trainer."""
         try:
             while not self._has_all_steps:
                 gathered = self.stream.step(self.passes.compute, version_from=self.version if self._in_turn else -1)
@@ -152,11 +161,13 @@ class Trainer:
 
     @property
     def _begins_with_partner(self) -> bool:
-        """Whether both trainers of the pair begin now. A critic that starts again alone finds the version that both began with: the policy has finished."""
+        """Whether both trainers of the pair begin now. A critic that starts again alone finds the version that both
+        began with: the policy has finished."""
         return self.partner is not None and self.latest < self.partner.first_version()
 
     def _publish_first(self) -> None:
-        """Publish the weights as they are, unless they are the newest. Of a pair the critic is first, and waits for the policy (`pair`, rule 3)."""
+        """Publish the weights as they are, unless they are the newest. Of a pair the critic is first, and waits for the
+        policy (`pair`, rule 3)."""
         first = -1 if self.partner is None else self.partner.first_version()
         if self.partner is not None and self.terms.seals:
             self.partner.wait(first)
@@ -236,7 +247,8 @@ class Trainer:
     # ------------------------------------------------------------ the end
 
     def _end(self) -> None:
-        """Seal the table and drop rows that no life of this trainer has learned from. Those that it has may be live: the critic is not done with them."""
+        """Seal the table and drop rows that no life of this trainer has learned from. Those that it has may be live:
+        the critic is not done with them."""
         with suppress(Sealed):  # the source did, or an earlier life of this process
             self.table.seal()
         if not self._has_all_steps:

@@ -2,13 +2,15 @@
 
 Rules:
 
-1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed any more is deregistered
-   by the next `take`, since a finalizer must take no lock.
-2. A buffer that a read may still write, because the read failed or its peer stands still, is in *quarantine*: not used again, and not freed before the
-   agent that began the read is gone. Beyond `QUARANTINE_BYTES_MAX` of such buffers, of all its sessions, this process ends their agents, each once no
-   transfer uses it, before it reads one-sided again. Their sessions go on with other agents.
+1. Receive buffers are registered once and used again: registering costs more than a read. A buffer that is not needed
+   any more is deregistered by the next `take`, since a finalizer must take no lock.
+2. A buffer that a read may still write, because the read failed or its peer stands still, is in *quarantine*: not used
+   again, and not freed before the agent that began the read is gone. Beyond `QUARANTINE_BYTES_MAX` of such buffers, of
+   all its sessions, this process ends their agents, each once no transfer uses it, before it reads one-sided again.
+   Their sessions go on with other agents.
 3. After a failed read the stream carries the bytes, and for `PAUSE_S` everything from that shard.
-4. A reader reads for one transfer at a time. So metadata of a new generation is loaded when no read of the old one is under way.
+4. A reader reads for one transfer at a time. So metadata of a new generation is loaded when no read of the old one is
+   under way.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class RegisteredPool(BufferPool):
 
     @property
     def version(self) -> tuple[int, int]:
-        """How often registered memory was given up, and how many buffers were ever registered: metadata that is asked for afterwards describes
-        at least these."""
+        """How often registered memory was given up, and how many buffers were ever registered: metadata that is asked
+        for afterwards describes at least these."""
         with self._guard:
             return self._given_up, self._registered
 
@@ -129,7 +131,8 @@ QUARANTINE: Final = Quarantine()
 
 
 class OneSidedMemory:
-    """What the remote shards of a session share: an agent, which `open_agent` makes at the first read, and buffers that it may write."""
+    """What the remote shards of a session share: an agent, which `open_agent` makes at the first read, and buffers that
+    it may write."""
 
     def __init__(self, open_agent: Callable[[], MemoryAgent], quarantine: Quarantine = QUARANTINE) -> None:
         self._open = open_agent
@@ -153,7 +156,8 @@ class OneSidedMemory:
             self._users -= 1
 
     def gives_up(self, agent: MemoryAgent) -> bool:
-        """Have the next transfer open another agent, unless one is under way. Whether nothing uses this one. Does not block."""
+        """Have the next transfer open another agent, unless one is under way. Whether nothing uses this one. Does not
+        block."""
         if not self._guard.acquire(blocking=False):
             return False
         try:
@@ -225,8 +229,9 @@ class ShardReader:
     def read(
         self, frame: RangesFrame, ranges: Sequence[CopiedRange], buffers: Sequence[U8], check: Callable[[float], None]
     ) -> None:
-        """Read these ranges, which `frame` names. Blocks. check: called every moment with the seconds since the read began; what it raises ends
-        the read. buffers: the memory that is written, not to be used again if this raises. `Unreachable` if the shard is lost."""
+        """Read these ranges, which `frame` names. Blocks. check: called every moment with the seconds since the read
+        began; what it raises ends the read. buffers: the memory that is written, not to be used again if this raises.
+        `Unreachable` if the shard is lost."""
         began = self._clock()
         while not self._turn.acquire(timeout=POLL_S):
             check(self._clock() - began)

@@ -2,10 +2,11 @@
 
 Rules:
 
-1. What is put is written into a registered buffer, which its put owns until the shard has said that everything is stored, or until the write was
-   given up. A late read of a buffer that was used again delivers bytes that do not match their checksums, and the shard drops them; it never
-   writes here. So these buffers need no quarantine.
-2. The metadata of these buffers is that of an agent of its own: a shard that has it reaches no buffer into which this process receives.
+1. What is put is written into a registered buffer, which its put owns until the shard has said that everything is
+   stored, or until the write was given up. A late read of a buffer that was used again delivers bytes that do not match
+   their checksums, and the shard drops them; it never writes here. So these buffers need no quarantine.
+2. The metadata of these buffers is that of an agent of its own: a shard that has it reaches no buffer into which this
+   process receives.
 3. After a failure the stream carries the bytes, and for `PAUSE_S` everything that is put to that shard.
 """
 
@@ -67,7 +68,8 @@ class ShardWriter:
         (_log.warning if served else _log.info)("what is put crosses over the stream: %s", error)
 
     def description(self, epoch: int) -> tuple[tuple[int, int], bytes]:
-        """Generation and regions of what is registered, and its metadata, unless a shard of this life of the server has that."""
+        """Generation and regions of what is registered, and its metadata, unless a shard of this life of the server has
+        that."""
         version = self.memory.buffers.version
         return version, b"" if self._told >= (epoch, version) else self.memory.agent.metadata()
 
@@ -78,7 +80,8 @@ class ShardWriter:
 
 
 class PulledStore(WritingTransfer):
-    """Has the shard read `data`, a registered buffer of `writer`, into a granted extent. The bytes must not change before it is `done`."""
+    """Has the shard read `data`, a registered buffer of `writer`, into a granted extent. The bytes must not change
+    before it is `done`."""
 
     serve_s = SERVE_S
 

@@ -1,4 +1,5 @@
-"""A read whose bytes this process fetches itself, range by range, from the registered memory of a shard (docs/decisions/0044)."""
+"""A read whose bytes this process fetches itself, range by range, from the registered memory of a shard
+(docs/decisions/0044)."""
 
 from __future__ import annotations
 
@@ -88,7 +89,8 @@ class RangedFetch(FetchTransfer):
         for copied, into, digest in self._wanted:
             if b.digest((into,)) != digest:
                 raise Corruption(
-                    f"{copied.nbytes} bytes that were read from a shard's memory do not match their checksum: they changed there, or on the way"
+                    f"{copied.nbytes} bytes that were read from a shard's memory do not match their checksum: they "
+                    "changed there, or on the way"
                 )
         self._wanted = []
 

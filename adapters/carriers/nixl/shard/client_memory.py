@@ -1,17 +1,20 @@
-"""Reads the registered memory of clients into buffers of this shard (docs/decisions/0057). Used by the thread of the bulk endpoint.
+"""Reads the registered memory of clients into buffers of this shard (docs/decisions/0057). Used by the thread of the
+bulk endpoint.
 
 Rules:
 
-1. A *pull* is one read of at most `PULL_BYTES` into one buffer. Buffers are registered once and used again; at most `BUFFERS_MAX` are in use, so pulls
-   beyond that wait, and writes take turns.
-2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets it, and it is not freed before
-   the agent that read is gone. A read that ends well later returns it. With more than `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all,
-   nothing is pulled from that session, or from anybody, and writes cross over the stream, until enough have ended. Where they do not, this *begins
-   anew* once no read is under way: it closes the agent, so the quarantine is empty, and opens another one. That takes up to half a second, and so is
-   done at most every `ANEW_EVERY_S`: a client whose reads fail must not stop others.
-3. A session's agent is loaded once, and again when it names more or other regions. It is unloaded only when no read from it is under way, in
-   quarantine too. After a failed read or load it is loaded afresh.
-4. The agent that pulls is not the one by which clients read the arena: nobody gets its metadata, so nobody else reaches its buffers.
+1. A *pull* is one read of at most `PULL_BYTES` into one buffer. Buffers are registered once and used again; at most
+   `BUFFERS_MAX` are in use, so pulls beyond that wait, and writes take turns.
+2. A buffer whose read failed, or was given up before its end, may still be written. It is *quarantined*: no pull gets
+   it, and it is not freed before the agent that read is gone. A read that ends well later returns it. With more than
+   `QUARANTINED_OF_ONE` of a session, or `QUARANTINED_MAX` in all, nothing is pulled from that session, or from anybody,
+   and writes cross over the stream, until enough have ended. Where they do not, this *begins anew* once no read is
+   under way: it closes the agent, so the quarantine is empty, and opens another one. That takes up to half a second,
+   and so is done at most every `ANEW_EVERY_S`: a client whose reads fail must not stop others.
+3. A session's agent is loaded once, and again when it names more or other regions. It is unloaded only when no read
+   from it is under way, in quarantine too. After a failed read or load it is loaded afresh.
+4. The agent that pulls is not the one by which clients read the arena: nobody gets its metadata, so nobody else reaches
+   its buffers.
 """
 
 from __future__ import annotations
@@ -34,14 +37,16 @@ from transferqueue.transport.system.threads import keep_for_good
 
 _log: Final = logging.getLogger("transferqueue.server")
 PULL_BYTES: Final = 4 * MIB
-"""Bytes of one read: a hundredth of a second at 400 MB/s, and small beside the caches that the checksum and the copy profit from."""
+"""Bytes of one read: a hundredth of a second at 400 MB/s, and small beside the caches that the checksum and the copy
+profit from."""
 BUFFERS_MAX: Final = 16
 QUARANTINED_MAX: Final = 64
 QUARANTINED_OF_ONE: Final = 8
 """As many as one session may have in use: so many were lost when all its writes failed at once."""
 ANEW_EVERY_S: Final = 60.0
 KEPT_METADATA_BYTES_MAX: Final = 64 * KIB
-"""Of a session. One that has more sends it again after this began anew, and its put under way crosses over the stream."""
+"""Of a session. One that has more sends it again after this began anew, and its put under way crosses over the
+stream."""
 
 
 class ClientRead:
@@ -72,8 +77,8 @@ class ClientRead:
 
 
 class ClientMemory:
-    """The memory of this shard's clients, as far as it is registered. open_agent: opens an agent of this object alone; called at once, and for each
-    agent after it."""
+    """The memory of this shard's clients, as far as it is registered. open_agent: opens an agent of this object alone;
+    called at once, and for each agent after it."""
 
     def __init__(self, open_agent: Callable[[], MemoryAgent]) -> None:
         self._open: Final = open_agent
@@ -109,12 +114,13 @@ class ClientMemory:
             return
         if self._under_way or now < self._anew_from or not self._begun_anew(now):
             raise Unreachable(
-                f"{self.quarantined} reads of the memory of clients failed or have not ended, {own} of them of session {session}, so the shard takes "
-                "its columns over the stream for now"
+                f"{self.quarantined} reads of the memory of clients failed or have not ended, {own} of them of session "
+                f"{session}, so the shard takes its columns over the stream for now"
             )
 
     def load(self, session: int, version: MetadataVersion, metadata: bytes) -> bool:
-        """Load what a client has registered, unless this or newer is loaded. False if it must wait until reads have ended (rule 3)."""
+        """Load what a client has registered, unless this or newer is loaded. False if it must wait until reads have
+        ended (rule 3)."""
         known = self._known(session)
         is_fresh = known is not None and known.agent == version.agent and known.agent not in self._stale
         if is_fresh and known is not None and known >= version:
@@ -124,7 +130,8 @@ class ClientMemory:
         known_of = self._loaded | {at: told for at, (told, _) in self._metadata.items()}
         if any(other.agent == version.agent for at, other in known_of.items() if at != session):
             raise UsageError(
-                f"session {session} names memory of agent {version.agent!r}, which is another session's; name memory of its own"
+                f"session {session} names memory of agent {version.agent!r}, which is another session's; name memory "
+                "of its own"
             )
         if not is_fresh or known is None or known.generation != version.generation:  # else it named more regions only
             if self._is_read(version.agent) or (known is not None and self._is_read(known.agent)):
@@ -159,8 +166,8 @@ class ClientMemory:
         return self._loaded.get(session)
 
     def pull(self, write: object, session: int, ranges: Sequence[b.ByteRange]) -> ClientRead | None:
-        """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free now, so it is given one in its turn, unless it is
-        `forgotten`. `Unreachable` if they cannot be read."""
+        """Begin to read these ranges of at most `PULL_BYTES` for a write. None: no buffer is free now, so it is given
+        one in its turn, unless it is `forgotten`. `Unreachable` if they cannot be read."""
         known = self._known(session)
         if known is None:  # it was unloaded to make room for another one
             raise Unreachable("the shard has forgotten the metadata of the client's memory; send it again")
@@ -235,7 +242,8 @@ class ClientMemory:
             keep_for_good(self._agent, late)
 
     def _begun_anew(self, now: float) -> bool:
-        """Replace the agent, when no read is under way, so that no quarantined buffer is written any more. False: there is no other agent."""
+        """Replace the agent, when no read is under way, so that no quarantined buffer is written any more. False: there
+        is no other agent."""
         self._anew_from = now + ANEW_EVERY_S
         try:
             agent = self._open()

@@ -1,8 +1,10 @@
-"""A write whose bytes the shard reads itself out of its client's registered memory (docs/decisions/0057). No I/O but these reads.
+"""A write whose bytes the shard reads itself out of its client's registered memory (docs/decisions/0057). No I/O but
+these reads.
 
-The client names ranges with a checksum each, up to a window of frames ahead. The shard reads them into buffers of its own (`ClientMemory`), at most
-`PULLS_AHEAD` reads at a time, compares each range, and copies it into the extent under the lock of its ticket. So neither a late read nor a client
-that changes its memory meanwhile changes a byte of the arena.
+The client names ranges with a checksum each, up to a window of frames ahead. The shard reads them into buffers of its
+own (`ClientMemory`), at most `PULLS_AHEAD` reads at a time, compares each range, and copies it into the extent under
+the lock of its ticket. So neither a late read nor a client that changes its memory meanwhile changes a byte of the
+arena.
 """
 
 from __future__ import annotations
@@ -72,8 +74,9 @@ class PulledWrite(SteppedWrite):
             self._clients.give_up(self._pulls.popleft())
 
     def step(self, now: float) -> int:
-        """Begin reads, and take in one that has ended; returns how many bytes that were. Raises `Disconnected` if the write may not go on,
-        `Unreachable` if the client's memory cannot be read, `Corruption` if a checksum does not match."""
+        """Begin reads, and take in one that has ended; returns how many bytes that were. Raises `Disconnected` if the
+        write may not go on, `Unreachable` if the client's memory cannot be read, `Corruption` if a checksum does not
+        match."""
         self.check()
         if not self.is_busy:
             self.moved_at = now
@@ -137,7 +140,8 @@ class PulledWrite(SteppedWrite):
             piece = pull.buffer[start : start + each.nbytes].data
             if b.digest((piece,)) != each.digest:
                 raise Corruption(
-                    f"{each.nbytes} bytes that the shard read from its client's memory do not match their checksum: they changed there, or on the way"
+                    f"{each.nbytes} bytes that the shard read from its client's memory do not match their checksum: "
+                    "they changed there, or on the way"
                 )
             rest = piece
             while len(rest):
@@ -154,5 +158,6 @@ class PulledWrite(SteppedWrite):
 def _check_range(named: b.ByteRange) -> None:
     if not named.address or not 0 < named.nbytes <= FRAME_BYTES:
         raise ProtocolError(
-            f"a bulk write names {named.nbytes} bytes at address {named.address}; name 1 to {FRAME_BYTES} bytes of registered memory"
+            f"a bulk write names {named.nbytes} bytes at address {named.address}; name 1 to {FRAME_BYTES} bytes of "
+            "registered memory"
         )

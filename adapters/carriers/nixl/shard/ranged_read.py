@@ -1,7 +1,9 @@
-"""A read whose client fetches the bytes itself: the frames name ranges of the arena. No I/O but the registration of memory.
+"""A read whose client fetches the bytes itself: the frames name ranges of the arena. No I/O but the registration of
+memory.
 
-Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a checksum each. Gathered rows are staged in registered memory and named there
-(`staging`), with what follows them; shorter pieces and padding are content, as in any read. Docs/decisions/0044 and 0060 have the rules.
+Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a checksum each. Gathered rows are staged in
+registered memory and named there (`staging`), with what follows them; shorter pieces and padding are content, as in any
+read. Docs/decisions/0044 and 0060 have the rules.
 """
 
 from __future__ import annotations
@@ -65,7 +67,8 @@ class RangedRead(ReadTransfer):
 
     @property
     def deadline(self) -> float:
-        """A client that asks again and again, and takes nothing, keeps no slot for ever: it gives a read up after less time itself."""
+        """A client that asks again and again, and takes nothing, keeps no slot for ever: it gives a read up after less
+        time itself."""
         late = self.taken_at + BULK_STALL_S if self.window.sent > self.window.taken else math.inf
         return min(super().deadline, late)
 

@@ -2,12 +2,13 @@
 
 Rules (docs/decisions/0044):
 
-1. Memory is registered when a read first names it, in slices of at most `ARENA_STEP_BYTES`, and only where the arena has pages: registering pins
-   pages, and would fault in those that are missing. So a sparse arena stays sparse.
-2. A slice stays registered until its pages are returned to the system (`Arena.before_punch`). While a transfer names ranges of it, the pages
-   stay too. Giving a slice up starts a new *generation*: clients load the metadata of a new generation afresh, because a region that is
-   registered again has another key.
-3. What is registered says nothing about who may read: tickets do, before a range is named, and the receiver compares checksums after.
+1. Memory is registered when a read first names it, in slices of at most `ARENA_STEP_BYTES`, and only where the arena
+   has pages: registering pins pages, and would fault in those that are missing. So a sparse arena stays sparse.
+2. A slice stays registered until its pages are returned to the system (`Arena.before_punch`). While a transfer names
+   ranges of it, the pages stay too. Giving a slice up starts a new *generation*: clients load the metadata of a new
+   generation afresh, because a region that is registered again has another key.
+3. What is registered says nothing about who may read: tickets do, before a range is named, and the receiver compares
+   checksums after.
 """
 
 from __future__ import annotations
@@ -59,7 +60,8 @@ class _Region:
 
 
 class RegisteredArena:
-    """The regions of one arena, registered with `agent`. The thread of the bulk endpoint names ranges; the arena's owner returns pages."""
+    """The regions of one arena, registered with `agent`. The thread of the bulk endpoint names ranges; the arena's
+    owner returns pages."""
 
     def __init__(self, backing: ArenaBacking, agent: MemoryAgent) -> None:
         self.agent: Final = agent
@@ -93,13 +95,14 @@ class RegisteredArena:
     def _readable(self, metadata: bytes) -> bytes:
         if len(metadata) > METADATA_BYTES_MAX:
             raise Unreachable(
-                f"{len(self._regions)} registered regions take {len(metadata):,} bytes of metadata; a frame has at most {METADATA_BYTES_MAX:,}"
+                f"{len(self._regions)} registered regions take {len(metadata):,} bytes of metadata; a frame has at "
+                f"most {METADATA_BYTES_MAX:,}"
             )
         return metadata
 
     def ranges(self, address: int, nbytes: int, use: RegionUse) -> list[tuple[int, int]]:
-        """Registered ranges ``(address, nbytes)`` that are exactly these bytes; nothing if some are no memory of the arena with pages. The
-        regions stay until `end`. Registers what is not yet."""
+        """Registered ranges ``(address, nbytes)`` that are exactly these bytes; nothing if some are no memory of the
+        arena with pages. The regions stay until `end`. Registers what is not yet."""
         start, end = address - self._base, address - self._base + nbytes
         if start < 0 or end > self._arena.capacity:
             return []

@@ -1,12 +1,16 @@
-"""Registered memory beside the arena, into which a shard gathers rows that lie apart, so that a client reads few large ranges (docs/decisions/0060).
+"""Registered memory beside the arena, into which a shard gathers rows that lie apart, so that a client reads few large
+ranges (docs/decisions/0060).
 
 Rules:
 
-1. A *slot* has `SLOT_BYTES` and belongs to one frame of one read. The shard fills it before it names it, and nothing else writes to it.
-2. A slot is free again when the client has acknowledged its frame, or the read is over, however it ended: by a stall, the end of the session, or a lost
-   connection. A client that stood still meanwhile may read it late. What it reads then are other bytes, which do not match their checksum.
-3. There are at most `SLOTS_MAX` slots, registered a few at a time when they are first needed, and a read holds at most `SLOTS_PER_READ`: a read that holds
-   so many waits for its client, and one that finds none free sends these bytes as content.
+1. A *slot* has `SLOT_BYTES` and belongs to one frame of one read. The shard fills it before it names it, and nothing
+   else writes to it.
+2. A slot is free again when the client has acknowledged its frame, or the read is over, however it ended: by a stall,
+   the end of the session, or a lost connection. A client that stood still meanwhile may read it late. What it reads
+   then are other bytes, which do not match their checksum.
+3. There are at most `SLOTS_MAX` slots, registered a few at a time when they are first needed, and a read holds at most
+   `SLOTS_PER_READ`: a read that holds so many waits for its client, and one that finds none free sends these bytes as
+   content.
 4. Slots are never deregistered before the end, so they change no generation of the metadata.
 """
 
@@ -29,16 +33,19 @@ from transferqueue.transport.bulk.protocol import RANGE_BYTES_MIN
 _log: Final = logging.getLogger("transferqueue.server")
 SLOT_BYTES: Final = 3 * FRAME_BYTES
 STAGED_FRAME_BYTES: Final = 7 * FRAME_BYTES // 4
-"""A frame ends once so many of its bytes are staged. One gather is at most a quarter longer than `FRAME_BYTES`, so a frame seldom has two slots."""
+"""A frame ends once so many of its bytes are staged. One gather is at most a quarter longer than `FRAME_BYTES`, so a
+frame seldom has two slots."""
 SLOTS_MAX: Final = 12
 SLOTS_REGISTERED_TOGETHER: Final = 4
 """Slots of one region: each region is another entry of the metadata, which clients load anew."""
 SLOTS_PER_READ: Final = 6
-"""Enough that some are gathered while the client reads one, and that a client which acknowledges every fourth frame still does so."""
+"""Enough that some are gathered while the client reads one, and that a client which acknowledges every fourth frame
+still does so."""
 SLOTS_PER_FRAME: Final = 2
 """A long row that has no room behind what was gathered before gets the next slot."""
 STAGED_BYTES_MIN: Final = 4 * KIB
-"""Less that is gathered is content, unless it follows staged bytes; so is less than `RANGE_BYTES_MIN` that lies in the arena."""
+"""Less that is gathered is content, unless it follows staged bytes; so is less than `RANGE_BYTES_MIN` that lies in the
+arena."""
 
 
 class StagingPool:
@@ -100,7 +107,8 @@ class StagedRead:
         return self._room(nbytes) if found is None else found
 
     def place(self, piece: U8, *, follows: bool) -> U8 | None:
-        """Where this piece is staged; None: nowhere. Copies it unless it was gathered there. follows: staged bytes stand right before it."""
+        """Where this piece is staged; None: nowhere. Copies it unless it was gathered there. follows: staged bytes
+        stand right before it."""
         if self._slots and len(piece) <= self._used:
             last = self._slots[-1][self._used - len(piece) : self._used]
             if memory_address(last) == memory_address(piece):

@@ -59,15 +59,17 @@ def doctor(
     runtime: Annotated[Path | None, runtime_option("With --machine: check this runtime directory.")] = None,
     json: Annotated[bool, json_option("Print what was found as JSON.")] = False,
 ) -> None:
-    """Say what is wrong with a running queue, in one sentence; then its stages with their workers, and who waits for what.
+    """Say what is wrong with a running queue, in one sentence; then its stages with their workers, and who waits for
+    what.
 
-    The sentence is found by following each wait to the task that waits for no other: a task without a worker, one whose leases all
-    fail, workers that are silent with rows, a column that no task gives, a table that is full, rows that are all stale. Ends with
-    code 1 if that is a trouble, which ends only if someone acts, and lasts for --patience seconds; or if one of several
-    coordinators is out of reach.
+    The sentence is found by following each wait to the task that waits for no other: a task without a worker, one whose
+    leases all fail, workers that are silent with rows, a column that no task gives, a table that is full, rows that are
+    all stale. Ends with code 1 if that is a trouble, which ends only if someone acts, and lasts for --patience seconds;
+    or if one of several coordinators is out of reach.
 
-    With --machine: shared memory and memory, kernel features (each really tried), the runtime directory, limits and versions of this
-    machine; each ok, to improve or to mend, with what to do. Ends with code 1 if something must be mended.
+    With --machine: shared memory and memory, kernel features (each really tried), the runtime directory, limits and
+    versions of this machine; each ok, to improve or to mend, with what to do. Ends with code 1 if something must be
+    mended.
     """
     _check_options(where or address or table, machine=machine, of_machine=bool(arena_bytes or runtime))
     if machine:

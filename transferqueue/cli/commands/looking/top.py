@@ -42,12 +42,13 @@ def top(
         float, typer.Option("--interval", "-i", min=0.05, max=3600.0, metavar="SECONDS", help="Time between frames.")
     ] = 0.5,
 ) -> None:
-    """Show what is wrong, in one sentence, then tables and tasks live: rows pending, ready, leased, done; rates, bytes, age, staleness; who waits for what.
+    """Show what is wrong, in one sentence, then tables and tasks live: rows pending, ready, leased, done; rates, bytes,
+    age, staleness; who waits for what.
 
     Rates are measured between two looks at the server, one --interval apart; --once looks twice too.
     Where the output is no terminal, the frames are printed one after the other.
-    The server is asked twice a frame, and does nothing for `top` in between. Several coordinators (their addresses joined by
-    commas) are shown one beneath the other; with --json each is a document.
+    The server is asked twice a frame, and does nothing for `top` in between. Several coordinators (their addresses
+    joined by commas) are shown one beneath the other; with --json each is a document.
     """
     from transferqueue.cli.connection import connected
     from transferqueue.cli.screens.terminal import console

@@ -36,9 +36,10 @@ def trace(
 ) -> None:
     """Send traces of rows to an OpenTelemetry collector until Ctrl-C or SIGTERM: one a row, from its put to its end.
 
-    Each lease of the row is a span, an error if its worker failed, died or was too late; requeues, new columns and checkpoints are
-    events. A trace is sent when its row has ended. Only rows put from now on are followed. The collector, headers, service name and
-    sampler are set by the OTEL_ variables of the OpenTelemetry SDK. Programs change nothing, and the server is asked once a look.
+    Each lease of the row is a span, an error if its worker failed, died or was too late; requeues, new columns and
+    checkpoints are events. A trace is sent when its row has ended. Only rows put from now on are followed. The
+    collector, headers, service name and sampler are set by the OTEL_ variables of the OpenTelemetry SDK. Programs
+    change nothing, and the server is asked once a look.
     """
     from transferqueue.cli.connection import connected
     from transferqueue.observe.tracing.follower import RowFollower

@@ -1,4 +1,5 @@
-"""`transferqueue profile`: measure a job's engine, trainer and rewards here, and write what `transferqueue plan` reads."""
+"""`transferqueue profile`: measure a job's engine, trainer and rewards here, and write what `transferqueue plan`
+reads."""
 
 from __future__ import annotations
 
@@ -28,10 +29,11 @@ def profile(
     ] = 12,
     out: Annotated[Path, typer.Option(help="The profile.")] = Path("profile.toml"),
 ) -> None:
-    """Measure milliseconds of a token by rows at once, of a prompt, seconds of a trained row and of the optimizer, of a publication, of rewards, and response lengths.
+    """Measure milliseconds of a token by rows at once, of a prompt, seconds of a trained row and of the optimizer, of a
+    publication, of rewards, and response lengths.
 
-    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the job's weights do not change. Then short trial runs of the job
-    show what its processes cost each other.
+    Opens the job's engine and model in this process, one after the other, and draws from the job's own prompts; the
+    job's weights do not change. Then short trial runs of the job show what its processes cost each other.
     """
     from transferqueue.lazy import naming_extra
 
@@ -46,10 +48,12 @@ def profile(
     out.write_text(as_toml(measured), encoding="utf-8")
     generation, train = measured.generation, measured.train
     say(
-        f"a token: {', '.join(f'{ms:.3g} ms at {rows}' for rows, ms in generation.token_ms)} rows; a prompt {generation.prompt_ms:.3g} ms"
+        f"a token: {', '.join(f'{ms:.3g} ms at {rows}' for rows, ms in generation.token_ms)} rows; a prompt "
+        f"{generation.prompt_ms:.3g} ms"
     )
     say(
-        f"a trained row {1000 * train.row_s:.3g} ms, a call {1000 * train.call_s:.3g} ms, a step {1000 * train.step_s:.3g} ms more"
+        f"a trained row {1000 * train.row_s:.3g} ms, a call {1000 * train.call_s:.3g} ms, a step "
+        f"{1000 * train.step_s:.3g} ms more"
     )
     say(f"published and loaded in {1000 * train.update_s:.3g} ms")
     for stage in measured.stages:
@@ -57,6 +61,7 @@ def profile(
     for trial in measured.trials:
         mode = "asynchronous" if trial.depth else "synchronous"
         say(
-            f"{mode}, together: generation {trial.generation:.2f} times, training {trial.train:.2f} times the time alone; {1000 * trial.wait_s:.3g} ms of waits a step"
+            f"{mode}, together: generation {trial.generation:.2f} times, training {trial.train:.2f} times the time "
+            f"alone; {1000 * trial.wait_s:.3g} ms of waits a step"
         )
     say(f"wrote {out}; next: transferqueue plan {out} --out plan.toml")

@@ -1,1 +1,2 @@
-"""Commands that start servers and shards, and that work on what a server holds: keys, snapshots, weights between servers."""
+"""Commands that start servers and shards, and that work on what a server holds: keys, snapshots, weights between
+servers."""

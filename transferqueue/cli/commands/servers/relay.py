@@ -25,11 +25,17 @@ EXAMPLES = (
         "a server for this host's replicas, and the relay into it",
     ),
     (
-        "transferqueue relay --from tcp://trainer:7777 --channel policy --serve ipc:///tmp/tq/w.sock --serve tcp://0.0.0.0:7778",
+        (
+            "transferqueue relay --from tcp://trainer:7777 --channel policy --serve ipc:///tmp/tq/w.sock --serve "
+            "tcp://0.0.0.0:7778"
+        ),
         "the same, and other hosts' relays may take from it: --from tcp://THIS-HOST:7778",
     ),
     (
-        "transferqueue relay --from tcp://rack-1:7778 --from tcp://trainer:7777 --channel policy --into ipc:///tmp/tq/q.sock",
+        (
+            "transferqueue relay --from tcp://rack-1:7778 --from tcp://trainer:7777 --channel policy --into "
+            "ipc:///tmp/tq/q.sock"
+        ),
         "into a server that runs here; from the trainer while the first relay is gone",
     ),
 )
@@ -86,7 +92,10 @@ PartBytesOption = Annotated[
         "--part-bytes",
         metavar="SIZE",
         show_default=False,
-        help="What is forwarded at once, at least. Default: 4MiB. Above the size of a version: nothing is forwarded before the whole is here.",
+        help=(
+            "What is forwarded at once, at least. Default: 4MiB. Above the size of a version: nothing is forwarded "
+            "before the whole is here."
+        ),
     ),
 ]
 OverTheNetworkOption = Annotated[
@@ -109,9 +118,9 @@ def relay(
 ) -> None:
     """Carry each version of a weight channel into this host once, and serve it here, until Ctrl-C or SIGTERM.
 
-    Only tensors that changed cross. Replicas of this host pull from the relay's server, and other relays forward each part of a version from there
-    while the rest is on its way. One line tells of each version carried, and of
-    each error of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
+    Only tensors that changed cross. Replicas of this host pull from the relay's server, and other relays forward each
+    part of a version from there while the rest is on its way. One line tells of each version carried, and of each error
+    of the network, after which it is tried again. With --serve, the first line is "ready" and its addresses.
     """
     log_to_stderr(log_level, as_json=log_json)
     from transferqueue.errors import UsageError
@@ -121,8 +130,8 @@ def relay(
     target = into or (None if serving else os.environ.get(ADDRESS_VARIABLE))
     if (target is None) == (not serving):
         raise UsageError(
-            f"the relay needs one server of this host, and --into {target} and --serve {serving} were given; give --into the address "
-            "of one that runs, or --serve the address to be one at"
+            f"the relay needs one server of this host, and --into {target} and --serve {serving} were given; give "
+            "--into the address of one that runs, or --serve the address to be one at"
         )
     if arena_bytes and not serving:
         raise UsageError(f"--arena-bytes {arena_bytes} is for --serve; the server at {target} has its own")

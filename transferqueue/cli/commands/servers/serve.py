@@ -51,7 +51,9 @@ AddressOption = Annotated[
         "--address",
         "-a",
         show_default=False,
-        help=f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime.",
+        help=(
+            f"Listen here: ipc://path or tcp://host:port. Default: ${ADDRESS_VARIABLE}, else control.sock in --runtime."
+        ),
     ),
 ]
 TcpOption = Annotated[
@@ -100,7 +102,8 @@ AcceptLossOption = Annotated[
     bool,
     typer.Option(
         "--accept-loss",
-        help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in it, give "
+        help="If what --state held is damaged or incomplete, which is refused otherwise: move its files to lost-N in "
+        "it, give "
         "shared memory that they spoke of back, and begin anew. Does nothing where it is whole.",
     ),
 ]
@@ -117,7 +120,8 @@ CoordinatorOption = Annotated[
         "--coordinator",
         metavar="K/N",
         show_default=False,
-        help="This server is number K of N that clients use as one, each with a part of the tables (`transferqueue docs cluster`); "
+        help="This server is number K of N that clients use as one, each with a part of the tables (`transferqueue "
+        "docs cluster`); "
         "NAME:K/N also says of which deployment.",
     ),
 ]
@@ -126,7 +130,8 @@ BusyPollOption = Annotated[
     typer.Option(
         "--busy-poll",
         metavar="MICROSECONDS",
-        help="After each request, poll for so long before sleeping (at most 10000), so that the next one finds the server awake. It takes "
+        help="After each request, poll for so long before sleeping (at most 10000), so that the next one finds the "
+        "server awake. It takes "
         "processor time for latency; 0: never poll. An idle server sleeps either way.",
     ),
 ]
@@ -145,15 +150,18 @@ HttpOption = Annotated[
         "--http",
         metavar="PORT",
         show_default=False,
-        help="Serve put_prompts_data, get_experience_data and the like over HTTP at 127.0.0.1:PORT; its page says how. Prints a link, too.",
+        help=(
+            "Serve put_prompts_data, get_experience_data and the like over HTTP at 127.0.0.1:PORT; its page says how. "
+            "Prints a link, too."
+        ),
     ),
 ]
 TokensOption = Annotated[
     Path | None,
     directory_option(
         "--tokens",
-        "Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that opens "
-        "/metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
+        "Directory of three files: page and service hold the tokens that --web and --http ask for, metrics one that "
+        "opens /metrics alone. Made where there is none (0700, files 0600). Default: new tokens, in the links.",
     ),
 ]
 SupervisedOption = Annotated[
@@ -195,7 +203,8 @@ def serve(
 ) -> None:
     """Start a server and run it until Ctrl-C or SIGTERM; it leaves no file behind, except in --state.
 
-    Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http). Clients give the first of them to connect().
+    Prints one line when it listens: "ready", then its addresses (and "web" or "http" and a link, with --web or --http).
+    Clients give the first of them to connect().
     """
     log_to_stderr(log_level, as_json=log_json)
     from transferqueue.server.process.serve import serve as serve_until_stopped
@@ -235,8 +244,8 @@ def serve(
 def _stop_with_standard_input() -> None:
     """Have the kernel send SIGTERM when the writing end of the pipe at standard input closes.
 
-    The signal goes to the whole process group if this process leads one: to a supervisor and to the server that it runs,
-    so that neither outlives the program that started them, whichever of them was killed.
+    The signal goes to the whole process group if this process leads one: to a supervisor and to the server that it
+    runs, so that neither outlives the program that started them, whichever of them was killed.
     """
     from transferqueue.errors import UsageError
 

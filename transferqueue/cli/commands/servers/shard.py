@@ -1,4 +1,5 @@
-"""`transferqueue shard` adds this machine's memory to a deployment as a shard; `transferqueue shard drain` removes a shard."""
+"""`transferqueue shard` adds this machine's memory to a deployment as a shard; `transferqueue shard drain` removes a
+shard."""
 
 from __future__ import annotations
 
@@ -76,8 +77,9 @@ def shard(
 ) -> None:
     """Add this machine's memory to the server's deployment, until the shard is drained, or until Ctrl-C or SIGTERM.
 
-    A put goes to the shard of its machine while that has room; a read fetches rows from wherever they are. When a shard stops, the rows in it are made again where a task gives their fields, and end as dropped ("lost") otherwise. Drain it first.
-    Prints one line when it has joined: "ready", then the address at which others fetch its bytes.
+    A put goes to the shard of its machine while that has room; a read fetches rows from wherever they are. When a shard
+    stops, the rows in it are made again where a task gives their fields, and end as dropped ("lost") otherwise. Drain
+    it first. Prints one line when it has joined: "ready", then the address at which others fetch its bytes.
     """
     log_to_stderr(log_level, as_json=log_json)
     if context.invoked_subcommand is not None:

@@ -1,4 +1,5 @@
-"""`transferqueue snapshot` writes all tables and weights to files; `transferqueue restore` reads them into an empty server."""
+"""`transferqueue snapshot` writes all tables and weights to files; `transferqueue restore` reads them into an empty
+server."""
 
 from __future__ import annotations
 
@@ -37,8 +38,9 @@ def snapshot(
 ) -> None:
     """Write all tables and weights, as they are at one moment, to files that any Arrow reader opens.
 
-    Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the command prints its path: of several
-    coordinators one line for each. `transferqueue docs snapshots` describes the files.
+    Other clients go on meanwhile. Rows in further shards are in it. A snapshot is there whole or not at all; the
+    command prints its path: of several coordinators one line for each. `transferqueue docs snapshots` describes the
+    files.
     """
 
     def write(queue: Queue, progress: Callable[[int, int], None]) -> list[str]:
