@@ -121,7 +121,7 @@ $(ENGINED): tests/engines/engines.txt pyproject.toml
 	@touch $@
 
 test-engines: $(ENGINED) ## the adapters against real engines: vLLM (CPU), transformers, TRL (minutes; ARGS goes to pytest)
-	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines $(ARGS)
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines tests/cluster/test_job_on_ray.py $(ARGS)
 
 engines-matrix: $(ENGINED) ## test-engines, and the tables of docs/ENGINES.md from what the conformance kits found
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(ENGINES)/bin/python -m pytest -m '' tests/engines --conformance docs/conformance $(ARGS)

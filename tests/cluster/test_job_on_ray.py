@@ -34,6 +34,7 @@ from transferqueue.workflows.job.run.run import JobOutcome, run_job  # noqa: E40
 from transferqueue.workflows.job.settings.job import Job, RaySettings  # noqa: E402
 from transferqueue.workflows.job.settings.read import checked  # noqa: E402
 from transferqueue.workflows.job.settings.write import job_as_toml  # noqa: E402
+from transferqueue.workflows.job.tiny_model.make import make, write_data  # noqa: E402
 
 ray_ignored = [
     pytest.mark.filterwarnings("ignore::ResourceWarning"),  # Ray leaves files to the collector
@@ -105,6 +106,13 @@ def check(outcome: JobOutcome, steps: Steps) -> None:
     assert outcome.summary.after is not None
 
 
+@pytest.fixture(scope="module")
+def inputs_of_vllm(disk: Path) -> Path:
+    make(disk / "inputs-vllm" / "model", kind="builtin", num_hidden_layers=1, num_attention_heads=4)
+    write_data(disk / "inputs-vllm" / "data", task="spell_backward", train=64, test=16)
+    return disk / "inputs-vllm"
+
+
 @pytest.mark.parametrize(("engine", "replicas"), [("builtin", 1), ("transformers", 2)])
 def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNodes, inputs: Path, disk: Path) -> None:
     if engine != "builtin":
@@ -120,6 +128,12 @@ def test_a_node_is_killed_in_the_middle(engine: str, replicas: int, nodes: RayNo
     check(outcome, steps)
     if replicas == 2:
         assert "lost" not in outcome.audit.dropped
+
+
+def test_a_node_with_vllm_is_killed_in_the_middle(nodes: RayNodes, inputs_of_vllm: Path, disk: Path) -> None:
+    """`make test-engines` has vLLM and Ray together."""
+    pytest.importorskip("vllm")
+    test_a_node_is_killed_in_the_middle("vllm", 1, nodes, inputs_of_vllm, disk)
 
 
 def test_after_the_death_of_all_nodes_the_command_goes_on(inputs: Path, disk: Path, tmp_path: Path) -> None:
