@@ -162,8 +162,8 @@ def _damaged(base: Base, one: Damage, data: bytes) -> bytes | None:
 
 
 def _spot(base: Base, one: Damage) -> float:
-    """Bits of memory that is no file are trusted (docs/decisions/0029): of that arena only the last page is damaged. Of
-    another every other bit is one of a block: most of an arena is empty."""
+    """Bits of memory that is no file are trusted (docs/decisions/durability.md): of that arena only the last page is
+    damaged. Of another every other bit is one of a block: most of an arena is empty."""
     if base.in_state and "arena-" in one.file and one.at % 2:
         offset, nbytes = base.places[one.at // 2 % len(base.places)]
         return (offset + one.where * nbytes) / (ARENA_BYTES + MARGIN_BYTES)

@@ -1,7 +1,7 @@
 """The thread of a shard process that carries out copy orders: blocks that lost a copy in another shard are copied
 again.
 
-The rules (docs/decisions/0042):
+The rules (docs/decisions/shards.md):
 
 - It asks for an order (`TakeCopies`), copies the blocks, and reports those that are written with its next request. An
   order that was not reported comes again, and copying it again writes the same bytes. A report is sent until it is

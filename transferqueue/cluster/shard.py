@@ -1,7 +1,7 @@
 """A shard process: it adds memory to a deployment, its own or that of another store, and executes the coordinator's
 commands.
 
-Invariants (docs/decisions/0022):
+Invariants (docs/decisions/shards.md):
 
 - A shard is a session whose Hello offers an arena. It knows no table and no row. It polls for commands, executes them
   in order, and reports its progress with the next poll (`PollCommands`).

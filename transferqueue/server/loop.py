@@ -71,7 +71,7 @@ class ProcessExits:
 
 class BusyPoll:
     """Polls for `duration_s` after each request before the loop sleeps, so that the next one finds the server awake
-    (decision 58). Where no request comes for that long, the loop sleeps and nothing polls.
+    (docs/decisions/calls.md). Where no request comes for that long, the loop sleeps and nothing polls.
 
     look: whether an event has come; returns at once. Between two looks the processor is offered to other processes.
     """

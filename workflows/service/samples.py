@@ -8,7 +8,7 @@ Rules:
 2. `generate` puts the prompts before it returns, so the next request is generated while the stream of the current one
    is consumed: asynchronous pipelining. The pace bounds it, in batches and in versions.
 3. Requests are generated in their order, and within a request the prompts with the largest scores first: long answers
-   start early (section 5), but do not delay an earlier request (decision 0019).
+   start early (section 5), but do not delay an earlier request (docs/decisions/planning.md).
 4. A stream yields samples as they finish, in any order. `CompletionStream.batches` yields them as batches that a
    trainer acks itself, as soon as `at_least` are finished (dynamic batches, section 4.1). A sample is done when the
    next one is requested. When a stream is closed, or its process dies, the remaining samples are released: `resume`

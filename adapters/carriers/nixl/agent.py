@@ -1,4 +1,5 @@
-"""Reads registered memory of another process: NIXL over UCX (docs/decisions/0044). The bulk protocol says which bytes.
+"""Reads registered memory of another process: NIXL over UCX (docs/decisions/one-sided.md). The bulk protocol says
+which bytes.
 
 Rules:
 
@@ -15,7 +16,7 @@ Rules:
    (`transport.system.threads.keep_for_good`).
 5. A read writes memory of the process that began it, by that process's own means: its socket, its system call, or a
    queue of its network card. All of these belong to its agent and end with it. So nothing that an agent began to read
-   writes anything once it is gone, whatever its peers do then (docs/decisions/0064).
+   writes anything once it is gone, whatever its peers do then (docs/decisions/one-sided.md).
 6. UCX emulates a read that no transport can do by itself: the process that is read answers. It is ended by a signal if
    the reader has gone meanwhile, whatever the options. So reads are emulated with ``nixl:tcp`` alone; else one that
    would be fails, and the stream carries its bytes.

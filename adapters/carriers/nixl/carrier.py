@@ -32,7 +32,7 @@ os._exit(0)  # what NIXL brings may crash when it is unloaded
 
 
 class NixlCarrier:
-    """Memory that is read one-sided by NIXL over UCX (docs/decisions/0044)."""
+    """Memory that is read one-sided by NIXL over UCX (docs/decisions/one-sided.md)."""
 
     def __init__(self, setting: str) -> None:
         if setting not in list(Transports):

@@ -5,7 +5,7 @@ samples is not read for a batch of a few. All ready samples up to `bound` are kn
 what a reader of everything would see first.
 
 Where the server is in this process, a number of its own says whether anything became ready since the last lease. If
-nothing did, what is known is what a lease would tell, and the server is not asked (decision 62).
+nothing did, what is known is what a lease would tell, and the server is not asked (docs/decisions/drop-in.md).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The arenas that one session maps, and the pins that it holds.
 
 The session's lock file stays locked for as long as a view lives in this process, also after the queue was
-closed: the server reuses pinned memory only once it can take that lock (decision 4). So an array that a
+closed: the server reuses pinned memory only once it can take that lock (docs/decisions/memory.md). So an array that a
 program keeps is never overwritten, however the session ended.
 """
 

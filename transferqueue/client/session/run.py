@@ -3,7 +3,7 @@
 An operation is a generator. It yields requests; the runner sends each, and sends its reply back into the generator or
 throws the error that it was refused with. An operation with a timeout first yields `Within` and gets its deadline.
 Copies of many bytes it yields as `BlockingWork`, which an event loop runs in a thread. It does no I/O and knows no
-thread or loop (decision 7), so the two APIs cannot differ.
+thread or loop (docs/decisions/calls.md), so the two APIs cannot differ.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Finds out whether the server lives, while nothing else is sent.
 
 For a server with a socket file the kernel says so, by the server's lock. Over tcp the kernel of its host says so: it
-refuses connections to a port where no process listens (decision 69). A host that says nothing may be cut off: then the
-server is asked if a call waits and no reply has come for long. A server that keeps a journal is started again: until
-then each call waits as long as it may.
+refuses connections to a port where no process listens (docs/decisions/calls.md). A host that says nothing may be cut
+off: then the server is asked if a call waits and no reply has come for long. A server that keeps a journal is started
+again: until then each call waits as long as it may.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The file by which the kernel vouches that a session may still see shared memory (decision 4).
+"""The file by which the kernel vouches that a session may still see shared memory (docs/decisions/memory.md).
 
 A client holds an flock on a file of its own for as long as it, or an array of its session, lives. The file lies in
 ``sessions/`` beside the server's socket, or, for a server reached over tcp, in this user's own runtime directory.

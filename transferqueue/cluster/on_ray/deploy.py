@@ -7,7 +7,8 @@ Invariants:
 - The process that deploys it owns it. Closing its `Deployment` ends the service; so does the end of the driver or of
   the last handle, unless the deployment is detached. Other processes only connect: the service survives their end, also
   by SIGKILL.
-- It stays on one node (`nodes`), and Ray restarts it there; clients reconnect to the restarted server (decision 9).
+- It stays on one node (`nodes`), and Ray restarts it there; clients reconnect to the restarted server
+  (docs/decisions/durability.md).
 - It has one coordinator, or several that are used as one. Each coordinator is an actor, spread over the nodes that fit.
 - Its shards are further actors, one for each node or as many as were asked for (`shard_actors`). They end with it.
 - Ray carries names, endpoints and keys, once for each queue that is opened. It carries no row and no request.

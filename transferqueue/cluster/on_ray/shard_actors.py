@@ -2,7 +2,7 @@
 
 Invariant: a shard is an actor named after the deployment (``NAME.shard-0``, ...) and bound to its node. It starts after
 the server listens and ends before the server does. If its node dies, the shard is lost, and the deployment goes on
-(decision 24).
+(docs/decisions/shards.md).
 """
 
 from __future__ import annotations

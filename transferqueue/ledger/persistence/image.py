@@ -7,8 +7,8 @@ a `Ranker` computes its keys, which follows from its selector; the shapes of com
 pages without a row.
 
 Only the version that wrote an image can read it, or one whose state has the same classes and attributes, which its
-fingerprint tells. To keep data across versions, take a snapshot. Decision 31 says why images and snapshots have two
-formats.
+fingerprint tells. To keep data across versions, take a snapshot. Why images and snapshots have two formats:
+docs/decisions/durability.md.
 """
 
 from __future__ import annotations

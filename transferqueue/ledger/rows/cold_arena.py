@@ -1,7 +1,7 @@
 """The blocks of the coordinator's arena that may leave memory for a disk: which extents leave, which are on their way,
 and what comes back.
 
-The rules (docs/decisions/0056):
+The rules (docs/decisions/spill.md):
 
 1. An extent is spilled as a whole, when it is closed and all its blocks are cold: nothing else makes room. The latest
    blocks leave first, since tasks lease the oldest ones first.

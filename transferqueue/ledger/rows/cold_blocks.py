@@ -1,7 +1,7 @@
 """Blocks whose bytes leave memory for a disk and come back: which blocks may, and the requests that wait for blocks
 there.
 
-The rules (docs/decisions/0056; what leaves and comes back: `cold_arena`):
+The rules (docs/decisions/spill.md; what leaves and comes back: `cold_arena`):
 
 1. Only blocks of tables that lie in the coordinator's own arena alone are spilled. Versions of weights and blocks with
    copies stay.

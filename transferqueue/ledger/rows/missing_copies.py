@@ -1,6 +1,6 @@
 """Blocks that have lost copies, and the orders to copy them again.
 
-The rules (docs/decisions/0042):
+The rules (docs/decisions/shards.md):
 
 1. A block *lacks copies* while a row needs it and it lies in fewer shards than its table keeps
    (`CommittedBlock.replicas`).

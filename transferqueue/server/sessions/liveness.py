@@ -1,6 +1,6 @@
 """How the death of a client is detected: the kernel tells it as far as it can; it is never guessed from time.
 
-The rules (docs/decisions/0004):
+The rules (docs/decisions/memory.md):
 
 - A *pidfd* wakes the server when the process has ended. Only a process in the same pid namespace has one.
 - A *lock* tells whether any process can still see the arena through this session: the client, a child that it forked,

@@ -2,7 +2,7 @@
 back. It only keeps books.
 
 A block comes back into memory that others leave, and these need space on the disk. So both together have some room that
-nothing new takes, and the memory that blocks leave goes to nothing new. The rules (docs/decisions/0056):
+nothing new takes, and the memory that blocks leave goes to nothing new. The rules (docs/decisions/spill.md):
 
 1. Memory and disk together hold no more than can change places: what fits on the disk; or what fits in memory, without
    the share of results; or both less two of the largest extents. Whichever is most, but beyond two arenas only what

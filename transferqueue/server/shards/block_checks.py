@@ -1,7 +1,7 @@
 """Compares blocks of which a client reads a part with the checksums that they were written with, before the read ends.
 
 The receiver of a whole block compares its checksum. The receiver of a part cannot: the checksum covers bytes that do
-not cross. So it names the checksum, and the shard compares (docs/decisions/0066). Rules:
+not cross. So it names the checksum, and the shard compares (docs/decisions/remote-bytes.md). Rules:
 
 1. A part counts as read when its last frame has left, and that frame leaves only when every byte of the part's block
    that may be in the part was compared *after* the checksum of the part's last frame was computed. So bytes that were

@@ -2,7 +2,7 @@
 
 The server connects to nobody, so a shard brings its blocks: it gets a copy order whose target is an extent of the
 coordinator's own memory (`CopyOrder`), and carries it out as it does for copies that were lost (`cluster.copier`). The
-rules (docs/decisions/0050):
+rules (docs/decisions/durability.md):
 
 1. The extents of the blocks are held (`ShardRegistry.hold`), so their bytes stay as they were at the moment of the
    snapshot.

@@ -2,7 +2,7 @@
 (`block_fetches`). No I/O.
 
 The ledger knows which blocks lack copies and which order a session has (`ledger.rows.missing_copies`), so this keeps no
-state: a restart, a repeated request and a lost answer need nothing else. The rules (docs/decisions/0042):
+state: a restart, a repeated request and a lost answer need nothing else. The rules (docs/decisions/shards.md):
 
 1. A shard has one order at a time, of about `COPY_ORDER_BYTES`, and all orders together have at most
    `COPIES_IN_FLIGHT_BYTES`, or are one.

@@ -1,7 +1,7 @@
 """The coordinator's record of a remote shard: which bytes are granted, and which commands the shard has yet to carry
 out. No I/O.
 
-The rules (docs/decisions/0022):
+The rules (docs/decisions/shards.md):
 
 1. The coordinator decides which bytes are granted. The shard touches bytes and carries out commands, in order
    (`ShardCommands`). The consequence of a command takes effect when the shard confirms it, and not before.

@@ -1,7 +1,7 @@
 """The shards of a deployment: which exist, which one grants the next extent, and which sessions need tickets for which.
 No I/O.
 
-The rules (docs/decisions/0022):
+The rules (docs/decisions/shards.md):
 
 1. Shard 0 is the coordinator's own arena. A process whose Hello contains a `ShardOffer` is a remote shard for exactly
    as long as its session lasts, so its death is detected like that of any session. The ledger then treats its contents
@@ -14,9 +14,9 @@ The rules (docs/decisions/0022):
    accepts no shard larger than a process can map. One part in `RESULTS_SHARE` of each shard is reserved for results, so
    a false claim gives no room in another shard's memory.
 5. A session maps a shard if the coordinator detects the death of both, so if all three are on one host: only then does
-   the kernel tell when memory that a client saw may be used again (decision 4). Bytes in all other shards travel, by
-   ticket. Of a block with copies the session is told one, if possible a copy that it maps. A shard that authenticated
-   with a key is never mapped: no client opens a file because a remote user names it.
+   the kernel tell when memory that a client saw may be used again (docs/decisions/memory.md). Bytes in all other
+   shards travel, by ticket. Of a block with copies the session is told one, if possible a copy that it maps. A shard
+   that authenticated with a key is never mapped: no client opens a file because a remote user names it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tickets: which bytes a session may touch over the bulk endpoint. The control plane issues them, the shard checks
 them.
 
-The rules (docs/decisions/0013):
+The rules (docs/decisions/remote-bytes.md):
 
 1. A ticket is a keyed hash over what a reply named to a session: a block to read, or an extent to write. So the shard
    needs no ledger, and a client can only ask for what a reply named to it. The key is new in each run of the server,

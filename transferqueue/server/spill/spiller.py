@@ -1,6 +1,6 @@
 """Has cold blocks written when memory is short, and loaded when a request needs them. No I/O: a `SpillSpace` does that.
 
-The rules (docs/decisions/0056; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
+The rules (docs/decisions/spill.md; which blocks are cold, and who waits for them: `ledger.rows.cold_blocks`):
 
 1. Extents are spilled when more than `SPILL_ABOVE` of the arena is in use, down to `SPILL_TO`, and when a request for
    memory, or a load, finds no room.

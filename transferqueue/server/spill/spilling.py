@@ -1,6 +1,6 @@
 """The spilling of one coordinator's arena: when it acts, and the line of load orders. No I/O.
 
-The rules (docs/decisions/0056; how blocks go and come back: `spiller`):
+The rules (docs/decisions/spill.md; how blocks go and come back: `spiller`):
 
 1. A request that finds no memory has cold blocks written.
 2. Load orders are carried out as `ledger.rows.cold_blocks` says. One that finds no memory for `LOAD_STUCK_S`, while

@@ -1,6 +1,6 @@
 """The pages of an arena that this process has registered for copies to and from devices.
 
-Rules (docs/decisions/0051):
+Rules (docs/decisions/memory.md):
 
 1. A third mapping of the arena, shared, is made when the first device reads. Views are never registered: they are
    private, so registering would copy every page and freeze it.

@@ -1,6 +1,6 @@
 """The backing of a shard: stores the bytes that its bulk endpoint receives, and reads them for the endpoint.
 
-Rules (docs/decisions/0025), which `testing.conformance.backings` checks:
+Rules (docs/decisions/shards.md), which `testing.conformance.backings` checks:
 
 1. A backing is an address space of `capacity` bytes. The coordinator allocates it in extents: whole pages, each with an
    id that is never reused. The coordinator decides which extents exist and who may use them

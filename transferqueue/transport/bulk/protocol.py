@@ -1,6 +1,6 @@
 """The bulk protocol: moves bytes of columns between a client and a shard whose memory the client cannot map. No I/O.
 
-Rules (docs/decisions/0013):
+Rules (docs/decisions/remote-bytes.md):
 
 1. A *transfer* reads columns, or writes into a granted extent. A connection carries one transfer at a time; a client
    opens one connection for each concurrent transfer. The transfer's number tells its frames from late frames of an
@@ -19,14 +19,14 @@ Rules (docs/decisions/0013):
    place, so the bytes of the later one are written last.
 6. Tickets, which the coordinator issues, say which bytes a client may read or write (`server.shards.tickets`).
 7. A block of which a client reads a part is compared whole at the shard, if the client names its checksum: the last
-   frame of the read follows the comparison (docs/decisions/0066).
-8. A client whose carrier reads memory (`transport.bulk.carriers`, docs/decisions/0044) asks with `ReadRanges`. The
-   answer, `RangesFrame`, names the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which the
-   shard gathered rows (docs/decisions/0060); the rest comes as content. A frame counts as taken when its ranges were
-   read and match, so the shard knows how long they are needed.
-9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/0057). The shard
-   reads them into memory of its own, compares, and copies them into the extent. A frame counts as taken when that is
-   done.
+   frame of the read follows the comparison (docs/decisions/remote-bytes.md).
+8. A client whose carrier reads memory (`transport.bulk.carriers`, docs/decisions/one-sided.md) asks with `ReadRanges`.
+   The answer, `RangesFrame`, names the ranges of at least `RANGE_BYTES_MIN` with a checksum each, and those into which
+   the shard gathered rows (docs/decisions/one-sided.md); the rest comes as content. A frame counts as taken when its
+   ranges were read and match, so the shard knows how long they are needed.
+9. A write may name ranges of the client's registered memory instead (`WriteRanges`, docs/decisions/one-sided.md). The
+   shard reads them into memory of its own, compares, and copies them into the extent. A frame counts as taken when
+   that is done.
 
 `transport.bulk.tcp` carries messages without encryption, `transport.bulk.zeromq` with keys and encryption.
 """

@@ -1,7 +1,7 @@
 """Carries the bulk protocol with keys: ZeroMQ over TCP, encrypted (CURVE).
 
 DEALER at the client, ROUTER at the shard. Messages arrive whole in ZeroMQ's memory and are copied to where they belong.
-Encryption is the main cost (docs/decisions/0013).
+Encryption is the main cost (docs/decisions/remote-bytes.md).
 """
 
 from __future__ import annotations

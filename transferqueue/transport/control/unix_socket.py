@@ -1,8 +1,8 @@
 """Frames between processes of one machine, over a Unix stream socket.
 
 Over a network ZeroMQ carries frames, with encryption and a thread of its own at each end. On one machine those threads
-have nothing to do, and waking them took most of the time of a call (decision 27). So here the client's thread and the
-server's thread write and read the socket themselves.
+have nothing to do, and waking them took most of the time of a call (docs/decisions/calls.md). So here the client's
+thread and the server's thread write and read the socket themselves.
 
 A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a
 client may send `PUBLISH_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file

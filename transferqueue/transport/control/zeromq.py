@@ -6,7 +6,7 @@ Each channel has its own ZeroMQ context, so closing the channel frees its descri
 other.
 
 A client's socket tells of a frame that has come only once, by its descriptor (`ZMQ_FD`), and any use of the socket may
-take that away. So each use ends with receiving until nothing is left (decision 63).
+take that away. So each use ends with receiving until nothing is left (docs/decisions/calls.md).
 
 A server with keys (`keyring`) receives only from clients with known keys, and names each by its public key
 (`KeyedPeer`). A server without keys listens at loopback only.

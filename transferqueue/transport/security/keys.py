@@ -1,6 +1,6 @@
 """CURVE keys, and the join token that carries them to a client.
 
-Rules (docs/decisions/0012):
+Rules (docs/decisions/keys-and-limits.md):
 
 - A server has one key pair. Each client has its own key pair, with a name and a role in the server's key file
   (`keyring`).

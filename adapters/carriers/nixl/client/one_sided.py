@@ -1,4 +1,5 @@
-"""Memory of this process that one-sided reads write, and the reader of one shard's memory (docs/decisions/0044).
+"""Memory of this process that one-sided reads write, and the reader of one shard's memory
+(docs/decisions/one-sided.md).
 
 Rules:
 

@@ -1,4 +1,4 @@
-"""A write whose bytes the shard reads itself out of registered memory of this process (docs/decisions/0057).
+"""A write whose bytes the shard reads itself out of registered memory of this process (docs/decisions/one-sided.md).
 
 Rules:
 

@@ -1,5 +1,5 @@
 """A read whose bytes this process fetches itself, range by range, from the registered memory of a shard
-(docs/decisions/0044)."""
+(docs/decisions/one-sided.md)."""
 
 from __future__ import annotations
 

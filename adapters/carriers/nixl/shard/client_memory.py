@@ -1,5 +1,5 @@
-"""Reads the registered memory of clients into buffers of this shard (docs/decisions/0057). Used by the thread of the
-bulk endpoint.
+"""Reads the registered memory of clients into buffers of this shard (docs/decisions/one-sided.md). Used by the thread
+of the bulk endpoint.
 
 Rules:
 

@@ -1,5 +1,5 @@
-"""A write whose bytes the shard reads itself out of its client's registered memory (docs/decisions/0057). No I/O but
-these reads.
+"""A write whose bytes the shard reads itself out of its client's registered memory (docs/decisions/one-sided.md). No
+I/O but these reads.
 
 The client names ranges with a checksum each, up to a window of frames ahead. The shard reads them into buffers of its
 own (`ClientMemory`), at most `PULLS_AHEAD` reads at a time, compares each range, and copies it into the extent under

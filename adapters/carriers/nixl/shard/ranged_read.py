@@ -3,7 +3,7 @@ memory.
 
 Pieces of at least `RANGE_BYTES_MIN` that lie in the arena are named, with a checksum each. Gathered rows are staged in
 registered memory and named there (`staging`), with what follows them; shorter pieces and padding are content, as in any
-read. Docs/decisions/0044 and 0060 have the rules.
+read. The rules are in docs/decisions/one-sided.md.
 """
 
 from __future__ import annotations

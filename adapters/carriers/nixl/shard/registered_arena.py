@@ -1,6 +1,6 @@
 """The parts of an arena that its shard has registered for one-sided reads.
 
-Rules (docs/decisions/0044):
+Rules (docs/decisions/one-sided.md):
 
 1. Memory is registered when a read first names it, in slices of at most `ARENA_STEP_BYTES`, and only where the arena
    has pages: registering pins pages, and would fault in those that are missing. So a sparse arena stays sparse.

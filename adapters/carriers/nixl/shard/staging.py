@@ -1,5 +1,5 @@
 """Registered memory beside the arena, into which a shard gathers rows that lie apart, so that a client reads few large
-ranges (docs/decisions/0060).
+ranges (docs/decisions/one-sided.md).
 
 Rules:
 
