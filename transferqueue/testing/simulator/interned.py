@@ -9,6 +9,7 @@ Whatever crashes, each row reads its own values.
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -49,8 +50,8 @@ class InternedJob(SimJob):
 
     def __init__(self) -> None:
         self._put = 0
-        self._unsure: dict[int, set[int]] = {number: set() for number in range(PUTS * ROWS)}
-        """By number of a row: drafts that were sent, and of which nobody knows whether they come, or came."""
+        self._unsure: dict[int, Counter[int]] = {number: Counter() for number in range(PUTS * ROWS)}
+        """By number of a row: how often a draft was sent without an answer that says whether it came."""
         self._learned: set[int] = set()
         self._deleting: set[int] = set()
         self._deleted = 0
@@ -145,7 +146,7 @@ class InternedJob(SimJob):
         if process.world.strikes(0.15, "teacher gave rows back"):
             draft = process.world.random.randrange(VALUES)
             for number in numbers:
-                self._unsure[number].add(draft)
+                self._unsure[number][draft] += 1
             yield from self._commit(process, "draft", [draft] * len(rows), partial(self._release, lease))
             return
         answers = [number % VALUES for number in numbers]
@@ -220,15 +221,14 @@ class InternedJob(SimJob):
             return m.Update(self.table, job.pack(rows), m.Columns([], blocks), overwrite=True)
 
         draft = process.world.random.randrange(VALUES)
-        sure = [number for number in numbers if draft not in self._unsure[number]]
         for number in numbers:
-            self._unsure[number].add(draft)
+            self._unsure[number][draft] += 1
         try:
             yield from self._commit(process, "draft", [draft] * ROWS, update)
         except NotFound:  # they have ended: both tasks are done with them
             return
-        for number in sure:
-            self._unsure[number].remove(draft)
+        for number in numbers:
+            self._unsure[number][draft] -= 1
         found = yield m.ReadRequest(self.table, job.pack(rows), ["body", "draft"])
         job.view(process, job.blocks_of(found.content))
         try:
@@ -236,7 +236,7 @@ class InternedJob(SimJob):
             if bodies != [number // ROWS % VALUES for number in numbers]:
                 raise PromiseBroken(f"rows {numbers} have the bodies {bodies}")
             drafts = _values(process, found.content, "draft")
-            might = [self._unsure[number] | {draft} for number in numbers]
+            might = [{draft, *+self._unsure[number]} for number in numbers]
             if not all(read in values for read, values in zip(drafts, might, strict=True)):
                 raise PromiseBroken(f"rows {numbers} have the drafts {drafts}, and were given {draft} last")
         finally:

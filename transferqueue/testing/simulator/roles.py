@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from transferqueue.errors import Sealed, UsageError
+from transferqueue.errors import DeadlineExceeded, FlowSignal, OutOfMemory, Sealed, UsageError
 from transferqueue.limits import HISTORY_EVENTS_MAX, Limits
 from transferqueue.policies import (
     Complete,
@@ -239,15 +239,29 @@ def producer(process: Process, account: ClientAccount) -> Steps:
 
 def _produce(process: Process, account: ClientAccount) -> Steps:
     """Put one group or, where the queue asks for refills, the missing rows of earlier groups. Sometimes in two puts."""
-    reserved = yield m.Reserve("t", account.size, wait_s=3.0)
+    try:
+        reserved = yield m.Reserve("t", account.size, wait_s=3.0)
+    except DeadlineExceeded:
+        if not isinstance(account.incomplete, Refill):
+            raise
+        reserved = yield m.Reserve("t", 1)  # a refill alone needs no room
     account.groups_left -= 1
+    try:
+        yield from _fill(process, account, reserved)
+    except (FlowSignal, OutOfMemory):  # as the client does at the end of a `with table.reserve()`
+        yield m.Unreserve("t", reserved.reservation)
+        raise
+
+
+def _fill(process: Process, account: ClientAccount, reserved: m.Reserved) -> Steps:
     wanted = [group for group, missing in reserved.refills for _ in range(missing)]
-    wanted = wanted or [account.next_group()] * account.size
+    if not wanted and reserved.rows == account.size:
+        wanted = [account.next_group()] * account.size
     first = process.world.random.choice((len(wanted), len(wanted), 1)) if account.in_parts else len(wanted)
     for part in (wanted[:first], wanted[first:]):
         if part:
             yield from _put(process, account, reserved, part)
-    if len(wanted) < account.size:
+    if len(wanted) < reserved.rows:
         yield m.Unreserve("t", reserved.reservation)
 
 
