@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     )
     from transferqueue.schema import Field, Share, Slice
     from transferqueue.storage.columns.column import Column
-    from transferqueue.storage.inputs.prepare import Interned, Repeat
+    from transferqueue.storage.inputs.prepare import Repeat
 
 __version__ = "0.1.0"
 
@@ -129,7 +129,7 @@ _MODULES: Final = {
     "Selector TagIs Task TokenBalanced VersionBetween",
     "schema": "Field Share Slice",
     "storage.columns.column": "Column",
-    "storage.inputs.prepare": "Interned Repeat",
+    "storage.inputs.prepare": "Repeat",
 }
 
 __all__ = [
@@ -167,7 +167,6 @@ __all__ = [
     "HoldClock",
     "Impossible",
     "InternalError",
-    "Interned",
     "KeepStale",
     "LeaseExpired",
     "Limits",

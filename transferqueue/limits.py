@@ -185,17 +185,17 @@ SMALL_EXTENT_BYTES: Final = 256 * KIB
 COLUMN_APART_BYTES: Final = SMALL_EXTENT_BYTES
 """A column of a put of this many bytes gets memory of its own in a table with `ManualColumns`: the round trip for it
 costs less than the copy."""
-INTERNED_BYTES_MIN: Final = 4 * KIB
-"""Values of an `Interned` column with fewer bytes are stored with their rows: a block of their own, and its entry in
-the ledger, cost more."""
-CONTENTS_MAX: Final = 16
-"""Blocks in which one column of a request may lie, a value each: each costs a digest, an entry in the ledger and, if it
-is new, a grant."""
+BY_CONTENT_BYTES_MIN: Final = 4 * KIB
+"""Bytes of a value, in the mean of a column, from which `Repeat` stores values by their content: for smaller ones a
+block of their own, and its entry in the ledger, cost more."""
+CONTENTS_MAX: Final = 64
+"""Values by content in one column of a request, a block each: each costs a digest, an entry in the ledger and, if it is
+new, a grant."""
 CONTENTS_KNOWN: Final = 4096
-"""Contents of interned values of a table that a client remembers to have committed, the latest ones: 16 bytes each."""
+"""Contents of values of a table that a client remembers to have committed, the latest ones: 16 bytes each."""
 RECEIVED_BYTES_MAX: Final = 256 * MIB
-"""Interned values that a client of a remote shard keeps after it received them, the latest ones: for several batches of
-images."""
+"""Values by content that a client of a remote shard keeps after it received them, the latest ones: for several batches
+of images."""
 ARENA_BYTES_DEFAULT: Final = 8 * GIB
 """Default capacity of an arena, cut to the free space of its file system. It is address space only: pages are allocated
 as they are used."""

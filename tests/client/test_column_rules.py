@@ -15,7 +15,7 @@ import torch
 
 import transferqueue as tq
 from tests.client.deployments import Served
-from transferqueue.limits import INTERNED_BYTES_MIN
+from transferqueue.limits import BY_CONTENT_BYTES_MIN
 
 RAGGED = (None,)
 FIELDS = [
@@ -97,7 +97,7 @@ def test_a_result_is_compared_with_what_the_rows_of_the_batch_have(table: tq.Tab
 
 
 NAN, INF = float("nan"), float("inf")
-BIG = np.zeros(INTERNED_BYTES_MIN // 4, np.float32)
+BIG = np.zeros(BY_CONTENT_BYTES_MIN // 4, np.float32)
 BIG_NAN = np.append(BIG, np.float32(NAN))
 
 
@@ -111,8 +111,8 @@ BIG_NAN = np.append(BIG, np.float32(NAN))
         '"rollout_logprobs": row 1 has -inf, .* or declare the field with'),
         ({"rollout_logprobs": torch.nested.nested_tensor([torch.ones(3), torch.tensor([NAN])], layout=torch.jagged)},
          "row 1 has nan"),
-        ({"rollout_logprobs": tq.Interned([np.full(3, NAN, np.float32), np.zeros(1, np.float32)])}, "row 0 has nan"),
-        ({"rollout_logprobs": tq.Interned([BIG, BIG_NAN])}, "row 1 has nan"),  # blocks of their own
+        ({"rollout_logprobs": tq.Repeat([np.full(3, NAN, np.float32), np.zeros(1, np.float32)])}, "row 0 has nan"),
+        ({"rollout_logprobs": tq.Repeat([BIG, BIG_NAN])}, "row 1 has nan"),  # blocks of their own
     ],
 )  # fmt: skip
 def test_values_that_are_not_finite_are_refused_with_the_row(

@@ -100,7 +100,7 @@ def test_columns_of_frames_go_into_every_verb(table: tq.Table) -> None:
 
 def test_values_that_rows_share_may_be_a_frames_column(table: tq.Table) -> None:
     rows = table.put(
-        x=tq.Repeat(Single(pa.array([1, 2])), 2), big=tq.Interned(Stream(pa.chunked_array([["a" * 9000, "b"] * 2])))
+        x=tq.Repeat(Single(pa.array([1, 2])), 2), big=tq.Repeat(Stream(pa.chunked_array([["a" * 9000, "b"] * 2])))
     )
     with table.read(rows) as read:
         assert read["x"].list() == [1, 1, 2, 2]

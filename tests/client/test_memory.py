@@ -23,12 +23,6 @@ def queue() -> Iterator[tq.Queue]:
         yield found
 
 
-@pytest.fixture(autouse=True)
-def rows_stored_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of one put are alike here, so that their readers can tell puts apart; each takes its bytes."""
-    monkeypatch.setenv("TRANSFERQUEUE_FIND_REPEATS", "0")
-
-
 @pytest.fixture
 def table(queue: tq.Queue) -> tq.Table:
     return queue.create_table("t", tasks=[tq.Task("a", needs=["x"])])

@@ -26,7 +26,6 @@ from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.session_lock import SessionLock, session_lock
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import Unreachable, UsageError
-from transferqueue.limits import parse_switch
 from transferqueue.text import shown
 from transferqueue.transport import TcpAddress, dial, parse_address, this_host
 from transferqueue.transport.bulk.carriers import chosen_carrier
@@ -39,8 +38,6 @@ from transferqueue.wire.versions import VERSION
 
 Data = Literal["auto", "remote"]
 """auto: map memory where possible. remote: send all bytes over the network (for tests and measurements)."""
-FIND_REPEATS: Final = "TRANSFERQUEUE_FIND_REPEATS"
-"""The environment variable that turns the search for repeated values off."""
 
 
 class OwnedServer(Protocol):
@@ -89,8 +86,6 @@ class ClientSession:
         self.clock: Final[Callable[[], float]] = clock
         self.tables: Final[dict[str, TableInfo]] = {}
         self.verifier: Verifier | None = None
-        self.find_repeats: Final = finds_repeats()
-        """Whether puts store values that rows repeat once, though the caller did not say so."""
         self.embedded_at: float | None = None
         """When the server was embedded though no caller asked for that: no other server was named or found."""
         connection.on_welcome(self.shards.welcomed)
@@ -127,12 +122,6 @@ class ClientSession:
         self._end()
 
 
-def finds_repeats() -> bool:
-    """Whether this process looks for values that rows repeat: unless ``TRANSFERQUEUE_FIND_REPEATS`` is 0. `UsageError`
-    if it is neither 0 nor 1."""
-    return parse_switch(FIND_REPEATS, os.environ.get(FIND_REPEATS), default=True)
-
-
 def open_client(
     address: str,
     timeout_s: float,
@@ -150,7 +139,6 @@ def open_client(
     `Connection.open`.
     """
     _check_data(address, data)
-    finds_repeats()  # before anything is opened
     deadline = Deadline(time.monotonic, timeout_s)
     client = secrets.token_bytes(16)
     lock = session_lock(address, client.hex())

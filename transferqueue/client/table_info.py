@@ -33,8 +33,8 @@ class ReplyFields(NamedTuple):
 
 
 class RecentContents:
-    """The contents of interned values that this client committed last. Safe from any thread. The table may have lost
-    them meanwhile."""
+    """The contents of values that this client committed last. Safe from any thread. The table may have lost them
+    meanwhile."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()

@@ -1,14 +1,14 @@
 """The data plane: the memory of rows, writing columns into it, and reading columns from it.
 
-The server uses `Allocator`, `Arena` and `available_bytes`. A client writes with `prepare`, `Repeat`, `Interned`,
-`RowsOf`, `PlainValues` and `block_writers`, maps an arena with `Mapping`, and reads with `MappedBlocks`, `RowPlacement`
-and `Column`.
+The server uses `Allocator`, `Arena` and `available_bytes`. A client writes with `prepare`, `Repeat`, `RowsOf`,
+`PlainValues` and `block_writers`, maps an arena with `Mapping`, and reads with `MappedBlocks`, `RowPlacement` and
+`Column`.
 """
 
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.columns.placement import MappedBlocks, RowPlacement
 from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
-from transferqueue.storage.inputs.prepare import Interned, PlainValues, Prepared, Repeat, RowsOf, prepare
+from transferqueue.storage.inputs.prepare import PlainValues, Prepared, Repeat, RowsOf, prepare
 from transferqueue.storage.memory.allocator import Allocator
 from transferqueue.storage.memory.arena import Arena, available_bytes
 from transferqueue.storage.memory.checksum import checksum, verify
@@ -19,7 +19,6 @@ __all__ = [
     "Arena",
     "BlockWriter",
     "Column",
-    "Interned",
     "MappedBlocks",
     "Mapping",
     "PlainValues",

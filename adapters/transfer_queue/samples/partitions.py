@@ -21,7 +21,6 @@ from tensordict import TensorDict
 import transferqueue as tq
 from transferqueue.adapters.transfer_queue.samples.columns import columns_of, tensordict_of
 from transferqueue.adapters.transfer_queue.samples.merging import MergeFunction, merge, retried
-from transferqueue.adapters.transfer_queue.samples.recurring import RecurringValues
 from transferqueue.adapters.transfer_queue.samples.tags import partition_of, stored_tags, table_of
 from transferqueue.client.operations import commit
 from transferqueue.client.operations.facts import GivenFacts
@@ -61,7 +60,6 @@ class Partitions:
     def __init__(self, queue: tq.Queue, rows_max: int, renew: Renew | None = None) -> None:
         self._queue, self._rows_max, self._renew = queue, rows_max, renew
         self._tables: dict[str, tq.Table] = {}
-        self._recurring: Final = RecurringValues()
 
     def names(self) -> list[str]:
         """Names of the partitions."""
@@ -100,13 +98,11 @@ class Partitions:
 
     def put(self, partition_id: str, data: TensorDict) -> Rows:
         """Put new samples without keys; return their indexes."""
-        return self._on(
-            partition_id, data, lambda table, made: _put(table, self._columns(table, made, data), None, None)
-        )
+        return self._on(partition_id, data, lambda table, made: _put(table, made or _columns(table, data), None, None))
 
     def update(self, partition_id: str, rows: Sequence[int], data: TensorDict | None, tags: Tags | None) -> None:
         """Write columns and merge tags of samples by index."""
-        self._on(partition_id, data, lambda table, made: _update(table, rows, self._columns(table, made, data), tags))
+        self._on(partition_id, data, lambda table, made: _update(table, rows, made or _columns(table, data), tags))
 
     def put_keyed(
         self, partition_id: str, keys: Sequence[str], data: TensorDict | None, tags: Tags | None
@@ -115,7 +111,7 @@ class Partitions:
         samples were new."""
 
         def work(table: tq.Table, made: Columns | None) -> tuple[tq.Table, Rows] | None:
-            return _put_keyed(table, self._columns(table, made, data), keys, tags, is_new=made is not None)
+            return _put_keyed(table, made or _columns(table, data), keys, tags, is_new=made is not None)
 
         return self._on(partition_id, data, work)
 
@@ -152,10 +148,6 @@ class Partitions:
     def get_rows(self, partition_id: str, rows: Sequence[int], names: Sequence[str]) -> TensorDict:
         """Read columns of samples by index, as `get`."""
         return self._read(partition_id, names, lambda table: columns_at(table, indexes_of(rows), names))
-
-    def _columns(self, table: tq.Table, made: Columns | None, data: TensorDict | None) -> Columns:
-        """The columns of `data`. made: if the table was created for them."""
-        return self._recurring.interned(table.name, made or _columns(table, data))
 
     def _read(self, partition_id: str, names: Sequence[str] | None, work: Callable[[tq.Table], T]) -> T:
         """Return the result of `work` on the table, after refreshing its fields if `names` has unknown ones."""

@@ -58,7 +58,7 @@ class AsyncTable(TableBase):
 
         columns: by field name, each with one value per row: torch (dense ``[rows, ...]`` or jagged), numpy, lists of
         arrays or numbers, Arrow arrays and columns of data frames, strings, bytes, plain nested values, a `Column`, or
-        `Repeat` where rows share values, or `Interned` where other puts have the same ones. A single value (number,
+        `Repeat` where rows or puts share values. A single value (number,
         text, dict) is given to all rows. A field that the table lacks is added. table: the same as a dict, a data frame
         of polars, pandas, duckdb or pyarrow (any with ``__arrow_c_stream__``), or `Rows`; its columns that have the
         name of a fact are that fact. A null is `SchemaError`, with its row; an index of pandas that has no name is left

@@ -42,7 +42,7 @@ ROWS: Final = "rows"
 """The lane of what is freed with its rows."""
 COLUMNS: Final = "columns"
 """The lane of columns that may be freed before their rows."""
-INTERNED: Final = "interned"
+CONTENTS: Final = "contents"
 """The lane of values that rows of many puts share: they end with the last of these rows."""
 
 
@@ -101,7 +101,7 @@ class WriteGrants:
         self._whole_from = self._shared * SMALL_EXTENT_BYTES // SMALL_EXTENTS_BYTES
         """Bytes of a put that has an extent to itself."""
         self._guard = threading.RLock()
-        self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque(), INTERNED: deque()}
+        self._open: dict[str, deque[_GrantedExtent]] = {ROWS: deque(), COLUMNS: deque(), CONTENTS: deque()}
         self._open_max = OPEN_MAX
 
     def region(
@@ -113,7 +113,7 @@ class WriteGrants:
         lane: str = ROWS,
     ) -> Operation[WriteRegion]:
         """Room for `nbytes` in a shard that is none of `apart`, waiting for memory until the deadline. lane: `ROWS`,
-        `COLUMNS` or `INTERNED`."""
+        `COLUMNS` or `CONTENTS`."""
         if nbytes >= self._whole_from or use == "weights":
             return self._whole((yield from _ask(max(nbytes, 1), deadline, apart, use)), nbytes)
         while (region := self.take(nbytes, lane, apart)) is None:

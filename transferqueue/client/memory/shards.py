@@ -6,8 +6,8 @@ Rules:
   all shards at the same time. A column may have blocks of several shards.
 - Shards come and go. If a reply names a shard that this session has not heard of, it asks for the list of all, once;
   the server never sends the list unasked.
-- An interned value is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets a
-  copy (`received`). What is too large for that crosses as other columns do, each time.
+- A value with a content is received once: the latest `RECEIVED_BYTES_MAX` bytes of them stay here, and each reply gets
+  a copy (`received_contents`). What is too large for that crosses as other columns do, each time.
 - Pins of received blocks return when they have been received; pins of mapped blocks, with the last view.
 """
 
@@ -24,14 +24,14 @@ from numpy.typing import NDArray
 
 from transferqueue.client.memory.grants import CommitOutcome, WriteRegion
 from transferqueue.client.memory.mapped import MappedMemory, placement_of
-from transferqueue.client.memory.received import ReceivedValues, received_together, whole
+from transferqueue.client.memory.received_contents import ReceivedContents
 from transferqueue.client.memory.remote import ASK_S, RemoteMemory
 from transferqueue.client.memory.transfers import ReceivedBlock
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.connection import Connection
 from transferqueue.client.session.run import INLINE_WORK_BYTES, BlockingWork, Operation, request_reply
 from transferqueue.errors import Corruption, DeadlineExceeded, PeerError, ShardLost, TransferQueueError
-from transferqueue.limits import FRAME_BYTES
+from transferqueue.limits import FRAME_BYTES, PARTS_MAX
 from transferqueue.schema import NO_SLICES, Field, Slice, cut_fields
 from transferqueue.storage.columns.byte_stream import cut_column_stream
 from transferqueue.storage.columns.column import Column
@@ -84,7 +84,7 @@ class ShardClients:
         self._guard = threading.Lock()
         self._known: dict[int, m.ShardEndpoint] = {}
         self._lines: dict[int, RemoteMemory] = {}
-        self._received = ReceivedValues()
+        self._contents = ReceivedContents()
 
     # ------------------------------------------------------------ which there are
 
@@ -197,8 +197,7 @@ class ShardClients:
         try:
             yield from self.know(shards)
             received = [at.block for at in named.values() if self._place(at.shard) != _MAPPED]
-            interned = any(at.content for at in named.values())
-            columns_of = self._columns_with_interned if interned else self._columns_of
+            columns_of = self._columns_by_content if any(at.content for at in named.values()) else self._columns_of
             found = yield from columns_of(parts, fields, rows, slices)
         except PeerError as error:
             yield from self._explain(shards, error)
@@ -237,7 +236,7 @@ class ShardClients:
     def _tensors_at(
         self, blocks: Sequence[m.BlockLocation], fields: Mapping[str, Field], slices: Mapping[str, Slice]
     ) -> Operation[dict[int, FoundTensor]]:
-        parts = [m.ReplyColumns(block.fields, [block], block_of_row=_FIRST, slot_of_row=_FIRST) for block in blocks]
+        parts = list(map(_alone, blocks))
         memory = self._memory(blocks[0].shard)
         if isinstance(memory, MappedMemory):
             columns, held = yield from memory.columns(parts, fields, 1, slices)
@@ -260,26 +259,27 @@ class ShardClients:
         found = yield from self._gathered(parts, fields, rows, slices)
         return _joined(parts, found, cut_fields(fields, slices), rows)
 
-    def _columns_with_interned(
+    def _columns_by_content(
         self, parts: Sequence[m.ReplyColumns], fields: Mapping[str, Field], rows: int, slices: Mapping[str, Slice]
     ) -> Operation[FoundColumns]:
-        """Parts of interned values that lie elsewhere come from those that were received, and are received if they were
-        not and are worth it."""
+        """Columns whose values have contents and lie elsewhere come from what was received before, and what is not
+        there is received whole and kept."""
         are_kept = [
             part.fields[0] not in slices
-            and all(at.content and self._place(at.shard) != _MAPPED for at in part.blocks)
-            and self._received.serves(part, rows)
+            and all(self._contents.may_keep(at) and self._place(at.shard) != _MAPPED for at in part.blocks)
             for part in parts
         ]
         others = [part for part, is_kept in zip(parts, are_kept, strict=True) if not is_kept]
         columns, held_by_others = yield from self._columns_of(others, fields, rows, slices)
         wanted = {at.block: at for part, is_kept in zip(parts, are_kept, strict=True) if is_kept for at in part.blocks}
-        memory = {number: found for number, at in wanted.items() if (found := self._received.copy_of(at)) is not None}
-        for some in received_together([at for number, at in wanted.items() if number not in memory]):
-            _, arrived = yield from self._columns_of(list(map(whole, some)), fields, some[0].rows, NO_SLICES)
+        memory = {number: found for number, at in wanted.items() if (found := self._contents.copy_of(at)) is not None}
+        missing = [at for number, at in wanted.items() if number not in memory]
+        for first in range(0, len(missing), PARTS_MAX):
+            some = missing[first : first + PARTS_MAX]
+            _, arrived = yield from self._columns_of(list(map(_alone, some)), fields, 1, NO_SLICES)
             for at, blocks in zip(some, arrived, strict=True):
                 memory[at.block] = blocks.live_memory()[0]
-                self._received.add(at, memory[at.block])
+                self._contents.add(at, memory[at.block])
         held, rest = list[MappedBlocks](), iter(held_by_others)
         for part, is_kept in zip(parts, are_kept, strict=True):
             held.append(
@@ -394,6 +394,11 @@ def _split(part: m.ReplyColumns, rows: int, place: Callable[[int], int]) -> list
         )
         found.append((one, which, some))
     return found
+
+
+def _alone(block: m.BlockLocation) -> m.ReplyColumns:
+    """The part of a reply of one row, which is the only one of this block."""
+    return m.ReplyColumns(block.fields, [block], block_of_row=_FIRST, slot_of_row=_FIRST)
 
 
 def _joined(

@@ -5,10 +5,8 @@
 2. If a column does not fit, the table is asked once more: perhaps the field is new, or the table is another one
    than it was. If it changed, the columns are checked again; if not, the refusal stands.
 3. Inline columns travel in the message. The others are written into granted memory (`written_blocks`).
-4. `Interned` values are first referred to by the content of their bytes, which the table may have. If it does not, or
-   if rows that exist already have the field in a newer block, the commit is refused with `NotFound`, and nothing has
-   changed. The next attempt refers to those of several values alone that this client has committed before, and the last
-   one writes all.
+4. Values that come again (`Repeat` without counts) are first referred to by the content of their bytes, which the table
+   may have. If it does not, the commit is refused, and the next attempt writes them (`call_contents`).
 5. The commit is one message. If it is refused, nothing has changed, and the next put writes into the region. If the
    shard of the region is gone, the columns are written into another shard.
 """
@@ -25,20 +23,20 @@ from numpy.typing import NDArray
 from transferqueue.client.client import ClientSession
 from transferqueue.client.memory.grants import OPEN_MAX, CommitOutcome
 from transferqueue.client.operations.arguments import few, flag, row_ids
+from transferqueue.client.operations.call_contents import CallContents
 from transferqueue.client.operations.facts import GivenFacts
 from transferqueue.client.operations.near_misses import check_columns
 from transferqueue.client.operations.rows import RowsBase, rows_read
 from transferqueue.client.operations.written_blocks import WrittenBlocks, reference, write_columns
 from transferqueue.client.session.calls import ENDLESS_S, Deadline, timeout
-from transferqueue.client.session.run import BlockingWork, Operation, Within, request_reply, unexpected
+from transferqueue.client.session.run import Operation, Within, request_reply, unexpected
 from transferqueue.client.table_info import TableInfo
 from transferqueue.errors import FlowSignal, NotFound, SchemaError, ShardLost, TransferQueueError, UsageError, listing
 from transferqueue.limits import FIELDS_MAX, check_name, check_rows
 from transferqueue.schema import Field
-from transferqueue.storage.inputs.block_writer import InternedBlock, interned_blocks, may_intern
 from transferqueue.storage.inputs.from_libraries import column_of
 from transferqueue.storage.inputs.lengths import Lengths, check_lengths, unknown
-from transferqueue.storage.inputs.prepare import Interned, Prepared, Repeat, prepare
+from transferqueue.storage.inputs.prepare import Prepared, Repeat, prepare
 from transferqueue.text import SHOWN_CHARS, shortened
 from transferqueue.wire import messages as m
 
@@ -170,48 +168,32 @@ def commit(
 ) -> Operation[R]:
     """Carry columns and facts for `rows` rows (None: new ones, as many as they have) into the table, in one commit.
 
-    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers:
-    interned columns are first referred to. False: they are written at once, as a pipeline needs it, whose caller may
-    change its arrays before the answer comes. before: the lengths of columns that the rows have already, as far as the
-    caller knows them.
+    call: put, update, ack or release, whose columns are compared with what they may have been meant for. refers: values
+    by content are first referred to. False: they are written at once, as a pipeline needs it. before: the lengths of
+    columns that the rows have already, as far as the caller knows them.
     """
     columns = {name: column_of(name, value) for name, value in columns.items()}
     facts = facts.readable()
     if not terms.fields.keys() >= columns.keys():
         yield from _ask_for_fields(terms, facts, columns, call)
     shards_left, asked_again = OPEN_MAX + 1, False
-    interned: dict[str, list[InternedBlock]] = {}
-    referred: frozenset[bytes] | None = None if refers else frozenset()
+    contents = CallContents(terms.contents, refers=refers)
     while True:
         try:
-            return (
-                yield from _attempt(
-                    client, terms, facts, columns, rows, deadline, request, kind, interned, referred, before
-                )
-            )
+            return (yield from _attempt(client, terms, facts, columns, rows, deadline, request, kind, contents, before))
         except ShardLost:  # each time an extent of that shard is given up, of which no more are kept
             if not shards_left:
                 raise
             shards_left -= 1
             yield from client.shards.look()  # and let go of its memory, if it was mapped
         except NotFound:
-            if not interned or referred == frozenset():
+            if not contents.refused():
                 raise
-            referred = _next_referred(terms, interned, referred)
         except SchemaError:
             if asked_again or not (yield from _refresh(terms)):
                 raise
             shards_left, asked_again = OPEN_MAX + 1, True
-            interned.clear()
-
-
-def _next_referred(
-    terms: TableInfo, interned: Mapping[str, Sequence[InternedBlock]], refused: frozenset[bytes] | None
-) -> frozenset[bytes]:
-    """Which contents the next attempt refers to, after one that referred to `refused` (None: to all)."""
-    contents = [block.content for blocks in interned.values() for block in blocks]
-    known = terms.contents.among(contents)
-    return known if refused is None and len(known) < len(contents) else frozenset()
+            contents.clear()
 
 
 def _ask_for_fields(terms: TableInfo, facts: GivenFacts, columns: Mapping[str, Any], call: str) -> Operation[None]:
@@ -234,21 +216,16 @@ def retry_on_other_shard(client: ClientSession, attempt: Callable[[], Operation[
 
 
 def outgoing(
-    columns: Mapping[str, Any],
-    facts: GivenFacts,
-    fields: Mapping[str, Field],
-    rows: int | None,
-    *,
-    share: bool = False,
+    columns: Mapping[str, Any], facts: GivenFacts, fields: Mapping[str, Field], rows: int | None
 ) -> PreparedCommit:
     """Check columns and facts against each other and against the fields. `SchemaError` if they do not fit,
-    `UsageError`, before any value is read, for more rows than one request may have. share: see `prepare`."""
+    `UsageError`, before any value is read, for more rows than one request may have."""
     count = _rows_of(columns, facts) if rows is None else rows
     check_rows(count, described=facts.are_descriptions)
     prepared = list[Prepared]()
     for name, value in columns.items():
         try:
-            column = prepare(name, value, fields.get(name), count, share=share)
+            column = prepare(name, value, fields.get(name), count)
         except (TransferQueueError, MemoryError):
             raise
         except Exception as error:
@@ -271,47 +248,32 @@ def _attempt(
     deadline: Deadline,
     request: Request,
     kind: type[R],
-    interned: dict[str, list[InternedBlock]],
-    referred: frozenset[bytes] | None,
+    contents: CallContents,
     before: Lengths,
 ) -> Operation[R]:
-    """interned: the interned blocks of the call, once they are made. referred: contents that the table may have; None:
-    all may."""
     has_new_fields = not terms.fields.keys() >= columns.keys()
     if has_new_fields:
         terms.check_added(columns)
-    out = outgoing(columns, facts, terms.fields, rows, share=client.find_repeats)
+    out = outgoing(columns, facts, terms.fields, rows)
     check_lengths(out.columns, before)
     fields, placed, inline = list[Field](), list[Prepared](), list[m.Inline]()
     for column in out.columns:
         fields.append(column.field)
         if column.field.inline:
             inline.append(m.Inline(column.field.name, column.inline()))
-        elif column.interned and may_intern(column, are_new=rows is None):
-            if column.field.name not in interned:
-                yield _making(column, interned, checksums=client.checksums)
-        else:
+        elif not column.by_content or not (yield from contents.take(column, checksums=client.checksums)):
             placed.append(column)
     use: m.GrantPurpose = "rows" if rows is None else "results"
-    made = [block for blocks in interned.values() for block in blocks]
-    given = [] if referred is None else [block for block in made if block.content not in referred]
+    given, referred = contents.next_attempt()
     written = (yield from write_columns(client, terms.last, placed, given, deadline, use)) if placed or given else None
     blocks = written.blocks() if written else []
-    blocks += [reference(block) for block in made if referred is None or block.content in referred]
+    blocks += map(reference, referred)
     carried = m.Columns(fields, blocks, inline, out.facts)
     reply = yield from finish_commit(written, request(out.rows, carried), kind)
     if has_new_fields:
         terms.learn(fields)
-    if made:
-        terms.contents.add([block.content for block in made])
+    contents.committed()
     return reply
-
-
-def _making(column: Prepared, interned: dict[str, list[InternedBlock]], *, checksums: bool) -> BlockingWork:
-    def make() -> None:
-        interned[column.field.name] = interned_blocks(column, checksums=checksums)
-
-    return BlockingWork(column.nbytes, make)
 
 
 def finish_commit(written: WrittenBlocks | None, request: m.Request, kind: type[R]) -> Operation[R]:
@@ -345,7 +307,7 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
         if type(value) is np.ndarray and value.ndim:  # mostly
             return len(value)
         try:
-            rows = _column_rows(value.values if isinstance(value, Interned) else value)
+            rows = _column_rows(value)
         except Exception as error:  # of a class that is not ours
             raise _unreadable(name, value, error) from error
         if rows is not None:
@@ -364,6 +326,8 @@ def _rows_of(columns: Mapping[str, Any], facts: GivenFacts) -> int:
 def _column_rows(value: Any) -> int | None:
     """How many rows a column has; None for a single value."""
     if isinstance(value, Repeat):
+        if value.counts is None:
+            return _column_rows(value.values)
         return sum(value.counts.tolist()) if value.counts.ndim else int(value.counts) * len(value.values)
     if _single(value):
         return None

@@ -7,9 +7,8 @@ Memory returns by extents, so columns that are freed at different times are writ
    regions of many puts share extents, in two lanes: columns that only tasks with results need end early; what a task
    without results needs (mostly the trainer) ends about when its row does.
 3. `ManualColumns`: a region for each column of `COLUMN_APART_BYTES` or more, and one for the others.
-4. An interned block has a region of its own, since rows of other puts may need it longer. One that the table has
-   already is not written: the commit refers to it by its content. If the table does not have it after all, the commit
-   is refused, changes nothing, and is made again with the bytes (`commit`).
+4. The block of a value by content has a region of its own, since rows of other puts may need it longer. One that the
+   table has already is not written: the commit refers to it (`call_contents`).
 5. Only the first region waits for memory. If there is no room for another one at once, all are given back, and
    everything is written into one. So producers that hold memory never wait for each other.
 """
@@ -21,7 +20,7 @@ from functools import partial
 from typing import NamedTuple
 
 from transferqueue.client.client import ClientSession
-from transferqueue.client.memory.grants import COLUMNS, INTERNED, ROWS, CommitOutcome, WriteRegion
+from transferqueue.client.memory.grants import COLUMNS, CONTENTS, ROWS, CommitOutcome, WriteRegion
 from transferqueue.client.session.calls import Deadline
 from transferqueue.client.session.run import UNINTERRUPTED, Operation
 from transferqueue.errors import DeadlineExceeded, Full
@@ -29,7 +28,8 @@ from transferqueue.limits import COLUMN_APART_BYTES
 from transferqueue.policies import AckedColumns, ManualColumns
 from transferqueue.schema import align
 from transferqueue.storage.elements.dtypes import I32
-from transferqueue.storage.inputs.block_writer import BlockWriter, InternedBlock, block_writers
+from transferqueue.storage.inputs.block_writer import BlockWriter, block_writers
+from transferqueue.storage.inputs.content_blocks import ContentBlock
 from transferqueue.storage.inputs.prepare import Prepared
 from transferqueue.wire import messages as m
 
@@ -66,16 +66,15 @@ def write_columns(
     client: ClientSession,
     terms: m.TableTerms,
     columns: Sequence[Prepared],
-    interned: Sequence[InternedBlock],
+    values: Sequence[ContentBlock],
     deadline: Deadline,
     use: m.GrantPurpose,
 ) -> Operation[WrittenBlocks]:
-    """Write the columns of a commit, which are not inline, and interned blocks, with as many copies as the table
+    """Write the columns of a commit, which are not inline, and blocks of values, with as many copies as the table
     has."""
     yield UNINTERRUPTED  # regions of open extents are taken
     groups = groups_of(terms, columns) if columns else []
-    if interned:
-        groups += [BlockGroup(INTERNED, [block]) for block in interned]
+    groups += [BlockGroup(CONTENTS, [block]) for block in values]
     if len(groups) > 1:
         written = yield from _write_apart(client, groups, deadline, use, terms.replicas)
         if written is not None:
@@ -204,7 +203,7 @@ def _place(region: WriteRegion, blocks: Sequence[BlockWriter], placed: list[m.Wr
         at += block.nbytes  # aligned: see `schema.layout`
 
 
-def reference(block: InternedBlock) -> m.WrittenBlock:
+def reference(block: ContentBlock) -> m.WrittenBlock:
     """How a commit names a block that the table has already."""
     return m.WrittenBlock(
         extent=0,

@@ -13,10 +13,10 @@ columns of one commit inside an extent. Invariants:
 - An extent of a *lost* shard is removed at that point, but not freed: nobody may reuse its memory.
 - A block may have *copies*: the same bytes in extents of other shards, committed with it and needed as long as it is.
   The rules about its extent hold for each copy. If the shard of the block is lost, a copy replaces it.
-- A block may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that instead of
-  writing the bytes again (`OwnerBytes.contents`). Such a reference counts as those of the rows that came with the
-  block, and is found and added in one call: there is no moment between. When the last reference ends, the content is
-  forgotten with the block's bytes.
+- A block of one value may have a *content*: the digest of its bytes. Later commits of its owner refer to it by that
+  instead of writing the bytes again (`OwnerBytes.contents`). Such a reference counts as those of the rows that came
+  with the block, and is found and added in one call: there is no moment between. When the last reference ends, the
+  content is forgotten with the block's bytes.
 - A row reads a field in the block of the highest number. So rows that exist already refer to a content only if none of
   them has the field in a newer block that the reference does not replace (`may_refer`). Otherwise the bytes are
   written, and the new block has the content from then on.
@@ -39,6 +39,7 @@ from transferqueue.ledger.effects import Effects, FreeExtent, MustWait, WakeKey,
 from transferqueue.ledger.rows.missing_copies import CopyOrderState, MissingCopies, PostponedCopy, Shards
 from transferqueue.limits import ALIGNMENT, PAGE_BYTES
 from transferqueue.schema import align
+from transferqueue.text import counted
 from transferqueue.wire.messages import BlockLocation, CopyLocation, WrittenBlock
 
 _NO_COPIES: Final[list[CopyLocation]] = []
@@ -561,10 +562,10 @@ def _content_key(block: WrittenBlock | BlockLocation) -> bytes:
 def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
     """Whether the block is named by its content alone. Raises if it may have none, or if no such block is live."""
     names = ", ".join(placed.fields)
-    if usage is None or len(placed.fields) != 1 or len(placed.content) != CONTENT_BYTES:
+    if usage is None or len(placed.fields) != 1 or placed.rows != 1 or len(placed.content) != CONTENT_BYTES:
         raise UsageError(
-            f"block of {names} has a content of {len(placed.content)} bytes; only blocks of one field of a table have "
-            f"contents, of {CONTENT_BYTES} bytes each"
+            f"block of {names} with {counted(placed.rows, 'row')} has a content of {len(placed.content)} bytes; only "
+            f"blocks of one value of a table have contents, of {CONTENT_BYTES} bytes each"
         )
     if placed.extent:
         return False
@@ -580,13 +581,9 @@ def _is_reference(placed: WrittenBlock, usage: OwnerBytes | None) -> bool:
 
 def may_refer(placed: WrittenBlock, usage: OwnerBytes, newest: int) -> bool:
     """Whether rows that exist already may refer to the live block of this content. newest: of the blocks that keep the
-    field of such a row.
-
-    A block of several values is for new rows alone: a row that moved from one of its values to another would have the
-    same block as before, by which an update that depends on what was read would not see the change (`rules.unchanged`).
-    """
+    field of such a row."""
     block = _same_content(placed, usage)
-    return block is not None and block.at.rows == 1 and block.at.block > newest
+    return block is not None and block.at.block > newest
 
 
 def _same_content(placed: WrittenBlock, usage: OwnerBytes) -> CommittedBlock | None:

@@ -115,10 +115,8 @@ def _check_members(blocks: Sequence[WrittenBlock], count: int) -> dict[int, Memb
             continue
         name = ", ".join(placed.fields)
         rows = decode(f'members of field "{name}"', placed.members, "<i4", len(placed.members) // 4)
-        if len(placed.fields) != 1 or not placed.content or placed.rows != 1 or placed.slots is not None:
-            raise UsageError(
-                f"block of {name} has members; such a block has one field, one row, a content and no slots"
-            )
+        if len(placed.fields) != 1 or not placed.content or placed.slots is not None:
+            raise UsageError(f"block of {name} has members; such a block has one field, a content and no slots")
         members[place] = MemberRows(rows.astype(np.int64))
         places_of_field.setdefault(placed.fields[0], []).append(place)
     for name, places in places_of_field.items():
@@ -177,8 +175,7 @@ def check_contents(staged: StagedCommit, parts: ColumnGroups, usage: OwnerBytes,
         if not placed.extent:
             raise NotFound(
                 f'field "{placed.fields[0]}": the block of content {placed.content.hex()} is older than a block in '
-                "which these rows have the field "
-                "beside others, or has several values; write the bytes into a grant, and commit them"
+                "which these rows have the field beside others; write the bytes into a grant, and commit them"
             )
         staged.anew.append(place)
 

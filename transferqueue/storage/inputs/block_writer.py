@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 
 import numpy as np
 
 from transferqueue.errors import InternalError, SchemaError, UsageError
-from transferqueue.limits import ALIGNMENT, CONTENTS_MAX, INTERNED_BYTES_MIN
 from transferqueue.schema import Span, layout
 from transferqueue.storage.elements.dtypes import I32, U8
 from transferqueue.storage.inputs.prepare import Prepared
-from transferqueue.storage.inputs.sources import ValueSource
-from transferqueue.storage.memory.checksum import UNCHECKED, checksum, digest
+from transferqueue.storage.memory.checksum import UNCHECKED, checksum
 from transferqueue.storage.memory.parallel_copy import PARALLEL_BYTES, Job, parallel_copy
 from transferqueue.text import counted
 
@@ -28,7 +25,7 @@ class BlockWriter:
 
     content: bytes = b""
     members: I32 | None = None
-    """Of an `InternedBlock`."""
+    """Of a `ContentBlock`."""
     __slots__ = ("columns", "counts", "fields", "nbytes", "rows", "slots", "spans", "stored_rows", "sum")
 
     def __init__(self, columns: Sequence[Prepared]) -> None:
@@ -81,97 +78,6 @@ class BlockWriter:
         checksum."""
         if self.sum == UNCHECKED:
             self.sum = checksum(block)
-
-
-class InternedBlock(BlockWriter):
-    """The block of one interned column, which is made at once: whether the table has it already depends on its bytes.
-
-    content: xxh3-128 of the bytes. Two blocks of the same content and layout are taken for equal: of a billion
-    different ones, no two have the same with a probability of 1 - 1.5e-21 (the birthday bound for 128 bits), if nobody
-    makes them for that purpose. members: the rows of the request that have its one value, if the column lies in several
-    blocks (`interned_blocks`).
-    """
-
-    __slots__ = ("_bytes", "content", "members")
-
-    def __init__(self, column: Prepared, *, checksums: bool) -> None:
-        super().__init__([column])
-        memory = np.empty(self.nbytes + ALIGNMENT, np.uint8)
-        start = -memory.ctypes.data % ALIGNMENT
-        self._bytes = memory[start : start + self.nbytes]
-        super().write(self._bytes)
-        self.content = digest(self._bytes)
-        self.members = None
-        if checksums:
-            self.take_checksum(self._bytes)
-
-    def write(self, out: memoryview | U8) -> None:
-        """Copy the block into `out`."""
-        whole = np.frombuffer(out, np.uint8) if isinstance(out, memoryview) else out
-        whole[:] = self._bytes
-
-
-class _WrittenValue(ValueSource):
-    """One value of a column, as it lies in a block."""
-
-    def __init__(self, values: U8) -> None:
-        self.values = values
-
-    def write(self, out: U8) -> None:
-        """Fill `out`."""
-        out[:] = self.values
-
-
-def may_intern(column: Prepared, *, are_new: bool) -> bool:
-    """Whether the values of an interned column may be shared with those of other commits. are_new: its rows are; others
-    share single values alone."""
-    return column.interned and (are_new or column.stored_rows == 1 or _lies_apart(column))
-
-
-def interned_blocks(column: Prepared, *, checksums: bool) -> list[InternedBlock]:
-    """The blocks of an interned column: one for each different value if it has few, large ones, so that commits which
-    mix them otherwise find them again; else one with all of them."""
-    if not _lies_apart(column):
-        return [InternedBlock(column, checksums=checksums)]
-    blocks: dict[tuple[bytes, int], InternedBlock] = {}
-    stored_rows_of: dict[tuple[bytes, int], list[int]] = {}
-    for stored_row, value in enumerate(_values_of(column)):
-        block = InternedBlock(value, checksums=checksums)
-        key = block.content, block.nbytes
-        blocks.setdefault(key, block)
-        stored_rows_of.setdefault(key, []).append(stored_row)
-    if len(blocks) == 1:
-        (single,) = blocks.values()
-        single.rows, single.slots = column.rows, np.zeros(column.rows, np.int32)
-        return [single]
-    slots = np.arange(column.rows, dtype=np.int32) if column.slots is None else column.slots
-    for key, block in blocks.items():
-        block.members = np.flatnonzero(np.isin(slots, stored_rows_of[key])).astype(np.int32)
-    return [block for block in blocks.values() if block.members is not None and block.members.size]
-
-
-def _lies_apart(column: Prepared) -> bool:
-    """Whether each value of the column is worth a block of its own."""
-    return 1 < column.stored_rows <= CONTENTS_MAX and column.nbytes >= column.stored_rows * INTERNED_BYTES_MIN
-
-
-def _values_of(column: Prepared) -> Iterator[Prepared]:
-    """Each stored row as a column of its own."""
-    values = np.empty(column.nbytes, np.uint8)
-    parallel_copy(column.source.jobs(values), column.nbytes)
-    column.check_finite(values)
-    field, shapes = column.field, column.shapes
-    offsets = np.arange(column.stored_rows + 1) if column.offsets is None else column.offsets
-    step = column.nbytes // int(offsets[-1])
-    for row, (low, high) in enumerate(pairwise(offsets.tolist())):
-        own = None if column.offsets is None else np.array([0, high - low], np.int64)
-        yield Prepared(
-            field,
-            1,
-            _WrittenValue(values[low * step : high * step]),
-            own,
-            None if shapes is None else shapes[row : row + 1],
-        )
 
 
 def block_writers(columns: Sequence[Prepared]) -> list[BlockWriter]:

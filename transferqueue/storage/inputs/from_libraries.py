@@ -17,7 +17,7 @@ from transferqueue.errors import SchemaError
 from transferqueue.schema import TORCH_ONLY_DTYPES
 from transferqueue.storage.columns.column import Column
 from transferqueue.storage.inputs.arrow import chunked, is_arrow, plain_values
-from transferqueue.storage.inputs.prepare import Interned, PlainValues, Repeat
+from transferqueue.storage.inputs.prepare import PlainValues, Repeat
 from transferqueue.text import SHOWN_CHARS, shortened
 
 _NOT_ARROW: Final = frozenset({np.ndarray, list, tuple, dict, str, bytes, int, float, bool, type(None)})
@@ -34,8 +34,6 @@ def column_of(name: str, value: Any) -> Any:
     """
     if type(value) in _NOT_ARROW:
         return value
-    if isinstance(value, Interned):
-        return Interned(column_of(name, value.values))
     if isinstance(value, Repeat):
         return Repeat(column_of(name, value.values), value.counts)
     if isinstance(value, Column):

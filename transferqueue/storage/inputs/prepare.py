@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from transferqueue.errors import SchemaError
-from transferqueue.limits import INTERNED_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
+from transferqueue.limits import BY_CONTENT_BYTES_MIN, ROWS_PER_REQUEST_MAX, SIZE_BYTES_MAX
 from transferqueue.schema import Field, Span
 from transferqueue.storage.elements.dtypes import I32, I64, NUMPY_DTYPES, U8, stored_dtype
 from transferqueue.storage.elements.numbers import kind_of
@@ -36,7 +36,6 @@ from transferqueue.storage.inputs.arrow import is_arrow, parse_arrow
 from transferqueue.storage.inputs.finite import first_infinite
 from transferqueue.storage.inputs.lists import parse_array, parse_list
 from transferqueue.storage.inputs.parsed import UNKNOWN, BytesInput, DenseInput, Parsed, RaggedInput
-from transferqueue.storage.inputs.repeats import find_repeats, share_rows
 from transferqueue.storage.inputs.sources import Arrays, ValueSource
 from transferqueue.storage.inputs.tensors import is_tensor, parse_tensor
 from transferqueue.storage.memory.parallel_copy import Job
@@ -44,34 +43,54 @@ from transferqueue.text import SHOWN_CHARS, counted, shortened, shown
 
 
 class Repeat:
-    """A column whose rows share values: ``values[i]`` is stored once for `counts` (or ``counts[i]``) consecutive rows.
+    """A column whose values repeat, and are stored once.
 
-    ``Repeat(prompts, 8)`` is a column for groups of eight rows. values: any column input, not copied here. counts: one
-    positive number for all values, or one for each value. `SchemaError` for other values or counts.
+    ``Repeat(prompts, 8)`` is a column for groups of eight rows: the caller knows which rows of this call are equal.
+    ``Repeat(images)`` has a value for each row, and says that they come again, in this call or in others: puts,
+    updates, acks and releases of any client. The table finds them by their content, the digest of their bytes. It
+    stores each value once until the last row that needs it ends, and a client sends it once. That costs a digest of
+    each value, and is done for values of at least 4 KiB in the mean, up to 64 different ones a call; others are stored
+    with their rows, as without `Repeat`. A digest tells values apart that nobody made equal on purpose: leave `Repeat`
+    out where producers of one table do not trust each other.
 
-    >>> import transferqueue as tq
-    >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
+    Args:
+        values: Any column input, not copied here; without counts also a single value, which is for all rows.
+        counts: None: find values by their content. Else ``values[i]`` is for so many consecutive rows: one positive
+            number for all values, or one for each.
+
+    Raises:
+        SchemaError: Other values or counts.
+
+    Example:
+        >>> import transferqueue as tq
+        >>> prompts = tq.Repeat(["2+2", "3+5"], 4)  # 8 rows, 2 stored values
+        >>> image = tq.Repeat([b"the same in sixteen puts" * 1024])
     """
 
     __slots__ = ("counts", "values")
 
-    def __init__(self, values: Any, counts: int | Sequence[int] | NDArray[np.integer[Any]]) -> None:
+    def __init__(self, values: Any, counts: int | Sequence[int] | NDArray[np.integer[Any]] | None = None) -> None:
         if isinstance(values, Repeat):
-            raise SchemaError("Repeat of a Repeat: multiply the counts instead")
+            raise SchemaError("Repeat of a Repeat: multiply the counts instead, or give the values without counts")
+        if values is None:
+            raise SchemaError("Repeat(None) has no values: give a list or an array, or leave the field out")
+        self.values = values
+        self.counts: I64 | None = None
+        if counts is None:
+            return
         single = getattr(values, "ndim", 1) == 0 or not (hasattr(values, "__len__") or is_arrow(values))
         if single:
             raise SchemaError(f"Repeat: {type(values).__name__} is no column of values; give a list or an array")
-        self.values = values
         try:
-            self.counts: I64 = np.asarray(counts)
+            numbers = np.asarray(counts)
         except (ValueError, TypeError, OverflowError, RuntimeError) as error:
             raise SchemaError(
                 f"Repeat: counts are not whole numbers: {shortened(str(error), SHOWN_CHARS)}; give one, or one for "
                 "each value"
             ) from error
-        if self.counts.dtype.kind not in "iu" or self.counts.ndim > 1:
+        if numbers.dtype.kind not in "iu" or numbers.ndim > 1:
             raise SchemaError(f"Repeat: counts {shown(counts)} are not whole numbers; give one, or one for each value")
-        self.counts = self.counts.astype(np.int64)
+        self.counts = numbers.astype(np.int64)
         if self.counts.size and self.counts.min() < 1:
             raise SchemaError(f"Repeat: count {self.counts.min()} is not positive; leave out values that no row has")
 
@@ -79,42 +98,17 @@ class Repeat:
         return f"Repeat({type(self.values).__name__}, counts={self.counts!r})"
 
     def slots(self, stored_rows: int, subject: str) -> I32:
-        """The index of the value of each row, int32 ``[rows]``."""
-        if self.counts.ndim and len(self.counts) != stored_rows:
+        """The index of the value of each row, int32 ``[rows]``; without counts each row has its own."""
+        counts = np.array(1) if self.counts is None else self.counts
+        if counts.ndim and len(counts) != stored_rows:
             raise SchemaError(
-                f"{subject}: Repeat of {counted(stored_rows, 'value')} with {counted(len(self.counts), 'count')}; give "
-                "one for each"
+                f"{subject}: Repeat of {counted(stored_rows, 'value')} with {counted(len(counts), 'count')}; give one "
+                "for each"
             )
         # Python integers: a sum of int64 wraps around
-        total = sum(self.counts.tolist()) if self.counts.ndim else int(self.counts) * stored_rows
+        total = sum(counts.tolist()) if counts.ndim else int(counts) * stored_rows
         _check_rows(total, subject)
-        return np.repeat(np.arange(stored_rows, dtype=np.int32), self.counts)
-
-
-class Interned:
-    """A column whose values other puts into the table have too: an image that each row of a group brings, one put a
-    row.
-
-    ``table.put(image=Interned([image]), ...)`` stores each value once for all puts, updates, acks and releases that
-    give the same bytes. values: any column input, also a `Repeat`. Each of up to `CONTENTS_MAX` different values is
-    found alone, if they have `INTERNED_BYTES_MIN` bytes each in the mean. More values in one call of put are found
-    again if all of them come together again. Else they are stored as usual, as are calls with fewer bytes.
-
-    >>> import transferqueue as tq
-    >>> image = tq.Interned([b"the same in sixteen puts" * 1024])
-    """
-
-    __slots__ = ("values",)
-
-    def __init__(self, values: Any) -> None:
-        if isinstance(values, Interned):
-            raise SchemaError("Interned of an Interned: give its values once")
-        if values is None:
-            raise SchemaError("Interned(None) has no values: give a list or an array, or leave the field out")
-        self.values = values
-
-    def __repr__(self) -> str:
-        return f"Interned({type(self.values).__name__})"
+        return np.repeat(np.arange(stored_rows, dtype=np.int32), counts)
 
 
 class RowsOf:
@@ -168,16 +162,16 @@ class Prepared:
 
     field: declared or inferred. rows: of the request. stored_rows: of the block; fewer if rows share values. slots:
     then the stored row of each row, int32 ``[rows]``; else None. count: the field's count for `schema.layout`. nbytes:
-    of the values, without offsets and padding. interned: other puts may have the same values (`Interned`). finite: NaN
-    and infinity are refused when the values are written; False here, since a snapshot's columns were checked when they
-    were put.
+    of the values, without offsets and padding. by_content: its values are found by their content (`Repeat`). finite:
+    NaN and infinity are refused when the values are written; False here, since a snapshot's columns were checked when
+    they were put.
     """
 
     __slots__ = (
+        "by_content",
         "count",
         "field",
         "finite",
-        "interned",
         "nbytes",
         "offsets",
         "rows",
@@ -196,7 +190,7 @@ class Prepared:
         self.nbytes = (stored_rows if offsets is None else self.count) * field.step_elements * field.item_bytes
         self.rows = stored_rows
         self.slots: I32 | None = None
-        self.interned = self.finite = False
+        self.by_content = self.finite = False
 
     def jobs(self, out: U8, span: Span) -> list[Job]:
         """Write the column into its block `out` (``uint8``, the whole block), where `schema.layout` placed it, together
@@ -245,65 +239,32 @@ class Prepared:
         return lengths if self.slots is None else lengths[self.slots]
 
 
-def prepare(
-    name: str, value: Any, field: Field | None = None, rows: int | None = None, *, share: bool = False
-) -> Prepared:
+def prepare(name: str, value: Any, field: Field | None = None, rows: int | None = None) -> Prepared:
     """Check a column against its field (None: infer one) without copying bulk bytes.
 
-    rows: of the request; a single value is then given to all of them. share: store values that rows repeat once, also
-    where the caller does not say so with `Repeat` (see `repeats`). Raises `SchemaError` if the value is not a column,
-    does not fit `field`, or has another number of rows.
+    rows: of the request; a single value is then given to all of them. Raises `SchemaError` if the value is not a
+    column, does not fit `field`, or has another number of rows.
     """
     if type(value) is np.ndarray and field is not None and _is_plain(value, field) and len(value) == rows:
-        found = find_repeats(value) if share and len(value) > 1 else None
-        if found is None:
-            return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
-        array, slots = found
-        return _shared(Prepared(field, len(array), Arrays([array], field.dtype), None, None), slots)
-    if type(value) is Interned:
-        prepared = prepare(name, value.values, field, rows, share=share)
-        prepared.interned = not prepared.field.inline and prepared.nbytes >= INTERNED_BYTES_MIN
+        return Prepared(field, len(value), Arrays([value], field.dtype), None, None)
+    if isinstance(value, Repeat) and value.counts is None:
+        prepared = prepare(name, value.values, field, rows)
+        is_large = prepared.nbytes >= prepared.stored_rows * BY_CONTENT_BYTES_MIN
+        prepared.by_content = is_large and not prepared.field.inline
         return prepared
     subject = f'field "{name}"'
     if isinstance(value, Repeat):
         repeat: Repeat | None = value
     else:
         repeat = None if type(value) is list else _broadcast(value, field, rows, subject)
+    prepared = _fit(name, _parse(repeat.values if repeat else value, field, subject), field, subject)
     if repeat:
-        prepared = _fit(name, _parse(repeat.values, field, subject), field, subject)
-        prepared = _shared(prepared, repeat.slots(prepared.stored_rows, subject))
-    else:
-        try:
-            prepared = _prepare_rows(name, value, field, subject, share=share)
-        except SchemaError:
-            if not share:
-                raise
-            prepared = _prepare_rows(name, value, field, subject, share=False)  # its error names the caller's row
+        prepared.slots = repeat.slots(prepared.stored_rows, subject)
+        prepared.rows = len(prepared.slots)
     if rows is not None and prepared.rows != rows:
         raise SchemaError(
             f"{subject} has {counted(prepared.rows, 'row')}, but this call has {rows}; give one value for each row"
         )
-    return prepared
-
-
-def _prepare_rows(name: str, value: Any, field: Field | None, subject: str, *, share: bool) -> Prepared:
-    """A column with a value for each row; with `share`, each repeated value once."""
-    slots: I32 | None = None
-    if share:
-        rows_of = isinstance(value, RowsOf)
-        found = find_repeats(value.values if rows_of else value)
-        if found is not None:
-            value, slots = RowsOf(found.values) if rows_of else found.values, found.slots
-    parsed = _parse(value, field, subject)
-    if share and slots is None and (shared := share_rows(parsed)) is not None:
-        parsed, slots = shared
-    return _shared(_fit(name, parsed, field, subject), slots)
-
-
-def _shared(prepared: Prepared, slots: I32 | None) -> Prepared:
-    """The column, whose rows share its values."""
-    if slots is not None:
-        prepared.slots, prepared.rows = slots, len(slots)
     return prepared
 
 

@@ -40,10 +40,10 @@ class WrittenBlock(Message, tag="Placed"):
     columns in it. counts: one per field (`schema.layout`). slots: for each row of the request the row
     of the block that holds it (int32; None: the same order, one to one); several rows may share one.
     checksum: xxh3-64 of the bytes, by whoever wrote them; 0 where `Welcome` asks for none. copies: as many more as the
-    table has replicas. content: of a block of one field that later commits into the table may refer to, xxh3-128 of its
+    table has replicas. content: of a block of one value that later commits into the table may refer to, xxh3-128 of its
     bytes; else empty. A block with a content and extent 0 is such a reference: nothing was written, and the request is
-    refused unless the table has a block of this content and layout. For rows that exist already the block must have one
-    row, and none of them may have the field in a newer block beside other fields. members: None: the block has a value
+    refused unless the table has a block of this content and layout. Of rows that exist already none may have the field
+    in a newer block beside other fields. members: None: the block has a value
     for each row of the request. Else the column lies in up to `CONTENTS_MAX` blocks of one value, each with its
     content: the rows of the request that have this one, counted from 0 (int32). Each row is in one of them.
     """
