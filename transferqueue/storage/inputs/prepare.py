@@ -49,9 +49,9 @@ class Repeat:
     ``Repeat(images)`` has a value for each row, and says that they come again, in this call or in others: puts,
     updates, acks and releases of any client. The table finds them by their content, the digest of their bytes. It
     stores each value once until the last row that needs it ends, and a client sends it once. That costs a digest of
-    each value, and is done for values of at least 4 KiB in the mean, up to 64 different ones a call; others are stored
-    with their rows, as without `Repeat`. A digest tells values apart that nobody made equal on purpose: leave `Repeat`
-    out where producers of one table do not trust each other.
+    each value, and is done for values of at least 4 KiB in the mean, up to 64 different ones a column and call; others
+    are stored with their rows, as without `Repeat`. The digest (xxh3-128) is not cryptographic: give counts where a
+    producer of the table may forge values.
 
     Args:
         values: Any column input, not copied here; without counts also a single value, which is for all rows.
