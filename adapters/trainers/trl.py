@@ -205,8 +205,9 @@ class QueueRollouts(TrainerCallback):  # type: ignore[misc]
 
     def _put(self, prompts: list[Any], trainer: Any, size: int, room: tq.Reservation | None = None) -> _Request:
         groups, first = len(prompts) // size, self._rows
+        ids = [np.asarray(_encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts[::size]]
         rows = self._table.put(
-            prompt_ids=[np.asarray(_encoded(trainer.processing_class, prompt), np.int32) for prompt in prompts],
+            prompt_ids=tq.Repeat(ids, size),
             group_id=np.repeat(np.arange(groups) + self._groups, size),
             group_size=size,
             ordinal=first + np.arange(len(prompts)),
