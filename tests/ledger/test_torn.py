@@ -11,12 +11,12 @@ import pytest
 from tests.ledger.driver import World
 from tests.ledger.test_determinism import Fuzz
 from tests.scale import sizes
+from tests.simulator.interrupts import DEFECTS, Interrupt
 from transferqueue.errors import Full, LedgerTorn, TransferQueueError
 from transferqueue.ledger import Ledger, MustWait
 from transferqueue.ledger import table as ledger_table
 from transferqueue.limits import MEMORY_MARGIN_BYTES, NEW_ROW_MEMORY_BYTES, PAGE_ROWS, ROW_MEMORY_BYTES, Limits
 from transferqueue.policies import Task
-from transferqueue.testing.simulator.interrupts import DEFECTS, Interrupt
 from transferqueue.wire import messages as m
 
 

@@ -17,7 +17,7 @@ from typing import Any, Final
 
 import msgspec
 
-from transferqueue.testing.simulator.run import SimRun
+from tests.simulator.run import SimRun
 
 FILE: Final = Path(__file__).parent / "golden" / "courses.json"
 SEEDS: Final = 200

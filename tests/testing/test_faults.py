@@ -2,8 +2,8 @@
 
 import pytest
 
-from transferqueue.testing.faults import FAULTS, KIND_OF, planted
-from transferqueue.testing.simulator import bounds, simulate
+from tests.simulator import bounds, simulate
+from tests.simulator.faults import FAULTS, KIND_OF, planted
 
 SEEDS = 100
 

@@ -8,11 +8,11 @@ import pytest
 
 from tests.cycles import none_of_a_server
 from tests.scale import sizes
+from tests.simulator import bounds, machine, replay_command, simulate
+from tests.simulator.run import KINDS, SimRun
+from tests.simulator.sweep import sweep
 from tests.testing import courses
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.testing.simulate import sweep
-from transferqueue.testing.simulator import bounds, machine, replay_command, simulate
-from transferqueue.testing.simulator.run import KINDS, SimRun
 
 
 def test_a_seed_is_replayed_exactly():

@@ -14,15 +14,15 @@ from typing import TYPE_CHECKING, Any, Final
 
 import msgspec
 
+from tests.simulator.job import BODY, SimJob, Steps, let_go, look, persistently, view, write
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import AlreadyExists
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.job import BODY, SimJob, Steps, let_go, look, persistently, view, write
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 VERSIONS: Final = 10
 FIRST_STAMP: Final = 1_000_000

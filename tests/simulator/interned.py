@@ -16,19 +16,19 @@ from typing import TYPE_CHECKING, Final
 
 from msgspec.structs import replace
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import AlreadyExists, Full, NotFound, Sealed, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Manual, Task
 from transferqueue.schema import Field
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 8
 ROWS: Final = 3

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator.job import Feed, SimJob, Steps, inline, unpack, until_end
+from tests.simulator.machine import PromiseBroken
 from transferqueue.limits import Limits
 from transferqueue.policies import Task, TokenBalanced
-from transferqueue.testing.simulator.job import Feed, SimJob, Steps, inline, unpack, until_end
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 WORLD: Final = 2
 REPLICAS: Final = 2

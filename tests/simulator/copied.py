@@ -8,6 +8,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import (
     DeadlineExceeded,
     EndOfTable,
@@ -22,15 +25,12 @@ from transferqueue.errors import (
 from transferqueue.limits import PAGE_BYTES, Limits
 from transferqueue.policies import Task
 from transferqueue.server.shards.own_memory import SHARD
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 12
 ROWS: Final = 2

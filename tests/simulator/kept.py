@@ -7,17 +7,17 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import AlreadyExists, Full, Sealed, UsageError
 from transferqueue.limits import Limits
 from transferqueue.policies import Compare, Manual, Predicate, TagIs, Task
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 8
 ROWS: Final = 3

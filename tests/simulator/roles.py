@@ -9,6 +9,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import DeadlineExceeded, FlowSignal, OutOfMemory, Sealed, UsageError
 from transferqueue.limits import HISTORY_EVENTS_MAX, Limits
 from transferqueue.policies import (
@@ -29,14 +32,11 @@ from transferqueue.policies import (
     Task,
 )
 from transferqueue.schema import Field
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 GROUPS: Final = 11
 ALONE: Final = ("stale", "group_incomplete", "attempts")

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from typing import Final
 
+from tests.simulator.copied import ROWS, ReplicatedShardsJob
+from tests.simulator.world import Rates
 from transferqueue.limits import MIB, PAGE_BYTES, SPILL_BYTES_MIN
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.copied import ROWS, ReplicatedShardsJob
-from transferqueue.testing.simulator.world import Rates
 from transferqueue.wire import messages as m
 
 FEWER_FAULTS: Final = Rates(

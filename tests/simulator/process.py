@@ -11,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Final
 
+from tests.simulator.machine import SimServer
+from tests.simulator.world import SimConnection, World
 from transferqueue.client.session.calls import PendingCall, PendingCalls, outcome
 from transferqueue.client.session.undo import give_back
 from transferqueue.errors import Disconnected, TransferQueueError, Unreachable
-from transferqueue.testing.simulator.machine import SimServer
-from transferqueue.testing.simulator.world import SimConnection, World
 from transferqueue.wire import messages as m
 from transferqueue.wire.codec import decode_answer
 from transferqueue.wire.requests import is_notice

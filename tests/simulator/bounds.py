@@ -13,8 +13,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Final
 
-from transferqueue.testing.simulator.machine import PromiseBroken
-from transferqueue.testing.simulator.world import World
+from tests.simulator.machine import PromiseBroken
+from tests.simulator.world import World
 
 EVENT_S: Final = 5.0
 """Processor time that one event may take. A usual one takes less than a millisecond."""

@@ -9,6 +9,7 @@ from typing import Final
 
 import numpy as np
 
+from tests.simulator.world import World
 from transferqueue.limits import LOAD_TRIES, PAGE_BYTES, SPILL_SILENT_S
 from transferqueue.schema import align
 from transferqueue.server.spill.spill_jobs import (
@@ -21,7 +22,6 @@ from transferqueue.server.spill.spill_jobs import (
 )
 from transferqueue.storage.elements.dtypes import U8
 from transferqueue.storage.memory.checksum import checksum
-from transferqueue.testing.simulator.world import World
 
 SECONDS_MAX: Final = 0.2
 """The longest time that a job of the disk takes, unless it hangs."""

@@ -11,16 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator.job import Feed, SimJob, Steps, inline, persistently
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import EndOfTable, FlowSignal, Unreachable
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
-from transferqueue.testing.simulator.job import Feed, SimJob, Steps, inline, persistently
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 PUTS: Final = 6
 ROWS: Final = 6

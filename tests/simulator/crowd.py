@@ -11,16 +11,16 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
 from transferqueue.errors import Unreachable
 from transferqueue.policies import Compare
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.machine import SimServer
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.machine import SimServer
-    from transferqueue.testing.simulator.process import Process
 
 PROCESSES: Final = 3
 CALLS_MAX: Final = 6

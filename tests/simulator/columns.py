@@ -13,6 +13,9 @@ from typing import TYPE_CHECKING, Final
 
 import msgspec
 
+from tests.simulator import job
+from tests.simulator.job import SimJob, Steps
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import (
     AlreadyExists,
     ColumnFreed,
@@ -26,14 +29,11 @@ from transferqueue.errors import (
 from transferqueue.limits import Limits
 from transferqueue.policies import AckedColumns, Task
 from transferqueue.schema import Field
-from transferqueue.testing.simulator import job
-from transferqueue.testing.simulator.job import SimJob, Steps
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
+    from tests.simulator.process import Process
     from transferqueue.ledger.state import LedgerState
-    from transferqueue.testing.simulator.process import Process
 
 IMAGE: Final = Field("image", "int64", (8,))
 PUTS: Final = 8

@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Final
 
+from tests.simulator.interrupts import DEFECTS, Interrupt
+from tests.simulator.spill import SimSpill
+from tests.simulator.world import World
 from transferqueue.errors import JournalFailed, LedgerTorn, UsageError
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.rows.blocks import ExtentState
@@ -24,9 +27,6 @@ from transferqueue.server.sessions.sessions import Peer
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.storage.memory.allocator import Allocator
-from transferqueue.testing.simulator.interrupts import DEFECTS, Interrupt
-from transferqueue.testing.simulator.spill import SimSpill
-from transferqueue.testing.simulator.world import World
 from transferqueue.wire import messages as m
 from transferqueue.wire.roles import Role
 

@@ -10,26 +10,26 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Final
 
+from tests.simulator.backlog import FEWER_FAULTS, BacklogJob, LargeBlocksJob
+from tests.simulator.bounds import bounded
+from tests.simulator.columns import ColumnEndsJob
+from tests.simulator.copied import ReplicatedShardsJob
+from tests.simulator.crowd import CrowdJob
+from tests.simulator.interned import INTERNED_PAGES, InternedJob
+from tests.simulator.job import SimJob
+from tests.simulator.kept import ManualRetentionJob
+from tests.simulator.machine import PromiseBroken, SimServer, own_extents
+from tests.simulator.process import Process
+from tests.simulator.ranks import SharedBatchJob
+from tests.simulator.roles import Rollouts
+from tests.simulator.stepped import CheckpointJob
+from tests.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
+from tests.simulator.world import Rates, World
 from transferqueue.errors import TransferQueueError
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import PAGE_BYTES, SIZE_BYTES_MAX
 from transferqueue.policies import Refill
 from transferqueue.server.coordinator import Coordinator
-from transferqueue.testing.simulator.backlog import FEWER_FAULTS, BacklogJob, LargeBlocksJob
-from transferqueue.testing.simulator.bounds import bounded
-from transferqueue.testing.simulator.columns import ColumnEndsJob
-from transferqueue.testing.simulator.copied import ReplicatedShardsJob
-from transferqueue.testing.simulator.crowd import CrowdJob
-from transferqueue.testing.simulator.interned import INTERNED_PAGES, InternedJob
-from transferqueue.testing.simulator.job import SimJob
-from transferqueue.testing.simulator.kept import ManualRetentionJob
-from transferqueue.testing.simulator.machine import PromiseBroken, SimServer, own_extents
-from transferqueue.testing.simulator.process import Process
-from transferqueue.testing.simulator.ranks import SharedBatchJob
-from transferqueue.testing.simulator.roles import Rollouts
-from transferqueue.testing.simulator.stepped import CheckpointJob
-from transferqueue.testing.simulator.weights import CHANNEL, ForwardedWeightsJob, ShardedWeightsJob, WeightChannelJob
-from transferqueue.testing.simulator.world import Rates, World
 
 CHAOS_S: Final = 9.0
 DRAIN_S: Final = 45.0
@@ -83,7 +83,7 @@ class Result:
 
 def replay_command(seed: int, kind: str = "mixed") -> str:
     """The command that repeats a seed of this kind of world."""
-    return f"python -m transferqueue.testing.simulate --seed {seed}" + f" --kind {kind}" * (kind != "mixed")
+    return f"python -m tests.simulator --seed {seed}" + f" --kind {kind}" * (kind != "mixed")
 
 
 def simulate(seed: int, kind: str = "mixed") -> Result:

@@ -13,6 +13,7 @@ from typing import Any, Final
 import msgspec
 import numpy as np
 
+from tests.simulator.machine import SimJournal
 from transferqueue.client.session.calls import PendingCalls
 from transferqueue.errors import InternalError
 from transferqueue.ledger.ledger import Ledger
@@ -36,7 +37,6 @@ from transferqueue.server.sessions.waiting import WaitQueue
 from transferqueue.server.shards.backlog import Backlog
 from transferqueue.server.shards.own_memory import OwnShardMemory
 from transferqueue.server.spill.spiller import Spiller
-from transferqueue.testing.simulator.machine import SimJournal
 from transferqueue.wire import messages as m
 
 Plant = tuple[object, str, Callable[[Any], Any]]

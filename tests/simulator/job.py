@@ -11,18 +11,18 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from tests.simulator.machine import PromiseBroken
 from transferqueue.errors import EndOfTable, FlowSignal, NotFound, OutOfMemory, Sealed, Unreachable
 from transferqueue.ledger.state import LedgerState
 from transferqueue.ledger.table import TableState
 from transferqueue.limits import Limits
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.testing.simulator.machine import PromiseBroken
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m
 
 if TYPE_CHECKING:
-    from transferqueue.testing.simulator.process import Process
+    from tests.simulator.process import Process
 
 NUMBER: Final = Field("number", "int64")
 BODY: Final = Field("body", "int64", (8,))

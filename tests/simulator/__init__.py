@@ -11,6 +11,6 @@ Rules:
 4. At the end all faults stop, and everything must drain: every wait ends, every row is done or dropped.
 """
 
-from transferqueue.testing.simulator.run import Result, replay_command, simulate
+from tests.simulator.run import Result, replay_command, simulate
 
 __all__ = ["Result", "replay_command", "simulate"]
