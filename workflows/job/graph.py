@@ -43,7 +43,7 @@ FACTORIES: Final[Mapping[str, str]] = {
     names.PROMPTS: f"{_HERE}.data.source:prompts",
     names.RANK: f"{_HERE}.stages.rank:rank",
     names.ROLLOUT: f"{_HERE}.stages.rollout:rollout",
-    names.PLAY: f"{_HERE}.stages.play:play",
+    names.PLAY: f"{_HERE}.stages.episodes:episodes",
     names.REWARD: f"{_HERE}.stages.reward:reward",
     names.REFERENCE: f"{_HERE}.stages.score:reference",
     names.PROXIMAL: f"{_HERE}.stages.score:proximal",

@@ -30,7 +30,7 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_token
 from transferqueue.workflows.job.reward_terms.scorer import RewardScorer
 from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.play import Play, environment_of
+from transferqueue.workflows.job.stages.episodes import JobEpisodes, environment_of
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.stages.rollout import sampling_of
 
@@ -144,7 +144,7 @@ class EpisodeReward(_Drawing):
         self._at_once = max(each.slots for each in job.engine)
         self._environment = environment_of(job)
         held_out_job = msgspec.structs.replace(job, seed=job.seed + _SEED)
-        self._play = Play(
+        self._play = JobEpisodes(
             self._environment, engine, FixedWeights(), sampling, held_out_job, slots=self._at_once, tokenizer=tokenizer
         )
 

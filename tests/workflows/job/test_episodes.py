@@ -22,7 +22,7 @@ from transferqueue.workflows.flow.loop.runner import StageFailedInProcess
 from transferqueue.workflows.job import names
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.play import FAILED, TRIES_MAX, EnvironmentFailed, Play
+from transferqueue.workflows.job.stages.episodes import FAILED, TRIES_MAX, EnvironmentFailed, JobEpisodes
 from transferqueue.workflows.job.stages.policy_weights import FixedWeights
 from transferqueue.workflows.job.tiny_model.tokenizer import build_tokenizer
 
@@ -84,12 +84,12 @@ def job(environment: str, **changes: Any) -> Job:
     return job_of(Path("nowhere"), reward=[reward], sampling={"group_size": 1, "tokens_max": 60, **changes})
 
 
-def play_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8) -> Play:
+def episodes_of(settings: Job, engine: Scripted, tokenizer: Any, slots: int = 8) -> JobEpisodes:
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
-    return Play(settings.reward[0], engine, FixedWeights(), sampling, settings, slots=slots, tokenizer=tokenizer)  # type: ignore[arg-type]
+    return JobEpisodes(settings.reward[0], engine, FixedWeights(), sampling, settings, slots=slots, tokenizer=tokenizer)  # type: ignore[arg-type]
 
 
-def played(play: Play, settings: Job, tokenizer: Any, questions: Sequence[str]) -> dict[int, PartialResult]:
+def played(episodes: JobEpisodes, settings: Job, tokenizer: Any, questions: Sequence[str]) -> dict[int, PartialResult]:
     with tq.connect() as queue:
         table = queue.create_table(
             "t", fields=[tq.Field(names.DATA, "value")], tasks=[tq.Task("play", needs=["prompt_ids", names.DATA])]
@@ -104,13 +104,13 @@ def played(play: Play, settings: Job, tokenizer: Any, questions: Sequence[str]) 
             ordinal=np.arange(len(questions)),
         )
         with table.lease("play", rows=len(questions), timeout_s=10) as batch:
-            return {int(part.at[0]): part for part in play(batch)}  # type: ignore[index]
+            return {int(part.at[0]): part for part in episodes(batch)}  # type: ignore[index]
 
 
 def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer: Any) -> None:
     settings = job(TEXT["calculator"])
     engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"]})
-    part = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
+    part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
     response, mask = part.columns["response_ids"][0], part.columns["loss_mask"][0]
     assert tokenizer.decode(response.tolist()) == (
         "<12+34><|im_end|>\n<|im_start|>tool\n46<|im_end|>\n<|im_start|>assistant\n46<|im_end|>"
@@ -127,9 +127,9 @@ def test_an_episode_is_one_sequence_with_the_tokens_of_the_tool_masked(tokenizer
 
 
 def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_play:SaysItsSeed", group_size=2)
+    settings = job("tests.workflows.job.test_episodes:SaysItsSeed", group_size=2)
     engine = Scripted(tokenizer, {"game": ["0", "1"]})
-    parts = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["game"] * 4)
+    parts = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["game"] * 4)
     seeds = [parts[row].columns["turn_rewards"][0][0] for row in range(4)]
     assert seeds[0] == seeds[1] != seeds[2] == seeds[3]
     assert len({seed for _, seed, _ in engine.requests}) == 4
@@ -138,7 +138,7 @@ def test_the_responses_to_a_prompt_begin_alike_and_draw_differently(tokenizer: A
 def test_an_answer_that_was_cut_gets_its_end_token_from_the_environment(tokenizer: Any) -> None:
     settings = job(TEXT["guess"])
     engine = Scripted(tokenizer, {"guess": ["0", "1", "2", "3", "4"]}, end=False)
-    part = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["guess"])[0]
+    part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["guess"])[0]
     response, mask = part.columns["response_ids"][0], part.columns["loss_mask"][0]
     text = tokenizer.decode(response.tolist())
     assert (
@@ -151,7 +151,7 @@ def test_an_answer_that_was_cut_gets_its_end_token_from_the_environment(tokenize
 def test_a_response_is_bounded_with_the_tokens_of_the_environment(tokenizer: Any) -> None:
     settings = job(TEXT["calculator"], tokens_max=16)
     engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"], "1+1=": ["<1+1>", "2"]})
-    part = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
+    part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
     assert tokenizer.decode(part.columns["response_ids"][0].tolist()) == "<12+34><|im_end|>"
     assert part.columns["finish_reason"] == ["length"]
     assert part.columns["turn_rewards"][0].tolist() == pytest.approx([0.2])
@@ -159,9 +159,9 @@ def test_a_response_is_bounded_with_the_tokens_of_the_environment(tokenizer: Any
 
 
 def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
-    settings, left = job("tests.workflows.job.test_play:Gated"), threading.Event()
+    settings, left = job("tests.workflows.job.test_episodes:Gated"), threading.Event()
     Gated.gate, Gated.slow = left, "1+1="
-    play = play_of(settings, Scripted(tokenizer, {"1+1=": ["2"], "2+2=": ["4"]}), tokenizer)
+    episodes = episodes_of(settings, Scripted(tokenizer, {"1+1=": ["2"], "2+2=": ["4"]}), tokenizer)
     with tq.connect() as queue:
         table = queue.create_table(
             "t", fields=[tq.Field(names.DATA, "value")], tasks=[tq.Task("play", needs=["prompt_ids", names.DATA])]
@@ -170,7 +170,7 @@ def test_a_row_leaves_while_another_is_played(tokenizer: Any) -> None:
         table.put(prompt_ids=ids, data=[{"question": "1+1="}, {"question": "2+2="}], ordinal=[0, 1])
         order = []
         with table.lease("play", rows=2, timeout_s=10) as batch:
-            for part in play(batch):
+            for part in episodes(batch):
                 order.append(int(part.at[0]))  # type: ignore[index]
                 left.set()
     assert order == [1, 0]
@@ -201,8 +201,8 @@ class Broken(Gated):
 
 
 def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_play:Broken")
-    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    settings = job("tests.workflows.job.test_episodes:Broken")
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(
         EnvironmentFailed,
         match=(
@@ -210,7 +210,7 @@ def test_an_environment_that_raises_names_its_row(tokenizer: Any) -> None:
             r"on_error = \"drop\""
         ),
     ) as failed:
-        played(play, settings, tokenizer, ["2+2=", "1+1="])
+        played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert isinstance(failed.value, StageFailedInProcess)  # which ends the run, whatever other rows do
 
 
@@ -230,36 +230,36 @@ class Shaky(Gated):
 def test_an_environment_that_fails_otherwise_each_time_gets_as_many_tries_as_a_row(
     tokenizer: Any, failures: int
 ) -> None:
-    settings = job("tests.workflows.job.test_play:Shaky")
-    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    settings = job("tests.workflows.job.test_episodes:Shaky")
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     Shaky.failures, Shaky.failed = failures, 0
     if failures < TRIES_MAX:
-        assert played(play, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
+        assert played(episodes, settings, tokenizer, ["2+2="])[0].columns["rewards"].tolist() == [2.0]
         return
     with pytest.raises(EnvironmentFailed, match=rf"timeout {failures} \(try {failures}\)"):
-        played(play, settings, tokenizer, ["2+2="])
+        played(episodes, settings, tokenizer, ["2+2="])
 
 
 def test_a_job_whose_environment_always_fails_ends(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_play:Broken", reward={"on_error": "drop"})
+    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
     settings = msgspec.structs.replace(settings, trainer=msgspec.structs.replace(settings.trainer, prompts_per_step=1))
-    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(StageFailedInProcess, match="20 batches, were all dropped: their environments failed"):
-        played(play, settings, tokenizer, ["1+1="] * 20)
+        played(episodes, settings, tokenizer, ["1+1="] * 20)
 
 
 def test_rows_of_an_environment_that_raises_are_dropped_if_the_job_says_so(
     tokenizer: Any, caplog: pytest.LogCaptureFixture
 ) -> None:
-    settings = job("tests.workflows.job.test_play:Broken", reward={"on_error": "drop"})
-    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
-    parts = played(play, settings, tokenizer, ["2+2=", "1+1="])
+    settings = job("tests.workflows.job.test_episodes:Broken", reward={"on_error": "drop"})
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    parts = played(episodes, settings, tokenizer, ["2+2=", "1+1="])
     assert (parts[0].drop, parts[1].drop) == ("", FAILED)
     assert re.search(r"ordinal 1 failed with RuntimeError: the tool is gone .*1\+1=.*the row is dropped", caplog.text)
 
 
 def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:
-    settings, released, said = job("tests.workflows.job.test_play:Gated"), threading.Event(), list[str]()
+    settings, released, said = job("tests.workflows.job.test_episodes:Gated"), threading.Event(), list[str]()
     Gated.gate, Gated.slow = released, "1+1="
 
     def end(described: Callable[[], str]) -> None:
@@ -267,16 +267,15 @@ def test_a_step_that_hangs_is_named_with_its_row(tokenizer: Any) -> None:
         released.set()
 
     sampling = Sampling(tokens_max=settings.sampling.tokens_max, stop_ids=(tokenizer.eos_token_id,))
-    play = Play(
+    episodes = JobEpisodes(
         settings.reward[0], Scripted(tokenizer, {"+": ["2"]}), FixedWeights(), sampling, settings,
         slots=8, tokenizer=tokenizer, limit=CallLimit(0.2, end=end),
     )  # fmt: skip  # type: ignore[arg-type]
-    assert set(played(play, settings, tokenizer, ["2+2=", "1+1="])) == {0, 1}
+    assert set(played(episodes, settings, tokenizer, ["2+2=", "1+1="])) == {0, 1}
     assert len(said) == 1
     assert re.fullmatch(
-        r"reward.environment tests.workflows.job.test_play:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not return "
-        r"within "
-        r"reward.0.timeout_s=0.2 s; set a longer limit, or one in the environment",
+        r"reward.environment tests.workflows.job.test_episodes:Gated: ordinal 1, data \{.*1\+1=.*\}: step did not "
+        r"return within reward.0.timeout_s=0.2 s; set a longer limit, or one in the environment",
         said[0],
     )
 
@@ -294,10 +293,10 @@ def test_calls_in_time_end_nothing() -> None:
 
 
 def test_an_observation_that_is_no_text_is_refused(tokenizer: Any) -> None:
-    settings = job("tests.workflows.job.test_play:Numbers")
-    play = play_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
+    settings = job("tests.workflows.job.test_episodes:Numbers")
+    episodes = episodes_of(settings, Scripted(tokenizer, {"+": ["2"]}), tokenizer)
     with pytest.raises(EnvironmentFailed, match="observation of int in turn 0; give a text"):
-        played(play, settings, tokenizer, ["2+2="])
+        played(episodes, settings, tokenizer, ["2+2="])
 
 
 class Numbers(Gated):
@@ -308,7 +307,7 @@ class Numbers(Gated):
 def test_a_factory_that_is_nowhere_is_named(tokenizer: Any) -> None:
     settings = job("nowhere_at_all:make")
     with pytest.raises(tq.NotFound, match="nowhere_at_all"):
-        play_of(settings, Scripted(tokenizer, {}), tokenizer)
+        episodes_of(settings, Scripted(tokenizer, {}), tokenizer)
 
 
 def test_the_columns_are_those_of_the_graph(tokenizer: Any) -> None:
@@ -317,7 +316,7 @@ def test_the_columns_are_those_of_the_graph(tokenizer: Any) -> None:
     with tq.connect() as queue:
         table = table_of(queue, settings)
         engine = Scripted(tokenizer, {"12+34=": ["<12+34>", "46"]})
-        part = played(play_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
+        part = played(episodes_of(settings, engine, tokenizer), settings, tokenizer, ["12+34="])[0]
         assert set(table.tasks[names.PLAY].gives) == set(part.columns)
     assert sys.modules.get("gymnasium") is None
 
@@ -370,7 +369,7 @@ def test_episodes_of_the_stage_leave_as_they_end() -> None:
 
 
 def test_an_environment_is_asked_for() -> None:
-    from transferqueue.workflows.job.stages.play import environment_of
+    from transferqueue.workflows.job.stages.episodes import environment_of
 
     with pytest.raises(UsageError, match="the job has no environment"):
         environment_of(job_of(Path("nowhere")))

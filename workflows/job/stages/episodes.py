@@ -53,12 +53,14 @@ FAILED: Final = "environment_error"
 
 
 @contextmanager
-def play(context: Context) -> Iterator[Work]:
+def episodes(context: Context) -> Iterator[Work]:
     """Factory of ``play``: like `rollout`, for episodes. Each row is given as soon as its episode is over."""
     job = context.settings(Job)
     environments = environment_of(job)
     with generating(context, job) as (engine, weights, sampling, chosen):
-        yield chosen(Play(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots))
+        yield chosen(
+            JobEpisodes(environments, engine, weights, sampling, job, slots=engine_of(job, context.instance).slots)
+        )
 
 
 def environment_of(job: Job) -> RewardSettings:
@@ -110,7 +112,7 @@ class LimitedEnvironment:
         )
 
 
-class Play:
+class JobEpisodes:
     """The function of ``play``. Loads the factory of environments; may be called from several threads at once.
 
     limit: bounds each call of an environment (None: by ``timeout_s``, ends the process).
