@@ -16,7 +16,7 @@ from transferqueue.workflows.job import names
 from transferqueue.workflows.job.algorithms.advantages import ScoredRows, advantage_columns_of
 from transferqueue.workflows.job.graph import fields, stages
 from transferqueue.workflows.job.stages.advantage import advantage
-from transferqueue.workflows.job.stages.drop_streak import DropStreak
+from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 
 WAIT_S = 30.0
 LENGTHS = [3, 1, 2, 4, 2, 3, 1, 2]
@@ -122,7 +122,7 @@ def test_tokens_of_an_environment_are_stepped_over():
 
 
 def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
-    streak = DropStreak(job("dapo"), "the rewards were equal", "check them")  # 8 rows a batch
+    streak = AllDroppedGuard(job("dapo"), "the rewards were equal", "check them")  # 8 rows a batch
     streak.count(kept=0, dropped=100)
     streak.count(kept=1, dropped=100)
     streak.count(kept=0, dropped=159)

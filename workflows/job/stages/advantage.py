@@ -32,7 +32,7 @@ from transferqueue.workflows.job.names import ADVANTAGE
 from transferqueue.workflows.job.settings.defaults import columns_of, filled
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.sizes import depth
-from transferqueue.workflows.job.stages.drop_streak import DropStreak
+from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 
 ZERO_ADVANTAGE: Final = "zero_advantage"
 """Drop reason of groups with equal rewards."""
@@ -46,7 +46,7 @@ def advantage(context: Context) -> Iterator[Work]:
     the rewards."""
     job = context.settings(Job)
     algorithm = filled(job.algorithm)
-    streak = DropStreak(
+    streak = AllDroppedGuard(
         job,
         "the rewards of every group were equal, and the job drops such groups",
         "check the rewards, begin with a better model, or set algorithm.filter_equal=false",

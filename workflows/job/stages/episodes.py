@@ -39,8 +39,8 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_token
 from transferqueue.workflows.job.graph import engine_of
 from transferqueue.workflows.job.reward_terms.time_limit import CallLimit
 from transferqueue.workflows.job.settings.job import Job, RewardSettings
+from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.chat_turns import ChatTurns
-from transferqueue.workflows.job.stages.drop_streak import DropStreak
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights
 from transferqueue.workflows.job.stages.rollout import generating
 
@@ -132,7 +132,7 @@ class JobEpisodes:
     ) -> None:
         self._limit = limit or CallLimit(settings.timeout_s)
         self._settings, self._weights, self._job, self._slots = settings, weights, job, slots
-        self._streak = DropStreak(job, "their environments failed", "see the failures in the log of the play stage")
+        self._guard = AllDroppedGuard(job, "their environments failed", "see the failures in the log of the play stage")
         self._factory = load_callable(settings.environment, "reward.environment")
         self._engine, self._sampling = engine, sampling
         self._tokenizer = tokenizer or load_tokenizer(job.model)
@@ -150,7 +150,7 @@ class JobEpisodes:
 
                 for at, episode in as_they_end(played, len(rows), self._slots):
                     yield self._part(rows[at], len(prompts[rows[at]]), episode)
-                    self._streak.count(kept=int(episode is not None), dropped=int(episode is None))
+                    self._guard.count(kept=int(episode is not None), dropped=int(episode is None))
 
     def episode(
         self, prompt: Any, data: Mapping[str, Any], number: int, ordinal: int, given_up: Callable[[], bool]

@@ -18,7 +18,7 @@ from transferqueue.workflows.job.data.tokenizer import TextTokenizer, load_token
 from transferqueue.workflows.job.reward_terms.scorer import DROPPED, RewardScorer, RowScores
 from transferqueue.workflows.job.reward_terms.time_limit import ended_process_after
 from transferqueue.workflows.job.settings.job import Job
-from transferqueue.workflows.job.stages.drop_streak import DropStreak
+from transferqueue.workflows.job.stages.all_dropped_guard import AllDroppedGuard
 from transferqueue.workflows.job.stages.samples import SampleReporter
 
 _SHOWN: Final = 3
@@ -40,7 +40,7 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     """
     job = context.settings(Job)
     scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
-    streak = DropStreak(job, "their rewards failed", "see the failures in the log of the reward stage")
+    streak = AllDroppedGuard(job, "their rewards failed", "see the failures in the log of the reward stage")
     samples = SampleReporter(context, tokenizer)
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:

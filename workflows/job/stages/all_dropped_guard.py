@@ -14,7 +14,7 @@ BATCHES_MAX: Final = 20
 of tries is 10."""
 
 
-class DropStreak:
+class AllDroppedGuard:
     """Counts the rows that a stage drops without keeping any. what: why, for the message. remedy: what to change."""
 
     def __init__(self, job: Job, what: str, remedy: str) -> None:
