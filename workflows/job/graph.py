@@ -130,7 +130,7 @@ def hands_back(job: Job) -> bool:
     return bool(job.elastic.max) and not has_episodes(job) and job.trainer.order != "ordinal"
 
 
-def stops_surplus(job: Job) -> bool:
+def stops_oversampling(job: Job) -> bool:
     """Whether generators stop when a batch is full. Episodes are finished instead."""
     return job.pacing.over_sample > 1 and not has_episodes(job)
 

@@ -9,7 +9,7 @@ The law:
    clock at its lease. In delayed mode rows of step k + 1 get the version before the one that step k makes (the delayed
    parameter update of AsyncFlow, arXiv 2507.01663, section 4). The engine changes weights when no row of an older
    version is left in it. Once a batch is full, nothing more begins in sync mode with weights older than those that the
-   batch makes (`surplus`).
+   batch makes (`oversampling`).
 4. A row never begins with weights that would make it stale: it waits for newer ones.
 """
 

@@ -18,11 +18,11 @@ from transferqueue.workflows.flow.loop.full_batches import nothing_due
 from transferqueue.workflows.flow.loop.preference import PreferringWork
 from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
-from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_surplus
+from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_oversampling
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
 from transferqueue.workflows.job.stages.hand_back import handing_back
+from transferqueue.workflows.job.stages.oversampling import Oversampling
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
-from transferqueue.workflows.job.stages.surplus import Surplus
 
 _PARTS: Final = 16
 """Finished rows are committed in parts of at most this share of the slots, so that few slots stand empty."""
@@ -38,10 +38,10 @@ def rollout(context: Context) -> Iterator[Work]:
     ordinal.
     """
     job = context.settings(Job)
-    surplus = Surplus(context) if stops_surplus(job) else None
-    with generating(context, job, surplus) as (engine, weights, sampling, chosen):
+    oversampling = Oversampling(context) if stops_oversampling(job) else None
+    with generating(context, job, oversampling) as (engine, weights, sampling, chosen):
         work = EngineRollout(
-            engine, weights, sampling, job, slots=engine_of(job, context.instance).slots, surplus=surplus
+            engine, weights, sampling, job, slots=engine_of(job, context.instance).slots, oversampling=oversampling
         )
         with handing_back(work, engine, context.drain) if hands_back(job) else nullcontext(work) as handed:
             yield chosen(handed)
@@ -49,10 +49,12 @@ def rollout(context: Context) -> Iterator[Work]:
 
 @contextmanager
 def generating(
-    context: Context, job: Job, surplus: Surplus | None = None
+    context: Context, job: Job, oversampling: Oversampling | None = None
 ) -> Iterator[tuple[Generator, PolicyWeights, Sampling, Callable[[Work], Work]]]:
     """Open the engine of this process with the first weights; yield it, its weights, the job's sampling, and what makes
-    the stage's function lease rows by length, if the job dispatches so. surplus: stops the engine when a batch is full.
+    the stage's function lease rows by length, if the job dispatches so.
+
+    oversampling: stops the engine when a batch is full.
     """
     settings = engine_of(job, context.instance)
     sampling = sampling_of(job, settings)
@@ -66,7 +68,7 @@ def generating(
                 dispatched(context.queue, context.table.name, engine, name=name, slots=slots, serves=settings.serves)
             )
             chosen = partial(PreferringWork, choice=follower.choice)
-        due = nothing_due if surplus is None else stack.enter_context(surplus.stopping(engine))
+        due = nothing_due if oversampling is None else stack.enter_context(oversampling.stopping(engine))
         yield engine, stack.enter_context(policy_weights(context, engine, job, due)), sampling, chosen
 
 
@@ -85,10 +87,10 @@ class EngineRollout:
         job: Job,
         *,
         slots: int,
-        surplus: Surplus | None = None,
+        oversampling: Oversampling | None = None,
     ) -> None:
         budget = job.sampling.budget
-        self._weights, self._surplus = weights, surplus
+        self._weights, self._oversampling = weights, oversampling
         self._generate = Generate(
             engine,
             sampling,
@@ -106,7 +108,7 @@ class EngineRollout:
         for version, rows in self._weights.turns(batch):
             with self._weights.at(version):
                 parts = self._generate.of(batch, rows)
-                yield from parts if self._surplus is None else self._surplus.until_full(version, rows, parts)
+                yield from parts if self._oversampling is None else self._oversampling.until_full(version, rows, parts)
 
 
 # ---------------------------------------------------------------- sampling

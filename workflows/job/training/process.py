@@ -160,7 +160,7 @@ def _announcing(context: Context, job: Job, task: str) -> Callable[[int, Sequenc
     """Return what tells the generators of a job that over-samples that a batch is full."""
 
     def announce(version: int, rows: Sequence[int]) -> None:
-        if task == names.TRAIN and graph.stops_surplus(job):
+        if task == names.TRAIN and graph.stops_oversampling(job):
             tell_full(context.queue, version, np.array(rows, np.int64), channel=names.FULL)
 
     return announce

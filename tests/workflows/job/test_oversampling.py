@@ -22,8 +22,8 @@ from transferqueue.workflows.flow.loop.full_batches import ABORTED, tell_full
 from transferqueue.workflows.flow.loop.runner import run_stage
 from transferqueue.workflows.flow.stage import Context, Stage
 from transferqueue.workflows.job import names
+from transferqueue.workflows.job.stages.oversampling import Oversampling
 from transferqueue.workflows.job.stages.rollout import rollout
-from transferqueue.workflows.job.stages.surplus import Surplus
 from transferqueue.workflows.job.tiny_model.make import make
 
 GROUP, PROMPTS, TOKENS = 2, 2, 400
@@ -137,13 +137,13 @@ def handed() -> PartialResult:
 
 
 class Watched:
-    """A `Surplus` over an engine that hears of full batches, and what it reports."""
+    """An `Oversampling` over an engine that hears of full batches, and what it reports."""
 
     def __init__(self, queue: tq.Queue, engine: Engine) -> None:
         self.events: list[Event] = []
         table = queue.create_table(names.TABLE)
         self.queue, self.engine = queue, engine
-        self.surplus = Surplus(Context(queue=queue, table=table, emit=self.events.append))
+        self.oversampling = Oversampling(Context(queue=queue, table=table, emit=self.events.append))
 
     def figures(self) -> list[dict[str, Any]]:
         return [dict(event.values) for event in self.events if isinstance(event, Figures)]
@@ -151,13 +151,13 @@ class Watched:
 
 def test_rows_that_were_not_begun_are_handed_back_as_they_are(queue: tq.Queue) -> None:
     watched = Watched(queue, Engine())
-    watched.surplus.stop(watched.engine, 3)  # type: ignore[arg-type]
-    (part,) = watched.surplus.until_full(2, [4, 7], iter([handed()]))
+    watched.oversampling.stop(watched.engine, 3)  # type: ignore[arg-type]
+    (part,) = watched.oversampling.until_full(2, [4, 7], iter([handed()]))
     assert part.at is not None
     assert (part.at.tolist(), dict(part.columns), part.unfinished) == ([4, 7], {}, True)
     assert watched.figures() == [{"rows": 2, "tokens": 0}]
     for version in (3, -1):  # of these weights; of an engine that takes none
-        (part,) = watched.surplus.until_full(version, [4], iter([PartialResult(columns={}, at=np.array([0]))]))
+        (part,) = watched.oversampling.until_full(version, [4], iter([PartialResult(columns={}, at=np.array([0]))]))
         assert not part.unfinished
     assert watched.engine.asked == []
 
@@ -170,8 +170,8 @@ def test_requests_of_a_full_batch_are_aborted_until_none_runs(queue: tq.Queue) -
         assert watched.engine.paused.wait(WAIT_S)
         yield handed()
 
-    with watched.surplus.stopping(watched.engine):  # type: ignore[arg-type]
-        assert [part.unfinished for part in watched.surplus.until_full(0, [0], parts())] == [True]
+    with watched.oversampling.stopping(watched.engine):  # type: ignore[arg-type]
+        assert [part.unfinished for part in watched.oversampling.until_full(0, [0], parts())] == [True]
     assert watched.engine.asked[:2] == ["abort", "resume"]
     assert watched.figures() == [{"rows": 1, "tokens": 3}]
 
@@ -184,7 +184,7 @@ def test_an_engine_that_cannot_abort_finishes_its_rows(queue: tq.Queue) -> None:
         assert watched.engine.paused.wait(WAIT_S)
         yield PartialResult(columns={}, at=np.array([0]))
 
-    with watched.surplus.stopping(watched.engine) as due:  # type: ignore[arg-type]
-        assert [part.unfinished for part in watched.surplus.until_full(0, [0], parts())] == [False]
+    with watched.oversampling.stopping(watched.engine) as due:  # type: ignore[arg-type]
+        assert [part.unfinished for part in watched.oversampling.until_full(0, [0], parts())] == [False]
         assert due() == 1
     assert (watched.engine.asked, watched.figures()) == (["abort"], [])

@@ -29,7 +29,7 @@ from transferqueue.workflows.job.names import FULL
 from transferqueue.workflows.job.stages.hand_back import abort_while
 
 
-class Surplus:
+class Oversampling:
     """The requests of one generating process, and whether their batch is full. Its methods are called from several
     threads at once."""
 
