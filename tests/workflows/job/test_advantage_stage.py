@@ -122,14 +122,14 @@ def test_tokens_of_an_environment_are_stepped_over():
 
 
 def test_a_job_whose_groups_are_all_dropped_ends_and_says_why():
-    streak = AllDroppedGuard(job("dapo"), "the rewards were equal", "check them")  # 8 rows a batch
-    streak.count(kept=0, dropped=100)
-    streak.count(kept=1, dropped=100)
-    streak.count(kept=0, dropped=159)
+    guard = AllDroppedGuard(job("dapo"), "the rewards were equal", "check them")  # 8 rows a batch
+    guard.count(kept=0, dropped=100)
+    guard.count(kept=1, dropped=100)
+    guard.count(kept=0, dropped=159)
     with pytest.raises(
         StageFailedInProcess, match=r"the last 160 rows, 20 batches, were all dropped: the rewards were equal"
     ):
-        streak.count(kept=0, dropped=1)
+        guard.count(kept=0, dropped=1)
 
 
 # ---------------------------------------------------------------- rows of one step

@@ -46,7 +46,7 @@ def advantage(context: Context) -> Iterator[Work]:
     the rewards."""
     job = context.settings(Job)
     algorithm = filled(job.algorithm)
-    streak = AllDroppedGuard(
+    guard = AllDroppedGuard(
         job,
         "the rewards of every group were equal, and the job drops such groups",
         "check the rewards, begin with a better model, or set algorithm.filter_equal=false",
@@ -79,7 +79,7 @@ def advantage(context: Context) -> Iterator[Work]:
             reward_std=float(rewards_B.std()),
             version=batch.version,
         )
-        streak.count(kept=int(at.size), dropped=int(equal.size))
+        guard.count(kept=int(at.size), dropped=int(equal.size))
 
     yield PreferringWork(compare, step.choice) if whole_steps else compare
 

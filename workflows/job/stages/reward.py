@@ -40,7 +40,7 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
     """
     job = context.settings(Job)
     scorer = RewardScorer(job, tokenizer, limit=ended_process_after)
-    streak = AllDroppedGuard(job, "their rewards failed", "see the failures in the log of the reward stage")
+    guard = AllDroppedGuard(job, "their rewards failed", "see the failures in the log of the reward stage")
     samples = SampleReporter(context, tokenizer)
 
     def score(batch: tq.Batch) -> Iterator[PartialResult]:
@@ -57,7 +57,7 @@ def reward_with(context: Context, tokenizer: TextTokenizer) -> Iterator[Work]:
         yield from _parts(scores)
         _report(context, scorer, scores, batch.version)
         failed = int(np.count_nonzero(scores.failed))
-        streak.count(kept=len(batch) - failed, dropped=failed)
+        guard.count(kept=len(batch) - failed, dropped=failed)
 
     yield score
 
