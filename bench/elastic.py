@@ -106,7 +106,7 @@ class PacedGenerator:
 @contextmanager
 def rollout(context: Context) -> Iterator[Work]:
     """The factory ``rollout`` of a job, paced, with limits that change."""
-    from transferqueue.workflows.job.stages.hand_back import handing_back
+    from transferqueue.workflows.job.stages.drain import drainable
     from transferqueue.workflows.job.stages.rollout import EngineRollout, generating
 
     job = context.settings(Job)
@@ -121,7 +121,7 @@ def rollout(context: Context) -> Iterator[Work]:
             step = int(batch.ordinal.min()) // batch_rows(job)
             return works[LONG if is_long(step, job.steps) else SHORT](batch)
 
-        with handing_back(work, engine, context.drain) as handed:
+        with drainable(work, engine, context.drain) as handed:
             yield handed
 
 

@@ -26,7 +26,7 @@ from transferqueue.adapters.stages.generation import BEGUN
 from transferqueue.workflows.flow.loop.full_batches import ABORTED, Due, hearing
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job.names import FULL
-from transferqueue.workflows.job.stages.hand_back import abort_while
+from transferqueue.workflows.job.stages.drain import abort_while
 
 
 class Oversampling:

@@ -20,7 +20,7 @@ from transferqueue.workflows.flow.stage import Context, Work
 from transferqueue.workflows.job.engines import model_directory, open_engine
 from transferqueue.workflows.job.graph import by_length, engine_of, hands_back, in_parts, stops_oversampling
 from transferqueue.workflows.job.settings.job import EngineSettings, Job
-from transferqueue.workflows.job.stages.hand_back import handing_back
+from transferqueue.workflows.job.stages.drain import drainable
 from transferqueue.workflows.job.stages.oversampling import Oversampling
 from transferqueue.workflows.job.stages.policy_weights import PolicyWeights, policy_weights
 
@@ -43,7 +43,7 @@ def rollout(context: Context) -> Iterator[Work]:
         work = EngineRollout(
             engine, weights, sampling, job, slots=engine_of(job, context.instance).slots, oversampling=oversampling
         )
-        with handing_back(work, engine, context.drain) if hands_back(job) else nullcontext(work) as handed:
+        with drainable(work, engine, context.drain) if hands_back(job) else nullcontext(work) as handed:
             yield chosen(handed)
 
 

@@ -24,7 +24,7 @@ _ROUND_S: Final = 0.2
 """Seconds between two rounds of aborting."""
 
 
-class HandBack:
+class DrainableWork:
     """The function of a generating stage, until a drain: then rows that were not begun are released as they are. Called
     from several threads at once."""
 
@@ -78,8 +78,8 @@ def abort_while(engine: Generator, runs: Callable[[], bool], changed: threading.
 
 
 @contextmanager
-def handing_back(work: Work, engine: Generator, drain: DrainRequest) -> Iterator[Work]:
+def drainable(work: Work, engine: Generator, drain: DrainRequest) -> Iterator[Work]:
     """Yield `work` as a function that hands rows back at a drain. `work` must read and release the columns `BEGUN`."""
-    handing = HandBack(work, drain)
-    with drain.when_requested(lambda: handing.abort(engine)):
-        yield handing
+    drained = DrainableWork(work, drain)
+    with drain.when_requested(lambda: drained.abort(engine)):
+        yield drained
