@@ -58,7 +58,7 @@ FACTORIES: Final[Mapping[str, str]] = {
 
 TRAINERS: Final = "trainers"
 """Name of the processes that die and start together: the trainers of policy and critic
-(`transferqueue.workflows.job.training.pair`)."""
+(`transferqueue.workflows.job.training.policy_critic_pair`)."""
 
 LOOPS: Final = frozenset({names.RANK, names.TRAIN, names.TRAIN_CRITIC, names.EVALUATE})
 """Processes whose factory gives a whole loop: they lease rows themselves, or none."""

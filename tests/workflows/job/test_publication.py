@@ -11,7 +11,7 @@ import torch
 import transferqueue as tq
 from transferqueue.adapters.weights import TensorWeights
 from transferqueue.errors import UsageError
-from transferqueue.workflows.job.training.pair import latest_version
+from transferqueue.workflows.job.training.policy_critic_pair import latest_version
 from transferqueue.workflows.job.training.publication import HostCopy, Publisher, next_version
 
 WAIT_S = 30

@@ -44,7 +44,7 @@ from transferqueue.workflows.job.run.summary import RunSummary, summarize
 from transferqueue.workflows.job.settings.job import Job
 from transferqueue.workflows.job.settings.plan import PlanFile
 from transferqueue.workflows.job.settings.read import checked
-from transferqueue.workflows.job.training.pair import begin_pair
+from transferqueue.workflows.job.training.policy_critic_pair import begin_pair
 
 RESTARTS_MAX: Final = 5
 """Restarts of one process of a run; a run may take days."""

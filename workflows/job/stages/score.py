@@ -6,8 +6,8 @@ each lease.
 
 In sync mode the critic that scores a row must have learned from all earlier steps. It may be published a little after
 the policy of the same step, whose version admits new rows. Versions of both channels are equal
-(`transferqueue.workflows.job.training.pair`), so a lease waits for the critic's version that its rows were generated
-with.
+(`transferqueue.workflows.job.training.policy_critic_pair`), so a lease waits for the critic's version that its rows
+were generated with.
 """
 
 from __future__ import annotations

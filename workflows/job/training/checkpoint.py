@@ -34,7 +34,7 @@ from transferqueue.storage.memory.checksum import checksum
 from transferqueue.workflows.flow.loop.serving import StageFailedInProcess
 from transferqueue.workflows.job.training.gather import StreamPosition
 from transferqueue.workflows.job.training.learner import StepLearner
-from transferqueue.workflows.job.training.pair import checkpoint_path, checkpoint_steps
+from transferqueue.workflows.job.training.policy_critic_pair import checkpoint_path, checkpoint_steps
 
 FORMAT: Final = 1
 _MODEL, _OPTIMIZER, _STATE = "model.safetensors", "optimizer.safetensors", "state.json"

@@ -32,8 +32,13 @@ from transferqueue.workflows.job.stages.evaluate import end_evaluations, request
 from transferqueue.workflows.job.training.checkpoint import Checkpoints, CheckpointState, load_checkpoint
 from transferqueue.workflows.job.training.gather import StepShape, StreamPosition
 from transferqueue.workflows.job.training.learner import PolicyLearner, StepLearner, ValueLearner
-from transferqueue.workflows.job.training.pair import CHECKPOINTS, TrainerPair, checkpoint_path, latest_version
 from transferqueue.workflows.job.training.passes import Passes, RankFollower
+from transferqueue.workflows.job.training.policy_critic_pair import (
+    CHECKPOINTS,
+    PolicyCriticPair,
+    checkpoint_path,
+    latest_version,
+)
 from transferqueue.workflows.job.training.publication import Publisher
 from transferqueue.workflows.job.training.ranks import ALONE, Ranks, meeting
 from transferqueue.workflows.job.training.stream import RowStream, StreamTerms
@@ -185,7 +190,7 @@ def _terms(job: Job, task: str, checkpoints: Checkpoints | None) -> TrainerTerms
 class _Partner:
     """The other trainer of a pair, seen through its channel and the folder of the run."""
 
-    def __init__(self, context: Context, pair: TrainerPair, task: str) -> None:
+    def __init__(self, context: Context, pair: PolicyCriticPair, task: str) -> None:
         self._queue, self._pair = context.queue, pair
         self._other = names.CRITIC if task == names.TRAIN else names.POLICY
 
@@ -223,11 +228,11 @@ def _partner(context: Context, job: Job, task: str) -> Partner | None:
     return None if pair is None else _Partner(context, pair, task)
 
 
-def _pair(context: Context, job: Job) -> TrainerPair | None:
+def _pair(context: Context, job: Job) -> PolicyCriticPair | None:
     """Return what both trainers of a job with a critic share; None without critic, or without a folder."""
     if names.TRAIN_CRITIC not in graph.task_names(job) or context.directory is None:
         return None
-    return TrainerPair(context.directory, job.steps)
+    return PolicyCriticPair(context.directory, job.steps)
 
 
 class _HeldOut:
@@ -338,7 +343,7 @@ def _named(path: Path, learner: StepLearner, job: Job) -> Path:
     if path.name.startswith("step-"):
         return path
     task = names.TRAIN if isinstance(learner, PolicyLearner) else names.TRAIN_CRITIC
-    pair = TrainerPair(path, job.steps)
+    pair = PolicyCriticPair(path, job.steps)
     if names.TRAIN_CRITIC in graph.task_names(job) and (steps := pair.newest()):
         return checkpoint_path(pair.directory(task), steps[task])
     for folder in (path / CHECKPOINTS / task, path / task, path):

@@ -71,7 +71,8 @@ class Evaluations(Protocol):
 
 
 class Partner(Protocol):
-    """The other trainer of a pair, and what both have on the disk (`transferqueue.workflows.job.training.pair`)."""
+    """The other trainer of a pair, and what both have on the disk
+    (`transferqueue.workflows.job.training.policy_critic_pair`)."""
 
     def newest(self) -> Mapping[str, int]:
         """Return the step of the newest checkpoints that belong together, by task."""

@@ -17,8 +17,8 @@ from transferqueue.errors import Corruption
 from transferqueue.workflows.flow.events import Event, Figures
 from transferqueue.workflows.flow.stage import Context
 from transferqueue.workflows.job import graph, names
-from transferqueue.workflows.job.training.pair import (
-    TrainerPair,
+from transferqueue.workflows.job.training.policy_critic_pair import (
+    PolicyCriticPair,
     begin_pair,
     checkpoint_path,
     checkpoint_steps,
@@ -26,8 +26,8 @@ from transferqueue.workflows.job.training.pair import (
 )
 
 
-def pair_of(folder: Path, policy: list[int], critic: list[int], last: int = 9) -> TrainerPair:
-    pair = TrainerPair(folder, last)
+def pair_of(folder: Path, policy: list[int], critic: list[int], last: int = 9) -> PolicyCriticPair:
+    pair = PolicyCriticPair(folder, last)
     for task, steps in ((names.TRAIN, policy), (names.TRAIN_CRITIC, critic)):
         for step in steps:
             path = checkpoint_path(pair.directory(task), step)
@@ -36,7 +36,7 @@ def pair_of(folder: Path, policy: list[int], critic: list[int], last: int = 9) -
     return pair
 
 
-def steps_of(pair: TrainerPair) -> tuple[list[int], list[int]]:
+def steps_of(pair: PolicyCriticPair) -> tuple[list[int], list[int]]:
     policy, critic = (checkpoint_steps(pair.directory(task)) for task in (names.TRAIN, names.TRAIN_CRITIC))
     return policy, critic
 
@@ -87,12 +87,12 @@ def test_checkpoints_without_any_of_the_other_are_kept_and_refused(tmp_path: Pat
 def test_a_pair_begins_with_a_version_that_no_channel_has(tmp_path: Path) -> None:
     with tq.connect() as queue:
         begin_pair(queue, tmp_path, 9)
-        first = TrainerPair(tmp_path, 9).start()
+        first = PolicyCriticPair(tmp_path, 9).start()
         for channel, versions in ((names.POLICY, (0, 1, 2)), (names.CRITIC, (0, 3))):
             for version in versions:
                 queue.weights(channel).publish(version, {"w": np.zeros(1, np.float32)})
         begin_pair(queue, tmp_path, 9)
-    again = TrainerPair(tmp_path, 9).start()
+    again = PolicyCriticPair(tmp_path, 9).start()
     assert first is not None
     assert again is not None
     assert (first.version, again.version) == (0, 4)
@@ -122,7 +122,7 @@ def test_the_critic_leaves_rows_of_the_next_step_until_the_policy_has_finished_i
         f"steps={TURN_STEPS}",
         "model.dtype=float32",
     )
-    TrainerPair(tmp_path, TURN_STEPS).begin_again(0)
+    PolicyCriticPair(tmp_path, TURN_STEPS).begin_again(0)
     with tq.connect() as queue:
         table = graph.create_table(queue, wanted)
         for ordinal in (2, 0, 3, 1):

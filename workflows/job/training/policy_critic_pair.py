@@ -55,9 +55,9 @@ def latest_version(channel: tq.WeightChannel) -> int:
 
 def begin_pair(queue: tq.Queue, folder: Path, last: int) -> None:
     """Let both trainers of the run in `folder` go back to the same step. last: the policy's. Neither process may run.
-    Raises as `TrainerPair.begin_again`."""
+    Raises as `PolicyCriticPair.begin_again`."""
     newest = max(latest_version(queue.weights(channel)) for channel in (names.POLICY, names.CRITIC))
-    TrainerPair(folder, last).begin_again(newest + 1)
+    PolicyCriticPair(folder, last).begin_again(newest + 1)
 
 
 def checkpoint_path(directory: Path, step: int) -> Path:
@@ -85,7 +85,7 @@ def newest_pair(policy: Sequence[int], critic: Sequence[int], last: int) -> tupl
 
 
 @dataclass(frozen=True)
-class TrainerPair:
+class PolicyCriticPair:
     """The checkpoints of both trainers of the run in `folder`. last: step of the policy's last checkpoint."""
 
     folder: Path
