@@ -185,7 +185,7 @@ def _discard(job: Path | None, changes: list[str], out: Path | None, *, others: 
 def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str, *, others: bool) -> None:
     from transferqueue.errors import UsageError
     from transferqueue.workflows.job.run.folder import new_folder
-    from transferqueue.workflows.job.run.site import run_site
+    from transferqueue.workflows.job.run.remote_engines import run_remote_engines
     from transferqueue.workflows.job.settings.read import job_from_file
 
     if others or job is None:
@@ -196,7 +196,7 @@ def _run_site(job: Path | None, changes: list[str], out: Path | None, site: str,
     settings = job_from_file(job, set=changes)
     folder = folder_to_write("--out", new_folder(settings, out).path)
     with ended_like_ctrl_c(signal.SIGTERM), last_words_shown():
-        run_site(settings, site, directory=folder, code=job.parent, tell=lambda line: say(line, err=True))
+        run_remote_engines(settings, site, directory=folder, code=job.parent, tell=lambda line: say(line, err=True))
     say(f"site {site}: the job has ended; logs in {folder}")
 
 

@@ -16,7 +16,7 @@ from transferqueue.cli.app import app
 from transferqueue.errors import UsageError
 from transferqueue.workflows.flow.processes.stage_process import StageJob
 from transferqueue.workflows.job.graph import stage_jobs
-from transferqueue.workflows.job.run.site import check_site
+from transferqueue.workflows.job.run.remote_engines import check_site
 from transferqueue.workflows.job.settings.read import job_from_values
 
 ADDRESS = "tcp://127.0.0.1:7777"

@@ -4,8 +4,8 @@ the weights to.
 The law:
 
 1. The job runs at one site, with the queue, the trainer and everything else; engines with ``site = NAME`` are not
-   started there. `run_site` starts those at their site, until the job's table has ended. Both sites have the same job
-   file.
+   started there. `run_remote_engines` starts those at their site, until the job's table has ended. Both sites have the
+   same job file.
 2. Prompts and samples cross the link as rows of the job's table. A version of the weights crosses once, however many
    engines the site has: a relay writes it into a server of the site, whole or not at all, and the engines read it from
    memory there.
@@ -41,7 +41,7 @@ JOB_S: Final = 3600.0
 STOP_S: Final = 5.0
 
 
-def run_site(
+def run_remote_engines(
     job: Job,
     site: str,
     *,
