@@ -46,7 +46,7 @@ from transferqueue.adapters.protocols import Completion, Prompt, Sampling
 from transferqueue.observe.measurement_record import Measurement, single, summarize
 from transferqueue.workflows.dispatch.channels import live_engines, plan_channel, publish
 from transferqueue.workflows.dispatch.dispatcher import LengthDispatcher
-from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 from transferqueue.workflows.planner.batch_plan import EngineLane, EngineReport, Plan, plan_batch
 from transferqueue.workflows.planner.engine_times import LaneEngine, generation_s
 from transferqueue.workflows.service import LengthRequests, Service, serve, stream_engines

@@ -20,7 +20,7 @@ from bench.published import prompts
 from bench.published.dispatch import PTL, RANDOM_FIFO, Site, choose, generation_s, published_lengths, ranked
 from bench.run_record import RECORDS, stamped
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
-from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 from transferqueue.workflows.elastic.controller import ElasticTerms
 from transferqueue.workflows.planner.engine_times import LaneEngine, Lengths
 from transferqueue.workflows.planner.simulated_job import TRAIN, BatchFeed, SimStage, SimulatedJob, simulate

@@ -13,7 +13,7 @@ import numpy as np
 from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s, ranked
 from bench.published.streamrl import predicted_batch
 from transferqueue.observe.measurement_record import MeasuredResult, Measurement, single
-from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 from transferqueue.workflows.planner.engine_times import Lengths
 
 INSTANCES: Final = (2, 8)

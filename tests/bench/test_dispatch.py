@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s, ptl_s, published_lengths, ranked
 from tests.scale import examples
 from transferqueue.errors import UsageError
-from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 
 
 def test_bad_settings_are_refused() -> None:

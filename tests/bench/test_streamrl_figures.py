@@ -7,7 +7,7 @@ import pytest
 
 from bench.published.prompts import as_lengths, by_history, draw_prompts
 from bench.published.streamrl import dispatch, elasticity, pipelining
-from transferqueue.workflows.dispatch.skill import recall
+from transferqueue.workflows.dispatch.ranker_accuracy import recall
 
 
 def test_synthetic_prompts_have_answers_as_long_as_published_and_a_seed_gives_the_same() -> None:

@@ -393,7 +393,7 @@ def test_each_refit_is_judged_by_the_rows_since_the_one_before() -> None:
 def test_rows_without_tokens_teach_nothing_and_rows_without_expectation_are_not_judged() -> None:
     dispatcher = LengthDispatcher(batch_rows=4)
     dispatcher.learn([[1], [2]], [0, 1], np.array([0, 5]), np.array([3, 0]))
-    assert (dispatcher.ranker.rows, dispatcher.skill().rows) == (1, 0)
+    assert (dispatcher.ranker.rows, dispatcher.accuracy().rows) == (1, 0)
 
 
 def test_priority_is_the_step_first_and_then_the_length() -> None:

@@ -13,7 +13,7 @@ from bench.published.dispatch import RANDOM_FIFO, Site, choose, generation_s
 from bench.published.prompts import as_lengths
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.ranker import LengthRanker
-from transferqueue.workflows.dispatch.skill import PROMPTS_MIN, recall, skill_of
+from transferqueue.workflows.dispatch.ranker_accuracy import PROMPTS_MIN, accuracy_of, recall
 
 Prompts = list[list[int]]
 
@@ -57,7 +57,7 @@ def test_it_finds_the_longest_of_prompts_it_has_never_seen() -> None:
     fresh, truth = _prompts(300, 1)
     predicted = ranker.predict(fresh)
     assert [recall(truth, predicted, share) > 2 * share for share in (0.2, 0.1, 0.05)] == [True] * 3
-    assert skill_of(np.arange(300), predicted, truth).skilled
+    assert accuracy_of(np.arange(300), predicted, truth).skilled
     site, ranked = Site(4, 16), as_lengths(predicted.astype(float), truth)
     known = generation_s(truth, ranked, site, choose(ranked, site))
     assert known < generation_s(truth, ranked, site, RANDOM_FIFO)
@@ -102,23 +102,23 @@ def test_its_memory_is_bounded_and_it_goes_on_where_it_was_saved() -> None:
 def test_chance_has_no_skill_and_too_few_prompts_have_none_yet() -> None:
     rng = np.random.default_rng(0)
     lengths = rng.integers(1, 1000, 400)
-    assert not skill_of(np.arange(400), rng.permutation(lengths), lengths).skilled
+    assert not accuracy_of(np.arange(400), rng.permutation(lengths), lengths).skilled
     few = np.arange(1, PROMPTS_MIN)
-    assert not skill_of(few, few, few).skilled
-    assert skill_of(few, few, few).why() == "19 of 20 prompts seen"
-    assert skill_of(few[:0], few[:0], few[:0]).rows == 0
+    assert not accuracy_of(few, few, few).skilled
+    assert accuracy_of(few, few, few).why() == "19 of 20 prompts seen"
+    assert accuracy_of(few[:0], few[:0], few[:0]).rows == 0
 
 
 def test_about_one_test_in_a_hundred_calls_chance_skill() -> None:
     rng = np.random.default_rng(1)
     lengths = np.arange(100)
-    skilled = sum(skill_of(lengths, rng.permutation(100), lengths).skilled for _ in range(1000))
+    skilled = sum(accuracy_of(lengths, rng.permutation(100), lengths).skilled for _ in range(1000))
     assert skilled <= 25
 
 
 def test_rows_of_a_prompt_count_as_one_test() -> None:
     prompts = np.repeat(np.arange(10), 40)  # 400 rows, 10 prompts
-    assert not skill_of(prompts, prompts, prompts).skilled
+    assert not accuracy_of(prompts, prompts, prompts).skilled
 
 
 @given(st.lists(st.integers(1, 50), min_size=1, max_size=60), st.randoms(use_true_random=False))

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from transferqueue.errors import UsageError
 from transferqueue.workflows.dispatch.ranker import LengthRanker
-from transferqueue.workflows.dispatch.skill import SHARES, Skill, skill_of
+from transferqueue.workflows.dispatch.ranker_accuracy import SHARES, RankerAccuracy, accuracy_of
 from transferqueue.workflows.planner.batch_plan import EngineReport, Plan, plan_batch
 from transferqueue.workflows.planner.engine_times import Lengths
 
@@ -132,24 +132,26 @@ class LengthDispatcher:
         self._since_refit = 0
         self.ranker.refit()
         judged, self._judged = self._judged, self._judged[:0]
-        skill = skill_of(*judged.T)
-        refit = Refit(version=self.ranker.version, rows=self.ranker.rows, judged_rows=skill.rows, recall=skill.recall)
+        accuracy = accuracy_of(*judged.T)
+        refit = Refit(
+            version=self.ranker.version, rows=self.ranker.rows, judged_rows=accuracy.rows, recall=accuracy.recall
+        )
         self.refits.append(refit)
         return refit
 
-    def skill(self) -> Skill:
+    def accuracy(self) -> RankerAccuracy:
         """Return how well the ranker ranked the last finished rows."""
         groups, expected, actual = self._finished.T
-        return skill_of(groups, expected, actual)
+        return accuracy_of(groups, expected, actual)
 
     def plan(self, expected: Lengths, engines: Sequence[EngineReport]) -> Plan:
         """Return the plan for a batch of `expected` tokens ``[rows]``, and keep it as `last`. Rows of 0 have no
         expectation: then the order stays as given.
         """
         self.plans += 1
-        skill = self.skill()
-        if not skill.skilled or not expected.size or expected.min() < 1:
-            plan = Plan(why=f"given order: {skill.why()}")
+        accuracy = self.accuracy()
+        if not accuracy.skilled or not expected.size or expected.min() < 1:
+            plan = Plan(why=f"given order: {accuracy.why()}")
         else:
             plan = plan_batch(expected, engines, self._ratios(), seed=self.plans, overlapping=self.overlapping)
         self.batches_in_order += plan.order == "longest"
@@ -158,14 +160,14 @@ class LengthDispatcher:
 
     def figures(self) -> dict[str, Any]:
         """Return figures of now: rows seen, version, recall at 20, 10 and 5 %, the test, and the last plan."""
-        skill, plan = self.skill(), self.last
+        accuracy, plan = self.accuracy(), self.last
         return {
             "rows": self.ranker.rows,
             "ranker_version": self.ranker.version,
-            "judged_rows": skill.rows,
-            **_recalls(skill.recall),
-            "skill_z": skill.z,
-            "skilled": skill.skilled,
+            "judged_rows": accuracy.rows,
+            **_recalls(accuracy.recall),
+            "skill_z": accuracy.z,
+            "skilled": accuracy.skilled,
             "plans": self.plans,
             "plans_in_order": self.batches_in_order,
             "order": plan.order,

@@ -26,7 +26,7 @@ SKILL_Z: Final = 2.33
 PROMPTS_MIN: Final = 20
 
 
-class Skill(msgspec.Struct, frozen=True, kw_only=True):
+class RankerAccuracy(msgspec.Struct, frozen=True, kw_only=True):
     """How well a ranker ranked the last rows. recall: of rows, at each of `SHARES` (empty: no rows). z: of the test;
     skilled: its result.
     """
@@ -49,22 +49,22 @@ class Skill(msgspec.Struct, frozen=True, kw_only=True):
         return f"recall {self.recall[0]:.2f} of the longest fifth, {than} (z = {self.z:.1f}, wanted {SKILL_Z})"
 
 
-def skill_of(prompts: NDArray[Any], expected: NDArray[Any], actual: NDArray[Any]) -> Skill:
-    """Return the skill over rows: the number of each row's prompt, its expected tokens, and its tokens; ``[rows]``
+def accuracy_of(prompts: NDArray[Any], expected: NDArray[Any], actual: NDArray[Any]) -> RankerAccuracy:
+    """Return the accuracy over rows: the number of each row's prompt, its expected tokens, and its tokens; ``[rows]``
     each.
 
     >>> lengths = np.arange(100)
-    >>> skill_of(lengths, lengths, lengths).recall, skill_of(lengths, lengths, lengths).skilled
+    >>> accuracy_of(lengths, lengths, lengths).recall, accuracy_of(lengths, lengths, lengths).skilled
     ((1.0, 1.0, 1.0), True)
-    >>> skill_of(lengths, np.zeros(100), lengths).skilled
+    >>> accuracy_of(lengths, np.zeros(100), lengths).skilled
     False
     """
     if not len(actual):
-        return Skill()
+        return RankerAccuracy()
     _, at = np.unique(prompts, return_inverse=True)
     count = np.bincount(at)
     expected_P, actual_P = np.bincount(at, expected) / count, np.bincount(at, actual) / count
-    return Skill(
+    return RankerAccuracy(
         rows=len(actual),
         prompts=count.size,
         recall=tuple(round(recall(actual, expected, share), 4) for share in SHARES),
