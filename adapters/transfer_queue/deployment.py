@@ -21,7 +21,7 @@ import transferqueue as tq
 from transferqueue.adapters.transfer_queue import sampler as samplers
 from transferqueue.adapters.transfer_queue.client import TransferQueueClient
 from transferqueue.adapters.transfer_queue.controller import Controller
-from transferqueue.adapters.transfer_queue.direct_questions import DirectQuestions, QuestionServer
+from transferqueue.adapters.transfer_queue.local_controller_socket import LocalControllerSocket, QuestionServer
 from transferqueue.adapters.transfer_queue.metrics import Metrics
 from transferqueue.adapters.transfer_queue.sampler import BaseSampler
 from transferqueue.limits import parse_switch
@@ -88,7 +88,7 @@ class DropInConnection:
     def __init__(self, ask: Callable[..., Any], end: Callable[[], object] | None) -> None:
         address, self.config, name = ask("hello")
         self.queue = tq.connect(address, label="transfer_queue client")
-        self._questions = DirectQuestions(name, ask)
+        self._questions = LocalControllerSocket(name, ask)
         self.client = TransferQueueClient(
             self.queue, self._questions.ask, _rows_max(self.config), client_id=f"client-{os.getpid()}"
         )

@@ -21,10 +21,10 @@ pytest.importorskip("omegaconf", reason="make test-shim has it")
 import msgspec
 
 from transferqueue.adapters.transfer_queue import deployment as service
-from transferqueue.adapters.transfer_queue import direct_questions
-from transferqueue.adapters.transfer_queue.direct_questions import (
+from transferqueue.adapters.transfer_queue import local_controller_socket
+from transferqueue.adapters.transfer_queue.local_controller_socket import (
     CONNECTIONS_MAX,
-    DirectQuestions,
+    LocalControllerSocket,
     QuestionServer,
     decode_meta,
     encode_meta,
@@ -106,7 +106,7 @@ def test_arguments_that_would_change_on_the_way_go_over_the_actor(server: servic
 @pytest.mark.parametrize("name", ["", "transferqueue-nobody-listens"])
 def test_without_a_socket_everything_goes_over_the_actor(name: str) -> None:
     asked = []
-    questions = DirectQuestions(name, lambda *arguments: asked.append(arguments) or META)
+    questions = LocalControllerSocket(name, lambda *arguments: asked.append(arguments) or META)
     assert questions.ask("describe", [3], "p") is META
     assert asked == [("describe", [3], "p")]
     questions.close()
@@ -120,9 +120,9 @@ def test_an_answer_that_no_frame_carries_is_not_lost(
     meta = BatchMeta([3, 5], ["p", "p"], META.field_schema, custom_meta=tags)
     server = QuestionServer(lambda name: meta)
     actor = Actor(server)
-    client = DirectQuestions(server.name, actor.ask)
+    client = LocalControllerSocket(server.name, actor.ask)
     if tags[0]["n"] == 1:
-        monkeypatch.setattr(direct_questions, "MESSAGE_BYTES_MAX", 40)
+        monkeypatch.setattr(local_controller_socket, "MESSAGE_BYTES_MAX", 40)
     assert client.ask("describe") is meta
     assert actor.asked == ["kept"]
     with pytest.raises(Disconnected, match="was fetched already"):
@@ -133,7 +133,7 @@ def test_an_answer_that_no_frame_carries_is_not_lost(
 
 def test_many_answers_that_no_frame_carries_wait_until_they_are_fetched(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each has counted its samples as consumed. What a client that is gone has not fetched is given up."""
-    monkeypatch.setattr(direct_questions, "MESSAGE_BYTES_MAX", 40)
+    monkeypatch.setattr(local_controller_socket, "MESSAGE_BYTES_MAX", 40)
     answers = iter(range(1000))
     server = QuestionServer(lambda name: BatchMeta([next(answers)], ["p"], META.field_schema))
     at_once = threading.Barrier(24)
@@ -142,13 +142,13 @@ def test_many_answers_that_no_frame_carries_wait_until_they_are_fetched(monkeypa
         at_once.wait(20)
         return server.kept(number)
 
-    client = DirectQuestions(server.name, fetch)
+    client = LocalControllerSocket(server.name, fetch)
     with ThreadPoolExecutor(24) as pool:
         asked = [pool.submit(client.ask, "describe") for _ in range(24)]
         assert sorted(each.result(20).global_indexes[0] for each in asked) == list(range(24))
     connected = client._taken()
-    direct_questions._send(connected, msgspec.msgpack.encode(["describe", []]))
-    direct_questions._receive(connected)
+    local_controller_socket._send(connected, msgspec.msgpack.encode(["describe", []]))
+    local_controller_socket._receive(connected)
     assert len(server._large) == 1
     connected.close()
     client.close()
@@ -160,7 +160,7 @@ def test_many_answers_that_no_frame_carries_wait_until_they_are_fetched(monkeypa
 
 def test_a_forked_process_leaves_the_connections_of_its_parent_alone() -> None:
     server = QuestionServer(lambda name: META)
-    client = DirectQuestions(server.name, Actor(server).ask)
+    client = LocalControllerSocket(server.name, Actor(server).ask)
     client.ask("describe")
     (connected,) = client._idle
     client._pid = -1  # as in a child
@@ -177,10 +177,10 @@ def test_a_client_that_cannot_be_served_ends_alone(monkeypatch: pytest.MonkeyPat
     actor = Actor(QuestionServer(lambda name: META))
     with monkeypatch.context() as patch:
         patch.setattr(server, "_serve", None)
-        patch.setattr(direct_questions.threading, "Thread", _no_thread)
-        with pytest.raises(direct_questions.AskOtherwise):
-            DirectQuestions(server.name, actor.ask)._dialled()
-    client = DirectQuestions(server.name, actor.ask)
+        patch.setattr(local_controller_socket.threading, "Thread", _no_thread)
+        with pytest.raises(local_controller_socket.AskOtherwise):
+            LocalControllerSocket(server.name, actor.ask)._dialled()
+    client = LocalControllerSocket(server.name, actor.ask)
     assert same(client.ask("describe"), META)
     assert actor.asked == []
     client.close()
@@ -200,7 +200,7 @@ def test_threads_ask_together_and_reuse_connections() -> None:
         return META
 
     server = QuestionServer(answer)
-    questions = DirectQuestions(server.name, refuse)
+    questions = LocalControllerSocket(server.name, refuse)
     try:
         for _ in range(3):
             threads = [threading.Thread(target=questions.ask, args=("describe", [3], "p")) for _ in range(8)]
@@ -220,16 +220,16 @@ def refuse(name: str, *_: Any) -> Any:
 
 def test_too_many_connections_are_refused_before_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CONNECTIONS_MAX > 1
-    monkeypatch.setattr(direct_questions, "CONNECTIONS_MAX", 0)
+    monkeypatch.setattr(local_controller_socket, "CONNECTIONS_MAX", 0)
     server = QuestionServer(refuse)
-    questions = DirectQuestions(server.name, lambda *_: META)
+    questions = LocalControllerSocket(server.name, lambda *_: META)
     assert questions.ask("describe", [3], "p") is META
     server.close()
 
 
 def test_another_user_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     server = QuestionServer(refuse)
-    questions = DirectQuestions(server.name, lambda *_: META)
+    questions = LocalControllerSocket(server.name, lambda *_: META)
     monkeypatch.setattr(os, "geteuid", lambda: 12345)
     assert questions.ask("describe", [3], "p") is META
     server.close()
@@ -246,7 +246,7 @@ def test_a_connection_that_breaks_in_the_middle_does_not_ask_twice() -> None:
         return META
 
     server = QuestionServer(answer)
-    questions = DirectQuestions(server.name, lambda *arguments: asked.append(arguments))
+    questions = LocalControllerSocket(server.name, lambda *arguments: asked.append(arguments))
     with pytest.raises(Disconnected, match="samples may count as consumed"):
         questions.ask("describe", [3], "p")
     assert asked == [("hello",)]
@@ -255,7 +255,7 @@ def test_a_connection_that_breaks_in_the_middle_does_not_ask_twice() -> None:
 
 def test_after_a_restart_of_the_server_an_idle_connection_is_not_used() -> None:
     server = QuestionServer(lambda *_: META)
-    questions = DirectQuestions(server.name, lambda *_: "over the actor")
+    questions = LocalControllerSocket(server.name, lambda *_: "over the actor")
     assert same(questions.ask("describe", [3], "p"), META)
     server.close()
     assert questions.ask("describe", [3], "p") == "over the actor"
@@ -292,12 +292,12 @@ def test_what_is_no_question_calls_nothing(make: Callable[[], bytes]) -> None:
     server.close()
 
 
-@pytest.mark.parametrize("size", [0, 5, direct_questions._AT_ONCE, 3 * direct_questions._AT_ONCE])
+@pytest.mark.parametrize("size", [0, 5, local_controller_socket._AT_ONCE, 3 * local_controller_socket._AT_ONCE])
 def test_a_frame_arrives_whole_in_whatever_pieces(size: int) -> None:
     near, far = socket.socketpair()
     frame = struct.pack("<I", size) + bytes(size)
     with near, far, ThreadPoolExecutor(1) as pool:
-        received = pool.submit(direct_questions._receive, far)
+        received = pool.submit(local_controller_socket._receive, far)
         for at in range(6):
             near.sendall(frame[at : at + 1])
         near.sendall(frame[6:])

@@ -265,7 +265,7 @@ class QuestionServer:
 # ---------------------------------------------------------------- the client's end
 
 
-class DirectQuestions:
+class LocalControllerSocket:
     """Asks the controller: directly what it may, everything else over `ask`. Callable from any thread; a thread that
     asks has a connection of its own meanwhile. name: of the server's socket; "": there is none."""
 
