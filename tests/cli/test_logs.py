@@ -13,7 +13,7 @@ from transferqueue.cli.app import run
 from transferqueue.cli.connection import check_sockets
 from transferqueue.cli.logs import JsonLines, TextLines, log_to_stderr
 from transferqueue.errors import UsageError
-from transferqueue.server.life_events import life_event
+from transferqueue.server.event_log import log_event
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_a_server_logs_each_event_of_its_life_as_json(tmp_path):
 
 def test_an_event_is_one_line_of_text_with_its_values(caplog):
     with caplog.at_level(logging.INFO, "transferqueue.server"):
-        life_event("session_ended", session=7, label="two words", why="\x1b[2J")
+        log_event("session_ended", session=7, label="two words", why="\x1b[2J")
     (record,) = caplog.records
     assert record.getMessage() == 'session_ended session=7 label="two words" why=\\x1b[2J'
     assert TextLines().format(record).endswith("INFO transferqueue.server: " + record.getMessage())

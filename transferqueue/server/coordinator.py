@@ -60,8 +60,8 @@ from transferqueue.server.durability.state_directory import (
     without_checksum,
     without_own_copy,
 )
+from transferqueue.server.event_log import TABLE_EVENTS, log_event, log_table_event
 from transferqueue.server.identity import ServerIdentity
-from transferqueue.server.life_events import TABLE_EVENTS, life_event, table_event
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
@@ -490,7 +490,7 @@ class Coordinator:
         except Exception:
             self._end(session, now, "")  # a session is open here and in the ledger, or in neither
             raise
-        life_event("session_opened", session=session.number, label=session.label, pid=hello.pid)
+        log_event("session_opened", session=session.number, label=session.label, pid=hello.pid)
         return session
 
     def _welcome(self, session: OpenSession) -> m.Welcome:
@@ -513,7 +513,7 @@ class Coordinator:
         reason that reports give; "": the same."""
         number, shard = session.number, session.hello.shard
         ending, pidfd = how or reason or CUT, session.process.pidfd
-        life_event("session_ended", session=number, label=session.label, why=ending)
+        log_event("session_ended", session=number, label=session.label, why=ending)
         self._guard("note of a worker", partial(self.workers.record_end, number, session.label, ending, pidfd, now))
         removed = self.waiting.remove_session(number)
         for waiting in removed if reason else ():
@@ -686,7 +686,7 @@ class Coordinator:
             else:
                 reply = self.ledger.apply(request, session=session.number, call=call, now=now)
             if type(request) in TABLE_EVENTS:
-                table_event(request, session.number)
+                log_table_event(request, session.number)
             return reply
         except JournalFailed:
             raise
@@ -746,7 +746,7 @@ class Coordinator:
                 self._must("the return of memory", partial(self.shards.give_back, effect, now))
             elif type(effect) is LeaseEnded:
                 self.counters.leases_ended += 1
-                life_event("lease_lost", lease=effect.lease, session=effect.session, why=effect.why)
+                log_event("lease_lost", lease=effect.lease, session=effect.session, why=effect.why)
 
     def _complete_waiting(self, waiting: WaitingRequest, reply: m.Reply) -> None:
         self.waiting.remove(waiting)

@@ -17,8 +17,8 @@ from transferqueue.errors import DiskFailed, UsageError
 from transferqueue.limits import BUSY_POLL_S_MAX
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
+from transferqueue.server.event_log import log_event
 from transferqueue.server.files import ArenaDirectory, leave_note, served_arena
-from transferqueue.server.life_events import life_event
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.spill.spill_file import spill_policy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
@@ -94,10 +94,10 @@ def serve(
         signals.server = server
         addresses = [server.address, *server.tcp_addresses]
         with _no_full_collections():
-            life_event("server_started", address=server.address, durability=str(level))
+            log_event("server_started", address=server.address, durability=str(level))
             on_ready(addresses if address is None or not address.startswith("tcp:") else addresses[::-1])
             server.run(woken_by=signals)
-        life_event("server_stopped", address=server.address)
+        log_event("server_stopped", address=server.address)
 
 
 @contextmanager

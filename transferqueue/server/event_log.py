@@ -17,7 +17,7 @@ _log: Final = logging.getLogger("transferqueue.server")
 TABLE_EVENTS: Final = {m.CreateTable: "table_created", m.DropTable: "table_dropped", m.Seal: "table_sealed"}
 
 
-def life_event(event: str, **values: str | int) -> None:
+def log_event(event: str, **values: str | int) -> None:
     """Log one event. Texts may come from other processes: their unprintable characters are escaped. Costs a look at the
     level if INFO is off."""
     if _log.isEnabledFor(logging.INFO):
@@ -26,11 +26,11 @@ def life_event(event: str, **values: str | int) -> None:
         _log.info("%s", text, extra={"event": event, "values": shown})
 
 
-def table_event(request: m.Request, session: int) -> None:
+def log_table_event(request: m.Request, session: int) -> None:
     """Log that a request made, dropped or sealed a table, if it is one of these."""
     event = TABLE_EVENTS.get(type(request))
     if event is not None:
-        life_event(event, table=getattr(request, "name", "") or getattr(request, "table", ""), session=session)
+        log_event(event, table=getattr(request, "name", "") or getattr(request, "table", ""), session=session)
 
 
 def _quoted(value: str | int) -> str:
