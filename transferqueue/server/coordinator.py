@@ -62,6 +62,7 @@ from transferqueue.server.durability.state_directory import (
 )
 from transferqueue.server.event_log import TABLE_EVENTS, log_event, log_table_event
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.loop_latency import Turns
 from transferqueue.server.operations import Operations
 from transferqueue.server.reports import Counters
 from transferqueue.server.sessions import authorization, liveness
@@ -81,7 +82,6 @@ from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory
 from transferqueue.server.shards.shards import ShardRegistry, live_set
 from transferqueue.server.shards.tickets import TicketIssuer
 from transferqueue.server.spill.spilling import Spilling
-from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

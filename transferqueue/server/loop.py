@@ -26,8 +26,8 @@ import zmq
 from transferqueue.errors import DiskFailed, LedgerTorn
 from transferqueue.limits import FRAMES_DRAINED_MAX, GAP_S, WAITERS_AT_ONCE
 from transferqueue.server.coordinator import Coordinator
+from transferqueue.server.loop_latency import Meter
 from transferqueue.server.sessions.sessions import Peer
-from transferqueue.server.turn_times import Meter
 from transferqueue.transport import Wakeup
 from transferqueue.transport.control.inproc import InprocServer
 from transferqueue.transport.control.send_result import SendResult

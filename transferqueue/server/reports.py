@@ -11,12 +11,12 @@ from typing import Any, Final
 from transferqueue.ledger.ledger import Ledger
 from transferqueue.ledger.table import Absence
 from transferqueue.server.identity import ServerIdentity
+from transferqueue.server.loop_latency import Turns
 from transferqueue.server.sessions.sessions import OpenSession, SessionTable, Workers
 from transferqueue.server.sessions.waiting import WaitingRequest, WaitQueue, wait_of
 from transferqueue.server.shards.remote_shard import RemoteShard
 from transferqueue.server.shards.shards import ShardRegistry
 from transferqueue.server.spill.spilling import Spilling
-from transferqueue.server.turn_times import Turns
 from transferqueue.transport.control.unix_socket import UnixPeer
 from transferqueue.wire import messages as m
 from transferqueue.wire.home_coordinator import CoordinatorIndex

@@ -2,7 +2,7 @@
 
 import pytest
 
-from transferqueue.server.turn_times import BOUNDS_S, Histogram, Meter
+from transferqueue.server.loop_latency import BOUNDS_S, Histogram, Meter
 
 
 @pytest.mark.parametrize("bucket", range(len(BOUNDS_S)))
