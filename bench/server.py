@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from bench.harness import ROOT
-from transferqueue.server.files import SHARED_MEMORY, arena_root, remove_stale_arenas
+from transferqueue.server.runtime_directory import SHARED_MEMORY, arena_root, remove_stale_arenas
 
 START_S = 20
 

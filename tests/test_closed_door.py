@@ -78,7 +78,7 @@ from pathlib import Path
 import numpy as np
 import transferqueue as tq
 from transferqueue.server.process.assembly import ServerProcess
-from transferqueue.server.files import private_arena
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.transport import parse_address
 
 if __debug__:

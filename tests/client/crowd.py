@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import transferqueue as tq
-from transferqueue.server import files as runtime
+from transferqueue.server import runtime_directory
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
@@ -43,7 +43,7 @@ class Crowd:
 
     def foundation(self) -> Any:
         if self.level is Level.MEMORY:
-            return runtime.served_arena(ARENA_BYTES, self.shared)
+            return runtime_directory.served_arena(ARENA_BYTES, self.shared)
         return StateDirectory(
             self.state, self.level, first_epoch=first_epoch(), arena_bytes=ARENA_BYTES, shared=self.shared
         )

@@ -16,9 +16,9 @@ from typing import Any, Self
 
 import transferqueue as tq
 from transferqueue.limits import MIB
-from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.server.process.embedded import EmbeddedServer
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.transport import IpcAddress, TcpAddress
 from transferqueue.transport.security import keyring
 from transferqueue.transport.security.keyring import Keyring

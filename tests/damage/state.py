@@ -33,7 +33,7 @@ from transferqueue.server.durability import state_directory as durable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.journal_head import MARGIN_BYTES
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import SHARED_MEMORY
+from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.wire import codec
 from transferqueue.wire import messages as m

@@ -23,8 +23,8 @@ from transferqueue.server.durability import recovery as past
 from transferqueue.server.durability import state_directory as durable
 from transferqueue.server.durability.journal import Level, SqliteJournal, read_journal
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import remove_stale_arenas, served_arena
 from transferqueue.server.process.supervisor import EXIT_REPORTED, EXIT_WRONG_CALL
+from transferqueue.server.runtime_directory import remove_stale_arenas, served_arena
 from transferqueue.server.sessions import liveness as evidence
 from transferqueue.storage.memory.checksum import checksum
 from transferqueue.transport import FileLock, this_host

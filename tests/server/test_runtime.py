@@ -9,7 +9,7 @@ import pytest
 
 from transferqueue.errors import AddressInUse, UsageError
 from transferqueue.limits import MIB
-from transferqueue.server.files import RuntimeDirectory, remove_stale_arenas, served_arena
+from transferqueue.server.runtime_directory import RuntimeDirectory, remove_stale_arenas, served_arena
 from transferqueue.transport import FileLock, IpcAddress
 from transferqueue.transport.system.private_files import private_directory
 
@@ -17,7 +17,7 @@ LIVE_AND_DIE = """
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from transferqueue.server.files import RuntimeDirectory, served_arena
+from transferqueue.server.runtime_directory import RuntimeDirectory, served_arena
 from transferqueue.transport import IpcAddress
 home = RuntimeDirectory(IpcAddress(Path(sys.argv[1]) / "run" / "control.sock"))
 home.address.path.touch()

@@ -15,9 +15,9 @@ from transferqueue.errors import AddressInUse, DeadlineExceeded, Disconnected, U
 from transferqueue.limits import FRAMES_QUEUED_MAX, MIB, SMALL_FRAME_BYTES
 from transferqueue.policies import Task
 from transferqueue.schema import Field
-from transferqueue.server.files import private_arena
 from transferqueue.server.process import embedded
 from transferqueue.server.process.assembly import ServerProcess
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.transport import FileLock, IpcAddress, Wakeup, dial, parse_address, this_host
 from transferqueue.transport.system import threads
 from transferqueue.wire import codec

@@ -10,9 +10,9 @@ import pytest
 
 import transferqueue as tq
 from transferqueue.limits import MIB
-from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
 from transferqueue.server.process.serve import serve
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.server.spill.spill_file import SpillPolicy
 from transferqueue.transport import parse_address
 

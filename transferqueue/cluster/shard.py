@@ -29,7 +29,7 @@ from transferqueue.cluster.copier import Copier, CopyMemories
 from transferqueue.cluster.stores import kept_in
 from transferqueue.errors import DeadlineExceeded, Disconnected, OutOfMemory, ProtocolError, UsageError
 from transferqueue.limits import ARENA_BYTES_DEFAULT, TIMEOUT_S_DEFAULT, check_text
-from transferqueue.server.files import served_arena
+from transferqueue.server.runtime_directory import served_arena
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint as Endpoint
 from transferqueue.server.shards.tickets import LiveExtents, TicketIssuer
 from transferqueue.storage.memory.backing import ArenaBacking, Backing

@@ -21,8 +21,8 @@ from transferqueue.limits import ARENA_STEP_BYTES, BULK_WINDOW_FRAMES, KIB, MIB
 from transferqueue.schema import Field
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import private_arena
 from transferqueue.server.process import assembly
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.server.shards.bulk_endpoint import ShardTransfers
 from transferqueue.storage.columns.cut import dense_slices
 from transferqueue.storage.memory.arena import Arena

@@ -28,10 +28,16 @@ from transferqueue.cluster.on_ray.messages import DEPLOY_SPEC, DeployRefused, En
 from transferqueue.errors import AddressInUse, Corruption, TransferQueueError, Unreachable
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import SHARED_MEMORY, ArenaDirectory, arena_root, remove_stale_arenas, served_arena
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
 from transferqueue.server.process.serve import allow_many_files
 from transferqueue.server.process.supervisor import EXIT_AGAIN, EXIT_DEFECT
+from transferqueue.server.runtime_directory import (
+    SHARED_MEMORY,
+    ArenaDirectory,
+    arena_root,
+    remove_stale_arenas,
+    served_arena,
+)
 from transferqueue.transport import IpcAddress, TcpAddress, runtime_directory, this_host
 from transferqueue.transport.security.keyring import Keyring, add, key_file, load, token_of
 from transferqueue.transport.security.keys import write_token

@@ -44,7 +44,7 @@ from transferqueue.server.durability.journal import Level, SqliteJournal, new_or
 from transferqueue.server.durability.journal_head import MARGIN_BYTES, ArenaHead, boot_name
 from transferqueue.server.durability.recorded_ledger import STATE, RecordedLedger, Tail
 from transferqueue.server.durability.recovery import LostAtReboot, PreviousState
-from transferqueue.server.files import (
+from transferqueue.server.runtime_directory import (
     SHARED_MEMORY,
     ArenaDirectory,
     arena_root,

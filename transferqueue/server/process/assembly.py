@@ -14,10 +14,10 @@ from transferqueue.limits import FAREWELL_S
 from transferqueue.server.coordinator import Coordinator
 from transferqueue.server.durability.snapshots import SNAPSHOTS_VARIABLE, SnapshotJobs
 from transferqueue.server.durability.state_directory import StateDirectory
-from transferqueue.server.files import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.identity import ServerIdentity
 from transferqueue.server.loop import Loop, ProcessExits
 from transferqueue.server.resume import resume_sessions
+from transferqueue.server.runtime_directory import ArenaDirectory, RuntimeDirectory
 from transferqueue.server.sessions.authorization import Authorizer
 from transferqueue.server.shards.bulk_endpoint import BulkEndpoint
 from transferqueue.server.shards.own_memory import SHARD, OwnShardMemory

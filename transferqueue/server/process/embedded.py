@@ -15,8 +15,8 @@ from typing import Final
 
 from transferqueue.errors import DeadlineExceeded, LedgerTorn
 from transferqueue.limits import check_path, parse_bytes
-from transferqueue.server.files import private_arena
 from transferqueue.server.process.assembly import ServerProcess
+from transferqueue.server.runtime_directory import private_arena
 from transferqueue.transport import IpcAddress, parse_address, runtime_directory
 from transferqueue.transport.system.descriptors import CONNECTION_DESCRIPTORS, check_descriptors
 from transferqueue.transport.system.threads import STOP_S, still_runs

@@ -18,8 +18,8 @@ from transferqueue.limits import BUSY_POLL_S_MAX
 from transferqueue.server.durability.journal import Level
 from transferqueue.server.durability.state_directory import StateDirectory
 from transferqueue.server.event_log import log_event
-from transferqueue.server.files import ArenaDirectory, leave_note, served_arena
 from transferqueue.server.process.assembly import ServerProcess, first_epoch
+from transferqueue.server.runtime_directory import ArenaDirectory, leave_note, served_arena
 from transferqueue.server.spill.spill_file import spill_policy
 from transferqueue.transport import IpcAddress, TcpAddress, default_address, parse_address, runtime_directory
 from transferqueue.transport.bulk.carriers import Carrier, chosen_carrier

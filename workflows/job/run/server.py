@@ -22,7 +22,7 @@ from types import TracebackType
 from typing import IO, Final, Self
 
 from transferqueue.errors import Unreachable
-from transferqueue.server.files import SHARED_MEMORY
+from transferqueue.server.runtime_directory import SHARED_MEMORY
 from transferqueue.workflows.job.settings.job import QueueSettings
 from transferqueue.workflows.job.settings.sizes import GIB
 
