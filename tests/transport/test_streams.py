@@ -299,7 +299,7 @@ def wakes(line):
 
 
 def test_a_head_is_waited_for_together_with_the_content_that_will_come(monkeypatch):
-    monkeypatch.setattr(tcp, "HOPE_S", PATIENCE_S)
+    monkeypatch.setattr(tcp, "HEAD_BODY_WAIT_S", PATIENCE_S)
     head, _ = data()
     with receiving(FRAME_BYTES) as (line, desk, far):
         woken = wakes(line)
@@ -326,9 +326,9 @@ def test_what_does_not_come_is_not_waited_for_long(more):
         assert time.monotonic() - began < PATIENCE_S / 2
 
 
-def test_an_interrupt_that_is_seen_after_a_hope_has_ended_ends_the_wait(monkeypatch):
+def test_an_interrupt_that_is_seen_after_a_wait_for_a_head_ends_the_wait(monkeypatch):
     """As on a machine where the thread got no core for a while."""
-    monkeypatch.setattr(tcp, "HOPE_S", 0.0)
+    monkeypatch.setattr(tcp, "HEAD_BODY_WAIT_S", 0.0)
     with receiving(FRAME_BYTES) as (line, desk, far):
         began = time.monotonic()
         line.interrupt()

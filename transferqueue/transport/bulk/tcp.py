@@ -40,8 +40,8 @@ _RECEIVE_AT_ONCE_LATER: Final = MIB
 """Steps of a connection that has moved `_GROWN_BYTES`: its window holds so much by then. Who waits for more than the
 window holds waits for timers."""
 _GROWN_BYTES: Final = 4 * MIB
-HOPE_S: Final = 0.002
-"""So long a head is waited for together with the content behind it."""
+HEAD_BODY_WAIT_S: Final = 0.002
+"""How long a receiver waits for a head together with the content behind it, to wake once for both."""
 _KEEPALIVE: Final = ((socket.TCP_KEEPIDLE, 15), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3))
 """A lost machine is noticed within half a minute, also on an idle connection."""
 
@@ -70,7 +70,7 @@ class BulkStream:
         self._head = bytearray()
         self._head_bytes = protocol.PRELUDE_BYTES
         self._content_left = -1  # unknown before the head has arrived
-        self._has_hoped = False
+        self._wait_ended = False
         self._digest = xxhash.xxh3_64()
 
     @property
@@ -114,7 +114,7 @@ class BulkStream:
             while self._content_left > 0:
                 self._content_left -= receiver.fill(self._read)
         except BlockingIOError:
-            self._wake_at(self._content_left if self._content_left > 0 else self._hoped(receiver))
+            self._wake_at(self._content_left if self._content_left > 0 else self._wanted_bytes(receiver))
             return False
         if not receiver.coming:
             self._wake_at(1)  # before the check: what comes after damaged content is heard at once, too
@@ -122,18 +122,19 @@ class BulkStream:
         self._expect_head()
         return True
 
-    def _hoped(self, receiver: protocol.MessageReceiver) -> int:
+    def _wanted_bytes(self, receiver: protocol.MessageReceiver) -> int:
         """How many bytes to wait for while no head has arrived."""
-        return 1 if self._head or self._has_hoped else receiver.coming
+        return 1 if self._head or self._wait_ended else receiver.coming
 
     @property
-    def hopes(self) -> bool:
-        """Whether a head is waited for with content that may come later. Wait `HOPE_S`, then `give_up_hope`."""
+    def waits_for_head(self) -> bool:
+        """Whether the receiver waits for a head together with its content, which may come later. Wait at most
+        `HEAD_BODY_WAIT_S`, then `end_head_wait`."""
         return self._content_left < 0 and self._wakes_at > 1
 
-    def give_up_hope(self) -> None:
+    def end_head_wait(self) -> None:
         """Have any byte make the socket readable until the next message."""
-        self._has_hoped = True
+        self._wait_ended = True
         self._wake_at(1)
 
     def _wake_at(self, left: int) -> None:
@@ -293,13 +294,15 @@ class TcpBulkClient:
         while not stream.receive(receiver):
             wanted = select.POLLIN | (select.POLLOUT if stream.pending else 0)
             left_s = deadline - time.monotonic()
-            is_ready = self._wait(stream.socket, wanted, min(left_s, HOPE_S) if stream.hopes else left_s)
+            is_ready = self._wait(
+                stream.socket, wanted, min(left_s, HEAD_BODY_WAIT_S) if stream.waits_for_head else left_s
+            )
             if is_ready is None:
                 return False
             if not is_ready:
                 if time.monotonic() >= deadline:
                     return stream.receive(receiver)  # perhaps less has arrived than makes the socket readable
-                stream.give_up_hope()
+                stream.end_head_wait()
             stream.flush()
         return True
 
