@@ -19,7 +19,8 @@ from tests.scale import only_long
 from tests.weights.relays import GENEROUS_S, MIB, TENSORS, Crossed, channel_bytes, model, until
 from transferqueue.client.operations.publish import begin_open_version
 from transferqueue.client.session.run import run_sync
-from transferqueue.weights import RelayProcess, WeightRelay, landing, relay
+from transferqueue.weights import RelayProcess, WeightRelay, relay, relay_publish
+from transferqueue.weights.relay_publish import ComingVersion, RelayPublisher
 from transferqueue.wire import messages as m
 
 COUNTER: Final = count()
@@ -117,7 +118,7 @@ def test_slices_and_adapters_are_forwarded(hosts: tuple[tq.Queue, tq.Queue]) -> 
 def test_what_is_left_when_there_may_be_no_more_parts_comes_with_the_last(
     monkeypatch: pytest.MonkeyPatch, hosts: tuple[tq.Queue, tq.Queue], pool: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(landing, "VERSION_PARTS_MAX", 4)
+    monkeypatch.setattr(relay_publish, "VERSION_PARTS_MAX", 4)
     source, here = hosts
     source.weights("policy").publish(1, model())
     with tq.connect(source.address) as sending, WeightRelay(source, here, "policy", part_bytes=1) as carrier:
@@ -134,9 +135,7 @@ def test_what_is_left_when_there_may_be_no_more_parts_comes_with_the_last(
 
 def test_parts_grow_with_what_has_come(hosts: tuple[tq.Queue, tq.Queue]) -> None:
     blocks = [m.BlockLocation(number, 0, 1, 0, 1, 1, ["w"], [0]) for number in range(100_000)]
-    lengths = [
-        len(part) for part in landing.Landing(hosts[1].weights("policy"), 4)._cut(landing.ComingVersion(1), blocks)
-    ]
+    lengths = [len(part) for part in RelayPublisher(hosts[1].weights("policy"), 4)._cut(ComingVersion(1), blocks)]
     assert lengths[:100] == [4] * 100
     assert sum(lengths) == len(blocks)
     assert len(lengths) < 1000

@@ -17,7 +17,7 @@ from transferqueue.client.operations.weights import TRIES
 from transferqueue.errors import Corruption, FlowSignal, NotFound, PeerError, UsageError
 from transferqueue.limits import RELAY_PART_BYTES
 from transferqueue.weights.fetching import Source
-from transferqueue.weights.landing import Landing
+from transferqueue.weights.relay_publish import RelayPublisher
 
 WAIT_S: Final = 600.0
 """A training step takes minutes. After this long without a new version, or a part of one, the relay reconnects, or
@@ -29,17 +29,17 @@ AGAIN_S: Final = 1.0
 
 
 class Crossing:
-    """Carries versions from a source to a landing."""
+    """Carries versions from a source to a publisher."""
 
-    def __init__(self, source: Source, landing: Landing) -> None:
-        self._source, self._landing = source, landing
-        landing.look()
-        if landing.version >= 0:
+    def __init__(self, source: Source, publisher: RelayPublisher) -> None:
+        self._source, self._publisher = source, publisher
+        publisher.look()
+        if publisher.version >= 0:
             with suppress(NotFound):  # the source is behind
-                source.applied(landing.version)
+                source.applied(publisher.version)
 
     def carry(self, wait_s: float, timeout_s: float) -> int:
-        """Carry the newest version above that of the landing, and return it: see `WeightRelay.carry`."""
+        """Carry the newest version above that of the publisher, and return it: see `WeightRelay.carry`."""
         tries_left = TRIES
         is_whole = False
         while not is_whole:
@@ -50,20 +50,20 @@ class Crossing:
                 if not tries_left:
                     raise
                 self._source.begin_again()
-        self._landing.look()
-        self._source.applied(self._landing.version)
-        return self._landing.version
+        self._publisher.look()
+        self._source.applied(self._publisher.version)
+        return self._publisher.version
 
     def _carry_next(self, wait_s: float, timeout_s: float) -> bool:
         """Carry the next parts, or all that is left of a published version. Returns whether it is published here
         now."""
-        reply = self._source.next(self._landing.version, wait_s)
-        parts = self._landing.plan(reply)
+        reply = self._source.next(self._publisher.version, wait_s)
+        parts = self._publisher.plan(reply)
         with closing(self._source.fetch(reply, [part.blocks for part in parts])) as arriving:
             for number, (part, tensors) in enumerate(zip(parts, arriving, strict=True), 1):
                 is_last = not reply.pending and number == len(parts)
                 try:
-                    self._landing.publish(part, tensors.values(), reply, is_last=is_last, timeout_s=timeout_s)
+                    self._publisher.publish(part, tensors.values(), reply, is_last=is_last, timeout_s=timeout_s)
                 finally:
                     release_all(tensors, "it was published")
         return not reply.pending
@@ -79,13 +79,13 @@ class WeightRelay:
     def __init__(
         self, source: tq.Queue, here: tq.Queue, channel: str, *, keep: int = 2, part_bytes: int = RELAY_PART_BYTES
     ) -> None:
-        self._landing = Landing(here.weights(channel, keep), checks.positive("part_bytes", part_bytes))
-        self._crossing = Crossing(Source(source.weights(channel)), self._landing)
+        self._publisher = RelayPublisher(here.weights(channel, keep), checks.positive("part_bytes", part_bytes))
+        self._crossing = Crossing(Source(source.weights(channel)), self._publisher)
 
     @property
     def version(self) -> int:
         """The newest version on this host; -1: none."""
-        return self._landing.version
+        return self._publisher.version
 
     def carry(self, *, wait_s: float = WAIT_S, timeout_s: float = TRANSFER_S) -> int:
         """Carry the newest version above `version`, and return it. Its parts can be pulled here as they come.
@@ -100,7 +100,7 @@ class WeightRelay:
     def close(self) -> None:
         """Release the version that is held, and give up one that is on its way. The versions on this host stay. A
         second call does nothing."""
-        self._landing.close()
+        self._publisher.close()
 
     def __enter__(self) -> Self:
         return self
@@ -144,7 +144,7 @@ class RelayProcess:
         self._stopped = threading.Event()
         self._guard = threading.Lock()
         self._host: tq.Queue | None = None
-        self._landing: Landing | None = None
+        self._publisher: RelayPublisher | None = None
         self._source: tq.Queue | None = None
 
     def run(self) -> None:
@@ -175,28 +175,28 @@ class RelayProcess:
                 queue.close()
 
     def _carry(self, address: str) -> None:
-        landing = self._landing_here()
+        publisher = self._publisher_here()
         with tq.connect(address, label="weight relay", data=self._data) as source:
             with self._guard:
                 self._source = source
-            crossing = Crossing(Source(source.weights(self._channel)), landing)
+            crossing = Crossing(Source(source.weights(self._channel)), publisher)
             while not self._stopped.is_set():
                 version = crossing.carry(self._wait_s, self._timeout_s)
                 self._tell(f'channel "{self._channel}": version {version} is here')
 
-    def _landing_here(self) -> Landing:
-        """The landing on this host. If the session with its server has ended, it begins anew."""
-        if self._landing is None or self._landing.is_over:
+    def _publisher_here(self) -> RelayPublisher:
+        """The publisher on this host. If the session with its server has ended, it begins anew."""
+        if self._publisher is None or self._publisher.is_over:
             self._leave_host()
             host = tq.connect(self._here, label="weight relay")
             with self._guard:
                 self._host = host
-            self._landing = Landing(host.weights(self._channel, self._keep), self._part_bytes)
-        return self._landing
+            self._publisher = RelayPublisher(host.weights(self._channel, self._keep), self._part_bytes)
+        return self._publisher
 
     def _leave_host(self) -> None:
-        if self._landing is not None:
-            self._landing.close()
+        if self._publisher is not None:
+            self._publisher.close()
         if self._host is not None:
             self._host.close()
-        self._landing = self._host = None
+        self._publisher = self._host = None

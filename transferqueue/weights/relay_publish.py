@@ -79,7 +79,7 @@ class ComingVersion:
         }
 
 
-class Landing:
+class RelayPublisher:
     """The versions of a channel on this host. For one thread. part_bytes: what is published at once, at least."""
 
     def __init__(self, here: WeightChannel, part_bytes: int) -> None:
