@@ -17,8 +17,8 @@ from torch import Tensor
 
 from transferqueue.errors import UsageError
 from transferqueue.storage.devices.accelerator import Accelerator, CopyEvent, HostDevice
+from transferqueue.storage.devices.device_copy import accelerator
 from transferqueue.storage.devices.in_flight import in_flight
-from transferqueue.storage.devices.landing import accelerator
 
 Columns = dict[str, Any]
 

@@ -30,8 +30,8 @@ from transferqueue.adapters.trainers.device import on_device
 from transferqueue.adapters.trainers.torch_data import tensors
 from transferqueue.limits import MIB
 from transferqueue.storage.devices import registered
+from transferqueue.storage.devices.device_copy import accelerator, land
 from transferqueue.storage.devices.in_flight import in_flight
-from transferqueue.storage.devices.landing import accelerator, land
 from transferqueue.storage.devices.packing import pack, store
 from transferqueue.storage.inputs.sources import DeviceTensors
 from transferqueue.storage.memory.private_pages import array_at

@@ -115,8 +115,8 @@ class ColumnSource:
 
     def land(self, device: Accelerator) -> Operation[None]:
         """Begin to copy all columns that are tensors to the device, where their tensors are from now on. Errors as of
-        `landing.land`."""
-        from transferqueue.storage.devices.landing import land
+        `device_copy.land`."""
+        from transferqueue.storage.devices.device_copy import land
 
         columns = {name: self.column(name) for name in self.fields}
         nbytes = sum(block.nbytes for part in self._content.parts for block in part.blocks)

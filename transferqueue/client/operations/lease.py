@@ -97,8 +97,8 @@ def lease_spec(
 
 
 def named_device(device: Any) -> Accelerator:
-    """The device that a caller names; torch is imported only here. Errors as of `landing.accelerator`."""
-    from transferqueue.storage.devices.landing import accelerator
+    """The device that a caller names; torch is imported only here. Errors as of `device_copy.accelerator`."""
+    from transferqueue.storage.devices.device_copy import accelerator
 
     return accelerator(device)
 

@@ -146,7 +146,7 @@ class Weights(ProcessBound, Mapping[str, Any]):
     def _landed(self, adapter: str | None, device: Any) -> dict[str, Column]:
         """The columns of all fields of the base (or of an adapter), on the device; of fields with a wanted part, that
         alone."""
-        from transferqueue.storage.devices.landing import accelerator, land
+        from transferqueue.storage.devices.device_copy import accelerator, land
 
         wanted = self._of_each(adapter, lambda _, fields: fields).values()
         columns = {field: self._tensors[field].column for of_tensor in wanted for field in of_tensor}

@@ -85,7 +85,7 @@ class DeviceTensors(ValueSource):
 
     def write(self, out: U8) -> None:
         """Fill `out`. Blocks until the device has copied."""
-        from transferqueue.storage.devices.landing import accelerator
+        from transferqueue.storage.devices.device_copy import accelerator
         from transferqueue.storage.devices.packing import pack, store
 
         packed = pack(self.tensors) if len(self.tensors) else None

@@ -66,11 +66,11 @@ def land(columns: Mapping[str, Column], device: Accelerator) -> dict[str, Column
     Does not wait for the device. Blocks while rows are gathered and while pages are registered, once each.
     `OutOfMemory` if the device has no room.
     """
-    landing = _Landing(device)
+    copy = _DeviceCopy(device)
     try:
-        landed = {name: landing.take(column) for name, column in columns.items() if lands(column)}
+        landed = {name: copy.take(column) for name, column in columns.items() if lands(column)}
     finally:
-        event = landing.end()  # what has begun before an error holds its memory, too
+        event = copy.end()  # what has begun before an error holds its memory, too
     return {
         name: DeviceColumn(column, landed[name], device, event) if name in landed else column
         for name, column in columns.items()
@@ -87,7 +87,7 @@ class LandedColumn(NamedTuple):
     ends: dict[str, int] = {}  # noqa: RUF012
 
 
-class _Landing:
+class _DeviceCopy:
     """Copies of one batch to one device, and the memory that they read."""
 
     def __init__(self, device: Accelerator) -> None:
