@@ -332,10 +332,10 @@ SMALL_EXTENTS_SHARE: Final = 16
 """In a small arena, at most one part in this many of it: an idle producer keeps the extent open, and others want
 memory, too."""
 
-STRANGERS_MAX: Final = 256
+UNAUTHENTICATED_PEERS_MAX: Final = 256
 """Connections to one listening socket of a server that have not identified themselves. A further one closes the oldest
 silent one, so a peer that only opens connections takes at most this many descriptors."""
-STRANGER_S: Final = 10.0
+UNAUTHENTICATED_S: Final = 10.0
 """A connection that has not identified itself for this long is closed; a client does so with its first message."""
 PIPELINE_CALLS_MAX: Final = 512
 """Requests of one pipeline that may be in flight: fewer than the replies that the server keeps for retries."""

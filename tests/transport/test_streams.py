@@ -15,7 +15,7 @@ from transferqueue.limits import BULK_STALL_S, FRAME_BYTES, KIB
 from transferqueue.transport.bulk import listener, protocol, tcp
 from transferqueue.transport.bulk.listener import DEAF_S, TcpBulkServer
 from transferqueue.transport.bulk.tcp import BulkStream, TcpBulkClient
-from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
 
 PATIENCE_S = 60.0
 FRAME = np.random.default_rng(0).integers(0, 255, FRAME_BYTES, dtype=np.uint8)
@@ -240,7 +240,7 @@ def test_who_sends_little_at_a_time_does_not_stand_still(house):
         raw.sendall(head + bytes(1000))
         house.until(lambda: heads(house) and not is_readable(house))
         house.desks.known.update(house.desks.all)
-        house.port._strangers.clear()
+        house.port._unauthenticated.clear()
         for stalls in (1, 2):
             raw.sendall(bytes(1000))
             assert not is_readable(house)
@@ -453,12 +453,12 @@ def receive_all(stream):
 def test_strangers_make_room_for_each_other_and_not_at_the_cost_of_those_who_showed_a_ticket(house, line):
     acquaint(house, line)
     strangers = []
-    for _ in range(strangers_max() + 3):
+    for _ in range(unauthenticated_peers_max() + 3):
         strangers.append(socket.create_connection(("127.0.0.1", house.number)))
         house.until(lambda: house.port.sources[0].poll(0) == [])
     house.until(lambda: house.port.turned_away == 3)
     assert len(house.desks.gone) == 3
-    assert len(house.port) == strangers_max() + 1
+    assert len(house.port) == unauthenticated_peers_max() + 1
     house.port.tick(house.desks, BULK_STALL_S)
     assert len(house.port) == 1, "they had their time, and whoever is known stays"
     line.send((protocol.message(protocol.FlowAck(1, 2))[0], ()))

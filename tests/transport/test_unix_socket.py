@@ -23,12 +23,12 @@ from transferqueue.limits import (
     MIB,
     PUBLISH_BYTES_MAX,
     SMALL_FRAME_BYTES,
-    STRANGER_S,
+    UNAUTHENTICATED_S,
 )
 from transferqueue.transport import dial, parse_address
 from transferqueue.transport.control import unix_socket
 from transferqueue.transport.control.send_result import SendResult
-from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
 from transferqueue.transport.control.unix_socket import FrameStream, PeerClosed, UnixServer
 
 
@@ -464,7 +464,7 @@ def test_the_oldest_stranger_that_says_nothing_makes_room(timed, address, wakeup
     port.admit(line)
     asks = stranger(address)
     asks.sendall(b"\x02\0\0\0hi")
-    strangers = [stranger(address) for _ in range(strangers_max() + 2)]
+    strangers = [stranger(address) for _ in range(unauthenticated_peers_max() + 2)]
     assert port.recv_nowait()[1] == b"hi"
     assert port.recv_nowait() is None
     assert port.turned_away == 3
@@ -480,13 +480,13 @@ def test_a_stranger_has_its_time_and_no_more(timed, address, wakeup):
     client, silent = dial(address), stranger(address)
     client.send(b"hello")
     line, _ = heard(port, client, wakeup)
-    assert port.patience_s() == STRANGER_S
+    assert port.patience_s() == UNAUTHENTICATED_S
     port.admit(line)
-    clock.now = STRANGER_S - 1
+    clock.now = UNAUTHENTICATED_S - 1
     port.tick()
     assert port.patience_s() == 1
     assert not is_hung_up(silent)
-    clock.now = STRANGER_S
+    clock.now = UNAUTHENTICATED_S
     port.tick()
     assert is_hung_up(silent)
     assert port.patience_s() is None

@@ -246,7 +246,7 @@ class Loop:
     def _patience_s(self) -> float | None:
         deadline = self._due = self._coordinator.next_deadline()
         patience_s = None if deadline is None else deadline - self._clock()
-        if self._local.strangers:
+        if self._local.unauthenticated:
             patience_s = _least(patience_s, self._local.patience_s())
         if self._port is not None:
             patience_s = _least(patience_s, self._port.patience_s())
@@ -264,7 +264,7 @@ class Loop:
         woken = bool(ready) and self._wakeup.fileno() in ready
         if woken:
             self._wakeup.clear()
-        if self._local.strangers:
+        if self._local.unauthenticated:
             self._local.tick()
         for session in self._exits.take() if ready and self._exits.fileno() in ready else ():
             self._coordinator.process_exited(session, now)

@@ -5,8 +5,8 @@
   for it. So neither endless requests nor a stalled reader make memory grow. Clients always read before they send more.
 - A connection that stays in the middle of a message for `BULK_STALL_S` without progress is closed. There are at most
   `BULK_CONNECTIONS_MAX` connections; a new one closes the one that was silent longest.
-- A connection is a *stranger* until it has shown a valid ticket. There are at most `strangers_max` strangers, each for
-  `BULK_STALL_S`, so they use up neither descriptors nor connections. A new one closes the oldest.
+- A peer is *unauthenticated* until it has shown a valid ticket. There are at most `unauthenticated_peers_max` of them,
+  each for `BULK_STALL_S`, so they use up neither descriptors nor connections. A new one closes the oldest.
 - While no descriptor is left, new connections are accepted with a spare one and closed. If that fails too, the server
   stops accepting for `DEAF_S`: the kernel would report the same connection for ever.
 - After a message whose checksum fails, the server reports the error and ignores the connection: the start of the next
@@ -30,7 +30,7 @@ from transferqueue.errors import AddressInUse, Corruption, Unreachable, UsageErr
 from transferqueue.limits import BULK_CONNECTIONS_MAX, BULK_STALL_S
 from transferqueue.transport.bulk import protocol
 from transferqueue.transport.bulk.tcp import BulkStream
-from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
 
 _log: Final = logging.getLogger("transferqueue.server")
 DEAF_S: Final = 0.2
@@ -84,11 +84,11 @@ class TcpBulkServer:
         self._names: dict[int, bytes] = {}
         self._peers: dict[bytes, _Peer] = {}  # the one silent longest first
         self._unsettled: dict[bytes, _Peer] = {}
-        self._strangers: dict[bytes, _Peer] = {}  # oldest first
-        self._strangers_max = strangers_max()
+        self._unauthenticated: dict[bytes, _Peer] = {}  # oldest first
+        self._unauthenticated_max = unauthenticated_peers_max()
         self._deaf_until: float | None = None
         self.turned_away = 0
-        """How many strangers were closed, and connections refused because no descriptor was left."""
+        """How many unauthenticated peers were disconnected, and connections refused because no descriptor was left."""
         self._numbers = itertools.count(1)
         self.clogged: Final[set[bytes]] = set()
 
@@ -146,11 +146,11 @@ class TcpBulkServer:
         return True
 
     def tick(self, desks: ReceiverFactory, now: float) -> None:
-        """Close stalled connections and old strangers, and accept connections again after a pause."""
+        """Close stalled connections and those of old unauthenticated peers, and accept again after a pause."""
         for name, peer in list(self._unsettled.items()):
             if now - peer.heard_at >= BULK_STALL_S and not peer.stream.settle_for_less():
                 self._lose(name, desks)
-        late = [name for name, peer in self._strangers.items() if now - peer.accepted_at >= BULK_STALL_S]
+        late = [name for name, peer in self._unauthenticated.items() if now - peer.accepted_at >= BULK_STALL_S]
         for name in late:
             self._turn_away(name, desks)
         if self._deaf_until is not None and now >= self._deaf_until:
@@ -158,7 +158,7 @@ class TcpBulkServer:
 
     def next_deadline(self) -> float | None:
         """When `tick` must be called, on the clock of its `now`; None: no deadline."""
-        oldest = next(iter(self._strangers.values()), None)
+        oldest = next(iter(self._unauthenticated.values()), None)
         deadlines = [peer.heard_at + BULK_STALL_S for peer in self._unsettled.values()]
         deadlines += [] if oldest is None else [oldest.accepted_at + BULK_STALL_S]
         deadlines += [] if self._deaf_until is None else [self._deaf_until]
@@ -188,13 +188,13 @@ class TcpBulkServer:
             if error.errno in (errno.EMFILE, errno.ENFILE) and not self._refuse_one(listener):
                 self._be_deaf(now)
             return  # it is gone already, or there is no descriptor for it
-        if len(self._strangers) >= self._strangers_max:
-            self._turn_away(next(iter(self._strangers)), desks)
+        if len(self._unauthenticated) >= self._unauthenticated_max:
+            self._turn_away(next(iter(self._unauthenticated)), desks)
         if len(self._peers) >= BULK_CONNECTIONS_MAX:
             self._lose(next(iter(self._peers)), desks)
         name = next(self._numbers).to_bytes(8, "big")
         self._names[connection.fileno()] = name
-        self._peers[name] = self._strangers[name] = _Peer(BulkStream(connection), now)
+        self._peers[name] = self._unauthenticated[name] = _Peer(BulkStream(connection), now)
         self._ready.register(connection.fileno(), _READ)
 
     def _refuse_one(self, listener: socket.socket) -> bool:
@@ -254,8 +254,8 @@ class TcpBulkServer:
             desks.heard(name)
             self._peers[name] = self._peers.pop(name)
         self._note(name, peer)
-        if whole and name in self._strangers and desks.knows(name):
-            del self._strangers[name]
+        if whole and name in self._unauthenticated and desks.knows(name):
+            del self._unauthenticated[name]
         return whole
 
     def _flush(self, name: bytes) -> None:
@@ -287,7 +287,7 @@ class TcpBulkServer:
     def _drop(self, name: bytes) -> None:
         peer = self._peers.pop(name)
         self._unsettled.pop(name, None)
-        self._strangers.pop(name, None)
+        self._unauthenticated.pop(name, None)
         self.clogged.discard(name)
         del self._names[peer.stream.socket.fileno()]
         peer.stream.socket.close()  # epoll forgets a closed socket by itself

@@ -5,11 +5,11 @@ have nothing to do, and waking them took most of the time of a call (docs/decisi
 thread and the server's thread write and read the socket themselves.
 
 A frame is its length (4 bytes, little-endian) and its bytes. A peer that sends an impossible length is disconnected: a
-client may send `PUBLISH_BYTES_MAX`, a stranger `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The socket file
-belongs to its user (0600); no keys are asked for.
+client may send `PUBLISH_BYTES_MAX`, an unauthenticated one `SMALL_FRAME_BYTES`, and a server `MESSAGE_BYTES_MAX`. The
+socket file belongs to its user (0600); no keys are asked for.
 
-A connection is a *stranger* until the server admits its peer (`UnixServer.admit`). At most `strangers_max` strangers
-stay connected, each for `STRANGER_S`, so they cannot use up the descriptors that clients need.
+A peer is *unauthenticated* until the server admits it (`UnixServer.admit`). At most `unauthenticated_peers_max` of them
+stay connected, each for `UNAUTHENTICATED_S`, so they cannot use up the descriptors that clients need.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from transferqueue.limits import (
     NOTE_BYTES_MAX,
     PUBLISH_BYTES_MAX,
     SMALL_FRAME_BYTES,
-    STRANGER_S,
+    UNAUTHENTICATED_S,
 )
 from transferqueue.transport.address import IpcAddress
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
-from transferqueue.transport.control.strangers import strangers_max
+from transferqueue.transport.control.unauthenticated_peers import unauthenticated_peers_max
 from transferqueue.transport.system.private_files import read_private
 
 _log: Final = logging.getLogger("transferqueue.server")
@@ -402,11 +402,11 @@ class UnixServer:
         self._path = place.path
         self._clock = clock
         self._peers: dict[int, UnixPeer] = {}
-        self.strangers: Final[dict[int, UnixPeer]] = {}
+        self.unauthenticated: Final[dict[int, UnixPeer]] = {}
         """Oldest first. Without any, `tick` has nothing to do."""
-        self._strangers_max = strangers_max()
+        self._unauthenticated_max = unauthenticated_peers_max()
         self.turned_away = 0
-        """How many strangers were disconnected, and connections refused because no descriptor was left."""
+        """How many unauthenticated peers were disconnected, and connections refused because no descriptor was left."""
         self._arrived: deque[tuple[UnixPeer, bytes]] = deque()
         self._others: set[int] = set()
         try:
@@ -458,17 +458,17 @@ class UnixServer:
         return self.take()
 
     def patience_s(self) -> float | None:
-        """Seconds until `tick` must be called; None: no stranger waits."""
-        if not self.strangers:
+        """Seconds until `tick` must be called; None: no peer is unauthenticated."""
+        if not self.unauthenticated:
             return None
-        oldest = next(iter(self.strangers.values()))
-        return max(0.0, oldest.accepted_at + STRANGER_S - self._clock())
+        oldest = next(iter(self.unauthenticated.values()))
+        return max(0.0, oldest.accepted_at + UNAUTHENTICATED_S - self._clock())
 
     def tick(self) -> None:
-        """Disconnect strangers older than `STRANGER_S`."""
-        while self.strangers:
-            oldest = next(iter(self.strangers.values()))
-            if self._clock() < oldest.accepted_at + STRANGER_S:
+        """Disconnect unauthenticated peers older than `UNAUTHENTICATED_S`."""
+        while self.unauthenticated:
+            oldest = next(iter(self.unauthenticated.values()))
+            if self._clock() < oldest.accepted_at + UNAUTHENTICATED_S:
                 return
             self._hang_up(oldest)
 
@@ -512,25 +512,24 @@ class UnixServer:
             self._take_in(connected)
 
     def _take_in(self, connected: socket.socket) -> None:
-        """Add a stranger, and read it at once: one that has sent something ranks above those that are silent."""
-        if len(self.strangers) >= self._strangers_max:
+        """Add an unauthenticated peer, and read it at once: one that has sent a frame ranks above silent ones."""
+        if len(self.unauthenticated) >= self._unauthenticated_max:
             self._hang_up(self._least_promising())
         peer = UnixPeer(FrameStream(connected, SMALL_FRAME_BYTES), self._clock())
-        self._peers[connected.fileno()] = self.strangers[connected.fileno()] = peer
+        self._peers[connected.fileno()] = self.unauthenticated[connected.fileno()] = peer
         self._happened(peer, select.EPOLLIN)
 
     def _least_promising(self) -> UnixPeer:
-        """The oldest stranger without a received frame; if all have one, the oldest stranger."""
+        """The oldest unauthenticated peer without a received frame; if all have one, the oldest of all."""
         waiting = {id(peer) for peer, _ in self._arrived}
-        return next(
-            (peer for peer in self.strangers.values() if id(peer) not in waiting), next(iter(self.strangers.values()))
-        )
+        peers = self.unauthenticated.values()
+        return next((peer for peer in peers if id(peer) not in waiting), next(iter(peers)))
 
     def admit(self, peer: UnixPeer) -> None:
-        """The peer has a session: it is no stranger any more."""
+        """The peer has a session: it is not disconnected for its age any more."""
         if not peer.is_gone:
             peer.stream.bytes_max = PUBLISH_BYTES_MAX
-            self.strangers.pop(peer.stream.socket.fileno(), None)
+            self.unauthenticated.pop(peer.stream.socket.fileno(), None)
 
     def _hang_up(self, peer: UnixPeer) -> None:
         self.turned_away += 1
@@ -539,7 +538,7 @@ class UnixServer:
                 "%s: a connection was closed that did not say who it is within %g s, or made room for later ones; "
                 "clients of this version greet at once, so another program connects here (this is logged once)",
                 self._path,
-                STRANGER_S,
+                UNAUTHENTICATED_S,
             )
         self._drop(peer)
 
@@ -579,7 +578,7 @@ class UnixServer:
     def _drop(self, peer: UnixPeer) -> None:
         peer.is_gone = True
         del self._peers[peer.stream.socket.fileno()]
-        self.strangers.pop(peer.stream.socket.fileno(), None)
+        self.unauthenticated.pop(peer.stream.socket.fileno(), None)
         self._epoll.unregister(peer.stream.socket)  # needed: a forked child may have the socket open too
         peer.stream.close()
 

@@ -29,7 +29,7 @@ from transferqueue.limits import FRAMES_QUEUED_MAX, MESSAGE_BYTES_MAX, PUBLISH_B
 from transferqueue.transport.address import TcpAddress
 from transferqueue.transport.control.polled import PolledChannel
 from transferqueue.transport.control.send_result import SendResult
-from transferqueue.transport.control.strangers import Strangers
+from transferqueue.transport.control.unauthenticated_peers import UnauthenticatedPeers
 from transferqueue.transport.security.keyring import Keyring
 from transferqueue.transport.security.keys import ClientKeys, secure
 from transferqueue.transport.security.zap import KEY_PROPERTY, ZapHandler
@@ -185,33 +185,33 @@ class ZmqServer:
             zmq.ROUTER_MANDATORY, 1
         )  # otherwise ZeroMQ drops a frame to a full or lost peer silently
         self._gate = ZapHandler(self._context, keyring) if keyring is not None else None
-        self._strangers = Strangers(self.socket)
+        self._unauthenticated = UnauthenticatedPeers(self.socket)
         self._last: tuple[bytes | KeyedPeer, zmq.Frame] | None = None
-        self.sources: Final = [self.socket, self._strangers.source, *([self._gate.socket] if self._gate else [])]
+        self.sources: Final = [self.socket, self._unauthenticated.source, *([self._gate.socket] if self._gate else [])]
         """Sockets to poll for reading: then call `recv_nowait`, and for any but the first `decide`."""
 
     def decide(self, *, has_news: bool = True) -> bool:
-        """Accept or refuse new connections, and close old strangers. Returns whether the keys changed: then sessions
-        may have to end.
+        """Accept or refuse new connections, and close those of old unauthenticated peers. Returns whether the keys
+        changed: then sessions may have to end.
 
         has_news: whether any but the first of `sources` is readable, or `patience_s` is over; a look in vain costs a
         twentieth of a request.
         """
         if has_news:
-            self._strangers.hear()
-            self._strangers.tick()
+            self._unauthenticated.hear()
+            self._unauthenticated.tick()
         return self._gate is not None and self._gate.decide()
 
     def patience_s(self) -> float | None:
         """Seconds until `decide` must be called; None: no deadline."""
-        return self._strangers.patience_s()
+        return self._unauthenticated.patience_s()
 
     def admit(self, peer: bytes | KeyedPeer) -> None:
-        """`peer` has a session: if it sent the frame received last, its connection is no stranger any more."""
+        """`peer` has a session: if it sent the frame received last, its connection counts as authenticated."""
         if self._last is not None and self._last[0] == peer:
-            # Hear of a connection that was made since `decide`: it is no stranger from now on.
-            self._strangers.hear()
-            self._strangers.admit(self._last[1])
+            # Hear of a connection that was made since `decide`: it counts as authenticated from now on.
+            self._unauthenticated.hear()
+            self._unauthenticated.admit(self._last[1])
 
     def listen(self, place: TcpAddress) -> str:
         """Listen at this address too, and return it with the actual port. `AddressInUse`, or `UsageError` if that is
